@@ -1,0 +1,30 @@
+"""Lossless (self-)speculative decoding of Llama-type language models in JAX: the same text, faster."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel, embedded_model, load
+    from jaxspec.engine.results import Piece, Result, Statistics
+    from jaxspec.method_options import METHODS
+
+__all__ = ["METHODS", "LanguageModel", "Piece", "Result", "Statistics", "embedded_model", "load"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "jaxspec.engine.language_model": ("LanguageModel", "embedded_model", "load"),
+    "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
+    "jaxspec.method_options": ("METHODS",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # JAX takes seconds to import; `jaxspec --help` and whoever needs one small part should not wait for it.
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

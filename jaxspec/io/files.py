@@ -1,0 +1,58 @@
+"""Files that appear whole or not at all, and JSON read with one clear line where it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextmanager
+def atomic(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A binary file to write, which takes the name `path` only when the block ends without an error.
+
+    It is written beside its destination, because a rename is atomic only within one file system.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | os.PathLike, content: bytes | str) -> None:
+    """Writes a whole file, or leaves what was there; text as UTF-8."""
+    with atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Writes `content` as indented JSON with sorted keys, whole or not at all."""
+    write_atomic(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not JSON, or not an object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content

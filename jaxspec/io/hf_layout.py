@@ -1,0 +1,75 @@
+"""Where the tensors of a Hugging Face checkpoint lie in our parameters.
+
+Our parameters lay together what is multiplied together (`model.llama`), so one leaf holds one to three of
+their tensors. Reading and writing both follow this one table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import is_shape, param_shapes
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor of `shape`, and where it lies in a leaf once that is reshaped to `split`."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    index: tuple[slice, ...] = ()
+
+
+_PLAIN = {
+    "embed": EMBED,
+    "norm": "model.norm.weight",
+    "head": HEAD,
+    "attention/norm": "input_layernorm.weight",
+    "attention/out": "self_attn.o_proj.weight",
+    "attention/out_bias": "self_attn.o_proj.bias",
+    "mlp/norm": "post_attention_layernorm.weight",
+    "mlp/down": "mlp.down_proj.weight",
+    "mlp/down_bias": "mlp.down_proj.bias",
+}
+
+
+def sources_of(config: LlamaConfig, leaf: str, shape: tuple[int, ...]) -> list[Source]:
+    """The tensors that make up the leaf of that name, e.g. `layers/0/attention/qkv`."""
+    prefix, kind = "", leaf
+    if leaf.startswith("layers/"):
+        _, layer, kind = leaf.split("/", 2)
+        prefix = f"model.layers.{layer}."
+    if kind in _PLAIN:
+        return [Source(prefix + _PLAIN[kind], shape, shape)]
+    suffix = "bias" if kind.endswith("_bias") else "weight"
+    if kind.startswith("mlp/gate_up"):
+        return [
+            Source(f"{prefix}mlp.{name}_proj.{suffix}", shape[1:], shape, (slice(i, i + 1),))
+            for i, name in enumerate(("gate", "up"))
+        ]
+    group, rest = config.group_size, shape[2:]
+    split = (config.num_kv_heads, group + 2, config.head_dim, *rest)
+    return [
+        Source(
+            f"{prefix}self_attn.{name}_proj.{suffix}",
+            (config.num_kv_heads * (end - begin) * config.head_dim, *rest),
+            split,
+            (slice(None), slice(begin, end)),
+        )
+        for name, begin, end in (("q", 0, group), ("k", group, group + 1), ("v", group + 1, group + 2))
+    ]
+
+
+def leaves(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
+    """Name, shape and sources of every leaf, in the order of the tree."""
+    flat, _ = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
+    for path, shape in flat:
+        leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+        yield leaf, shape, sources_of(config, leaf, shape)

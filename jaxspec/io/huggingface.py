@@ -1,0 +1,246 @@
+"""Models as Hugging Face directories: found, read tensor by tensor, written back.
+
+Which of their tensors make up which of our leaves is `hf_layout`'s; reading and writing both follow it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.io import tensors
+from jaxspec.io.files import read_json, write_json
+from jaxspec.io.hf_config import config_json, generation_defaults, generation_json, read_config
+from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params, is_shape, param_shapes
+
+__all__ = ["generation_defaults", "load_params", "read_config", "resolve", "save", "stored_dtype"]
+
+Place = Callable[[str, np.ndarray], jax.Array]
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+# Copies of the same weights in other layouts, which some repositories carry.
+_LEFT_OUT = ["*/*", "consolidated*"]
+_CONVERT = (
+    "convert .bin weights with transformers: "
+    "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST, safe_serialization=True)"
+)
+
+
+def resolve(name: str | os.PathLike) -> Path:
+    """The local directory of a model: `name` itself, or the snapshot of that Hugging Face hub id.
+
+    Raises:
+      FileNotFoundError: there is no such directory, and `name` is no hub id ("owner/model") or the hub does
+        not give it (unknown, private, no network).
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return path
+    if path.is_file():
+        raise FileNotFoundError(
+            f"{text} is a file; give the directory that holds config.json and *.safetensors"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+        raise FileNotFoundError(
+            f"no directory {text!r}; give a model's directory or a hub id such as owner/model"
+        )
+    import huggingface_hub  # slow to import, and needed only here
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT)
+        )
+    except Exception as error:  # one line for whatever the hub, the network or the cache says
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(
+            f"no directory {text}, and the Hugging Face hub did not give a model of that name: {reason}"
+        ) from None
+
+
+def _open(directory: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the directory's safetensors files, mapped, not read."""
+    if (directory / _SINGLE).is_file():
+        return tensors.read(directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
+        if any(directory.glob("*.safetensors")):
+            raise ValueError(
+                f"{directory} has neither {_SINGLE} nor {_INDEX}; its *.safetensors have other names"
+            )
+        raise ValueError(f"{directory} has no *.safetensors weights; {_CONVERT}")
+    files = read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{directory / _INDEX} has no weight_map; save the model again")
+    found: dict[str, np.ndarray] = {}
+    for name in sorted(set(files.values())):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is missing, though {_INDEX} names it; fetch it again")
+        found |= tensors.read(directory / name)
+    return found
+
+
+def stored_dtype(directory: str | os.PathLike) -> np.dtype:
+    """The dtype in which a directory's weights are stored: that of its embedding.
+
+    Raises:
+      ValueError: as `load_params`.
+    """
+    found = _open(Path(directory))
+    if EMBED not in found:
+        raise ValueError(f"{directory}: {EMBED} is missing")
+    return found[EMBED].dtype
+
+
+def _check(directory: Path, config: LlamaConfig, found: Mapping[str, np.ndarray]) -> None:
+    """Refuses weights that are not those of `config`, before any of them is read."""
+    used = set()
+    for _, _, sources in leaves(config):
+        for source in sources:
+            used.add(source.name)
+            if source.name not in found:
+                hint = "; is tie_word_embeddings missing in config.json?" if source.name == HEAD else ""
+                raise ValueError(
+                    f"{directory}: tensor {source.name} is missing, expected shape {source.shape}{hint}"
+                )
+            if found[source.name].shape != source.shape:
+                raise ValueError(
+                    f"{directory}: tensor {source.name} has shape {found[source.name].shape}, "
+                    f"expected {source.shape} by config.json"
+                )
+    # A tensor more within a layer that is used would change what the layer computes.
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    for name in sorted(set(found) - used):
+        match = layer.match(name)
+        if match and int(match[1]) < config.num_layers and "rotary_emb" not in name:
+            raise ValueError(
+                f"{directory}: tensor {name} has no place in a {config.model_type} of this config.json"
+            )
+    head, embed = found.get(HEAD), found[EMBED]
+    if config.tie_embeddings and head is not None and not np.array_equal(head, embed):
+        raise ValueError(
+            f"{directory}: {HEAD} differs from the embedding although config.json ties them; "
+            "set tie_word_embeddings to false"
+        )
+
+
+def load_params(
+    directory: str | os.PathLike, config: LlamaConfig, dtype, place: Place | None = None
+) -> Params:
+    """The parameters of a model, read leaf by leaf: the host never holds more than one leaf beside the result.
+
+    Args:
+      directory: with `model.safetensors`, or shards and their index.
+      config: from `read_config`; one with fewer layers reads only the first layers.
+      dtype: of the parameters, whatever that of the files.
+      place: puts a leaf where it belongs, e.g. sharded over a mesh. It is given the leaf's name joined by
+        `/`, such as `layers/0/attention/qkv`, and the host array, already in `dtype`, which it may keep.
+        By default the array goes to JAX's default device.
+
+    Raises:
+      ValueError: a tensor is missing, truncated or of another shape, or there are no safetensors; one line.
+    """
+    directory, dtype = Path(directory), np.dtype(dtype)
+    found = _open(directory)
+    _check(directory, config, found)
+    placed = []
+    for leaf, shape, sources in leaves(config):
+        host = np.empty(shape, dtype)
+        for source in sources:
+            part = host.reshape(source.split)[source.index]
+            part[...] = found[source.name].reshape(part.shape)
+        array = jax.device_put(host) if place is None else place(leaf, host)
+        # Transfers run behind; without waiting, host copies of many leaves would pile up.
+        placed.append(jax.block_until_ready(array))
+    return jax.tree.unflatten(_structure(config), placed)
+
+
+def _structure(config: LlamaConfig) -> Any:
+    return jax.tree.structure(param_shapes(config), is_leaf=is_shape)
+
+
+def save(
+    directory: str | os.PathLike,
+    config: LlamaConfig,
+    params: Params,
+    dtype=None,
+    max_shard_bytes: int = 5_000_000_000,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a directory that `load_params` and transformers read: config, generation config, safetensors.
+
+    Each file appears whole or not at all, the configuration last; weights of an earlier save that the new
+    ones replace are removed.
+
+    Args:
+      directory: made if missing.
+      config: of the model.
+      params: its parameters.
+      dtype: of the files; None for that of the embedding.
+      max_shard_bytes: a larger model is cut into several files with an index.
+      generation: sampling defaults for `generation_config.json`, as from `generation_defaults`.
+
+    Raises:
+      ValueError: the parameters are not those of `config`, or `config.model_type` cannot express it.
+    """
+    directory = Path(directory)
+    dtype = np.dtype(params["embed"].dtype if dtype is None else dtype)
+    if jax.tree.structure(params) != _structure(config):
+        raise ValueError(
+            "the parameters have other leaves than the configuration; give those it was made for"
+        )
+    placed: dict[str, tuple[Any, Source]] = {}
+    for array, (leaf, shape, sources) in zip(jax.tree.leaves(params), leaves(config), strict=True):
+        if array.shape != shape:
+            raise ValueError(
+                f"parameter {leaf} has shape {array.shape}, expected {shape} by the configuration"
+            )
+        placed |= {source.name: (array, source) for source in sources}
+    content = config_json(config, dtype.name)  # refused before anything is written
+
+    def fetch(name: str) -> np.ndarray:
+        array, source = placed[name]
+        part = np.asarray(array).reshape(source.split)[source.index]
+        return part.astype(dtype).reshape(source.shape)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _shards({name: source.shape for name, (_, source) in placed.items()}, dtype, max_shard_bytes)
+    files = [_SINGLE]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, shapes in zip(files, shards, strict=True):
+        tensors.write(directory / file, shapes, fetch, dtype)
+    if len(shards) > 1:
+        total = sum(int(np.prod(shape)) for shapes in shards for shape in shapes.values()) * dtype.itemsize
+        weight_map = {name: file for file, shapes in zip(files, shards, strict=True) for name in shapes}
+        write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.append(_INDEX)
+    stale = {_SINGLE, _INDEX} | {path.name for path in directory.glob("model-*-of-*.safetensors")}
+    for name in stale - set(files):
+        (directory / name).unlink(missing_ok=True)
+    write_json(directory / "generation_config.json", generation_json(config, generation))
+    write_json(directory / "config.json", content)
+
+
+def _shards(
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, limit: int
+) -> list[dict[str, tuple[int, ...]]]:
+    """Cuts tensors, in order, into files of at most `limit` bytes; a larger tensor has a file of its own."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += nbytes
+    return shards

@@ -1,0 +1,69 @@
+"""Does a model fit its device? Asked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxspec.model import cache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import num_params
+
+_GIB = 2**30
+
+
+def needed_bytes(config: LlamaConfig, dtype, batch_size: int, capacity: int) -> tuple[int, int]:
+    """Bytes of the weights and of the key/value cache of `batch_size` rows of `capacity` slots."""
+    dtype = np.dtype(dtype)
+    return num_params(config) * dtype.itemsize, cache.size_bytes(config, batch_size, capacity, dtype)
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Bytes a device can still give: of its own memory, or of this machine's for a CPU; None if unknown."""
+    if device.platform == "cpu":
+        return _free_host_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def _free_host_bytes() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:  # no /proc: all of the memory is the best that is known
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def check_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, device: jax.Device) -> None:
+    """Refuses a model whose weights and cache do not fit a device; passes where its memory is unknown.
+
+    Args:
+      config: the model.
+      dtype: of weights and cache.
+      batch_size: rows generated together.
+      capacity: slots of the cache, a row.
+      device: where everything goes.
+
+    Raises:
+      ValueError: it does not fit; one line with the sizes in GiB and what to change.
+    """
+    weights, slots = needed_bytes(config, dtype, batch_size, capacity)
+    free = free_bytes(device)
+    if free is None or weights + slots <= free:
+        return
+    name = np.dtype(dtype).name
+    raise ValueError(
+        f"the model does not fit: weights {weights / _GIB:.2f} GiB ({name}) and cache {slots / _GIB:.2f} GiB "
+        f"(batch {batch_size}, {capacity} tokens) need {(weights + slots) / _GIB:.2f} GiB, {device} has "
+        f"{free / _GIB:.2f} GiB free; take a smaller dtype, batch or context"
+    )

@@ -1,0 +1,109 @@
+"""Safetensors files, mapped for reading and streamed for writing, so that a model is never held twice.
+
+The format is eight bytes with the header's length, the header (JSON: name → dtype, shape, byte range) and the
+numbers, little-endian. The `safetensors` package copies each tensor on reading, and for writing wants a
+whole file's tensors in memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.io.files import atomic
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+# What the format itself allows for a header.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
+
+    Raises:
+      ValueError: the file is truncated or not safetensors. A tensor of integers or 8-bit floats is left
+        out, for no weight of ours has such a type; asking for it then finds it missing.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or (length <= _MAX_HEADER_BYTES and 8 + length > size):
+            raise ValueError(f"{path} is truncated: it has {size} bytes; fetch or save it again")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is not a safetensors file")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path} is not a safetensors file") from None
+    numbers = (
+        np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
+    )
+    tensors = {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        if end > numbers.size:
+            raise ValueError(
+                f"{path} is truncated: {name} ends at byte {8 + length + end}, the file has {size}; "
+                "fetch or save it again"
+            )
+        if dtype is None:
+            continue
+        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: the header gives {name} a size that does not fit its shape {shape}")
+        tensors[name] = np.asarray(numbers[begin:end]).view(dtype).reshape(shape)
+    return tensors
+
+
+def _entry(value: Mapping) -> tuple[np.dtype | None, tuple[int, ...], int, int]:
+    begin, end = value["data_offsets"]
+    return DTYPES.get(value["dtype"]), tuple(int(n) for n in value["shape"]), int(begin), int(end)
+
+
+def write(
+    path: str | os.PathLike,
+    shapes: Mapping[str, tuple[int, ...]],
+    fetch: Callable[[str], np.ndarray],
+    dtype: np.dtype,
+) -> None:
+    """Writes tensors of one dtype, asking for one at a time.
+
+    Args:
+      path: the file, written whole or not at all.
+      shapes: shape by name, in the order of the file.
+      fetch: gives a tensor of that name, of that shape and of `dtype`.
+      dtype: one of the values of `DTYPES`.
+
+    Raises:
+      ValueError: `dtype` has no place in the format, or a tensor is not what `shapes` and `dtype` say.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in _CODES:
+        raise ValueError(f"cannot save weights as {dtype}; choose float32, bfloat16, float16 or float64")
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the numbers start aligned
+    with atomic(path) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            tensor = np.ascontiguousarray(fetch(name))
+            if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, expected {dtype}{tuple(shape)}")
+            file.write(tensor.reshape(-1).view(np.uint8).data)

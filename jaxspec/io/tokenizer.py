@@ -1,0 +1,188 @@
+"""Text and token ids, through transformers, which is imported only when a tokenizer is loaded.
+
+(transformers itself imports PyTorch if that is installed; nothing here needs it.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Any one of the first makes a tokenizer; all of them travel with a model.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
+FILES = (
+    *_VOCABULARIES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A window this long is shortened, so that the cost of a token does not grow with the text.
+_WINDOW = 64
+
+
+def has_tokenizer(directory: str | os.PathLike) -> bool:
+    """Whether a directory has the files of a tokenizer, good or bad."""
+    return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
+
+
+def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = None) -> Tokenizer:
+    """The tokenizer of a model's directory.
+
+    Args:
+      directory: a local one.
+      chat_template: a file with a Jinja template, in the place of the tokenizer's own.
+
+    Raises:
+      FileNotFoundError: there is no file `chat_template`.
+      ValueError: the directory has no tokenizer, or one that transformers cannot load; one line.
+    """
+    directory = Path(directory)
+    template = None
+    if chat_template is not None:
+        if not Path(chat_template).is_file():
+            raise FileNotFoundError(f"no file {chat_template}; --chat-template wants a Jinja template")
+        template = Path(chat_template).read_text(encoding="utf-8")
+    if not has_tokenizer(directory):
+        raise ValueError(
+            f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
+            "instead of text"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds here, some of many lines
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {reason}") from None
+    if template is not None:
+        loaded.chat_template = template
+    return Tokenizer(loaded)
+
+
+def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> None:
+    """Copies whatever tokenizer files `source` has into the directory `destination`."""
+    for name in FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(destination) / name)
+
+
+class Tokenizer:
+    """Text to token ids and back, whatever the model's own tokenizer is."""
+
+    def __init__(self, loaded: Any):
+        """Wraps a tokenizer of transformers."""
+        self._loaded = loaded
+        self._skipped = frozenset(loaded.all_special_ids) | {
+            index for index, token in loaded.added_tokens_decoder.items() if token.special
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids have a token; a model may have more, as padding."""
+        return len(self._loaded)
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether every token has the same id in both."""
+        return self._loaded.get_vocab() == other._loaded.get_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with one BOS in front where the tokenizer adds one."""
+        return self._one_bos(self._loaded.encode(text))
+
+    def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the model's answer begins.
+
+        Args:
+          messages: with `role` and `content` each; a string is one message of the user.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or its template refuses the conversation.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not self._loaded.chat_template:
+            raise ValueError("the model has no chat template; give one with --chat-template FILE")
+        try:
+            text = self._loaded.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # what a Jinja template raises is up to its author
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the chat template cannot render the conversation: {reason}") from None
+        return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        # A text or a template may spell out the BOS that is there already.
+        bos, first = self._loaded.bos_token_id, 0
+        while bos is not None and ids[first : first + 2] == [bos, bos]:
+            first += 1
+        return ids[first:]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; special tokens are left out, spaces stay as they are."""
+        return self._loaded.decode(
+            [int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def stream(self) -> Detokenizer:
+        """Text piece by piece, for one sequence of tokens."""
+        return Detokenizer(self)
+
+    def _is_text(self, index: int) -> bool:
+        """Whether `decode` gives an id any say: it drops special tokens and ids without a token."""
+        return index not in self._skipped and self._loaded.convert_ids_to_tokens(index) is not None
+
+    def _is_byte(self, index: int) -> bool:
+        """Whether an id is a SentencePiece byte, such as `<0x0A>`."""
+        return re.fullmatch(r"<0x[0-9A-F]{2}>", self._loaded.convert_ids_to_tokens(index)) is not None
+
+
+class Detokenizer:
+    """Turns tokens into text as they come; all pieces together equal `decode` of all the ids.
+
+    Held back until it is certain: a tail of U+FFFD, which the next token may complete to a character, and a
+    run of SentencePiece bytes at the end, for one bad byte turns the whole run into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Starts an empty text."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the window: the latest ids, from a place where no character is cut
+        self._settled = 0  # so many of them, from the left, ended a piece with nothing held back
+        self._emitted = 0  # characters of the window's text already given out
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Adds ids and returns the text that became final, possibly none."""
+        self._ids += [index for index in map(int, ids) if self._tokenizer._is_text(index)]
+        final = len(self._ids)
+        while final and self._tokenizer._is_byte(self._ids[final - 1]):
+            final -= 1
+        text = self._tokenizer.decode(self._ids[:final])
+        sure = text.rstrip(_REPLACEMENT)
+        piece = sure[self._emitted :]
+        self._emitted = max(self._emitted, len(sure))
+        if final == len(self._ids) and sure == text:
+            self._shorten(text)
+        return piece
+
+    def flush(self) -> str:
+        """Returns what was held back; the text ends here, and a new one may begin."""
+        piece = self._tokenizer.decode(self._ids)[self._emitted :]
+        self._ids, self._settled, self._emitted = [], 0, 0
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Drops the settled ids of a long window. A few stay, for a text's first token is decoded otherwise."""
+        if len(self._ids) > _WINDOW and self._settled < len(self._ids):
+            kept = self._ids[self._settled :]
+            tail = self._tokenizer.decode(kept)
+            if tail and text.endswith(tail):
+                self._ids, self._emitted = kept, len(tail)
+        self._settled = len(self._ids)

@@ -1,0 +1,222 @@
+"""The key/value cache: fixed size, slot = position, no cursor.
+
+Row b of a batch has `length[b]` committed tokens; which slots a query sees follows from positions alone,
+so a rollback is free: stale slots are invisible, then overwritten. How a layer's keys lie in memory is
+private to this file:
+
+* merged, `[B·KV, S, hd]`: on one device. With `[B, KV, S, hd]` and one row, XLA copies every cache twice
+  a step.
+* split, `[B, KV, S, hd]`: on a mesh, where a merged axis does not divide by heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.numerics import precision_of
+
+# Up to this many rows a write is one in-place slice update per row; above, one scatter.
+UNROLLED_ROWS = 8
+# Slots attended to at once where attention follows the live length.
+BLOCK = 128
+# What a masked score is: finite, so that a block in which a row sees nothing stays a number.
+_MASKED = -1e30
+
+Layer = tuple[jax.Array, jax.Array]
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+      layers: L pairs (keys, values); the layout is private to this file.
+      rope_length: int32[B], the length of each row's prompt. Dynamic RoPE rotates a token for the longer of
+        this and its own position; nothing else reads it.
+      batch_size: B, static.
+      merged: the layout, static.
+    """
+
+    layers: list[Layer]
+    rope_length: jax.Array
+    batch_size: int = struct.field(pytree_node=False)
+    merged: bool = struct.field(pytree_node=False)
+
+    @property
+    def capacity(self) -> int:
+        """S, slots a row."""
+        return self.layers[0][0].shape[-2]
+
+
+def create(config: LlamaConfig, batch_size: int, capacity: int, dtype, merged: bool = True) -> KVCache:
+    """An empty cache of `capacity` slots a row."""
+    heads = (batch_size * config.num_kv_heads,) if merged else (batch_size, config.num_kv_heads)
+    shape = (*heads, capacity, config.head_dim)
+    layers = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
+    return KVCache(layers, jnp.zeros(batch_size, jnp.int32), batch_size, merged)
+
+
+def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype) -> int:
+    """Bytes that `create` would take, the small fields left out."""
+    per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return per_slot * batch_size * capacity
+
+
+def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, merged: bool) -> Layer:
+    """Puts keys and values [B, T, KV, hd] into slots start[b] … start[b] + T − 1 of row b.
+
+    The caller guarantees start + T ≤ S: XLA would silently move a slice that reaches past the end.
+    """
+    batch, length, kv_heads, _ = keys.shape
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
+        if merged and batch <= UNROLLED_ROWS:
+            for row in range(batch):
+                corner = (row * kv_heads, start[row], 0)
+                buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner)
+            return buffer
+        split = buffer.reshape(batch, kv_heads, *buffer.shape[-2:])
+        rows = jnp.arange(batch)[:, None, None]
+        heads = jnp.arange(kv_heads)[None, :, None]
+        slots = start[:, None, None] + jnp.arange(length)[None, None, :]
+        split = split.at[rows, heads, slots].set(new, mode="drop", unique_indices=True)
+        return split.reshape(buffer.shape)
+
+    return put(layer[0], keys), put(layer[1], values)
+
+
+def attend(
+    queries: jax.Array,
+    layer: Layer,
+    positions: jax.Array,
+    window: int | None,
+    merged: bool,
+) -> jax.Array:
+    """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
+
+    A query sees the slots up to its own position, the latest `window` of them if that is not None.
+
+    Returns:
+      [B, T, KV, G, hd].
+    """
+    slots = layer[0].shape[-2]
+
+    def whole(queries, positions, *layer):
+        seen = visible(positions, jnp.arange(slots)[None, None], window)
+        return attend_where(queries, layer, seen, merged)
+
+    if slots <= BLOCK or slots % BLOCK:
+        return whole(queries, positions, *layer)
+
+    def by_blocks(queries, positions, *layer):
+        return _by_blocks(queries, layer, positions, window, merged)
+
+    # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
+    return jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+
+
+def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:
+    """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd]."""
+    q = _by_key_head(queries, merged)
+    mixed, total, _ = _part(q, layer, seen)
+    return _by_query(mixed / total, queries)
+
+
+def _by_key_head(queries: jax.Array, merged: bool) -> jax.Array:
+    """[B·KV, G·T, hd] or [B, KV, G·T, hd]: the queries that share keys lie together, one product a key head."""
+    batch, length, kv_heads, group, head_dim = queries.shape
+    heads = (batch * kv_heads,) if merged else (batch, kv_heads)
+    return queries.transpose(0, 2, 3, 1, 4).reshape(*heads, group * length, head_dim)
+
+
+def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
+    """The way back, in the dtype of the queries."""
+    batch, length, kv_heads, group, head_dim = queries.shape
+    mixed = mixed.astype(queries.dtype).reshape(batch, kv_heads, group, length, head_dim)
+    return mixed.transpose(0, 3, 1, 2, 4)
+
+
+def _part(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Softmax over some slots, unnormalised: its numerator [..., hd], its denominator and maximum [..., 1]."""
+    keys, values = layer
+    batch, length, slots = seen.shape
+    scores = _batched(q, keys, 1) * (1.0 / math.sqrt(q.shape[-1]))
+    # All heads of a row see the same: [B, KV·G, T, S] against [B, 1, T, S].
+    split = scores.reshape(batch, -1, length, slots)
+    scores = jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    return _batched(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
+
+
+def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+    """Which slots [..., S] a query at positions [B, T] sees, bool[B, T, S]."""
+    mask = slots <= positions[..., None]
+    return mask if window is None else mask & (slots > positions[..., None] - window)
+
+
+def _batched(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """a [..., M, K] times b, whose K is its last axis (contract 1) or the one before (0) → float32[..., M, N]."""
+    heads, last = tuple(range(a.ndim - 2)), a.ndim - 1
+    dims = (((last,), (last - 1 + contract,)), (heads, heads))
+    precision = precision_of(a.dtype)
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _by_blocks(
+    queries: jax.Array, layer: Layer, positions: jax.Array, window: int | None, merged: bool
+) -> jax.Array:
+    """Attention over the live slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
+
+    So a step costs what its live length costs, whatever the capacity. A block that a row does not see
+    adds exactly nothing to it: rows stay independent of their neighbours' lengths.
+    """
+    q = _by_key_head(queries, merged)
+    live = jnp.max(positions) + 1
+
+    def body(carry):
+        index, mixed, total, top = carry
+        first = index * BLOCK
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, first, BLOCK, q.ndim - 2) for x in layer)
+        seen = visible(positions, first + jnp.arange(BLOCK)[None, None], window)
+        new_mixed, new_total, new_top = _part(q, (keys, values), seen)
+        highest = jnp.maximum(top, new_top)
+        old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
+        return index + 1, mixed * old + new_mixed * new, total * old + new_total * new, highest
+
+    column = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    empty = (jnp.int32(0), jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
+    _, mixed, total, _ = jax.lax.while_loop(lambda carry: carry[0] * BLOCK < live, body, empty)
+    return _by_query(mixed / total, queries)
+
+
+def grow(cache: KVCache, capacity: int) -> KVCache:
+    """The same cache with `capacity` slots a row, the new ones empty."""
+    extra = capacity - cache.capacity
+
+    def pad(buffer: jax.Array) -> jax.Array:
+        return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, extra), (0, 0)])
+
+    return dataclasses.replace(cache, layers=[(pad(keys), pad(values)) for keys, values in cache.layers])
+
+
+def insert(cache: KVCache, row: jax.Array, single: KVCache) -> KVCache:
+    """Puts the one row of `single` (of the same capacity) in the place of `row`."""
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        first = row * new.shape[0]
+        return jax.lax.dynamic_update_slice(buffer, new, (first,) + (0,) * (buffer.ndim - 1))
+
+    layers = [
+        (put(keys, one_keys), put(values, one_values))
+        for (keys, values), (one_keys, one_values) in zip(cache.layers, single.layers, strict=True)
+    ]
+    rope_length = cache.rope_length.at[row].set(single.rope_length[0])
+    return dataclasses.replace(cache, layers=layers, rope_length=rope_length)

@@ -1,0 +1,115 @@
+"""What a Llama-type model is made of: one frozen, hashable record, static under `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length a model was trained on.
+
+    Attributes:
+      kind: `linear` (positions ÷ factor), `dynamic` (NTK, the base grows with the live length)
+        or `llama3` (low frequencies ÷ factor, high ones kept, smooth between).
+      factor: the stretch.
+      low_freq_factor: `llama3` only; wavelengths above `original ÷ low` are divided by `factor`.
+      high_freq_factor: `llama3` only; wavelengths below `original ÷ high` are kept.
+      original_max_position_embeddings: `llama3` only; the length of the original training, tokens.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Llama 1 to 3.2, CodeLlama, Vicuna, TinyLlama, Mistral and Qwen2: one architecture and its flags.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D, the width of the residual stream.
+      intermediate_size: F, the width of the gated MLP.
+      num_layers: L.
+      num_heads: H query heads.
+      num_kv_heads: KV key/value heads; H is a multiple of it.
+      head_dim: hd; need not be D ÷ H.
+      max_position_embeddings: positions of the original training.
+      rms_norm_eps: ε of every RMS norm.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: see `RopeScaling`; None for none.
+      tie_embeddings: the head is the embedding.
+      qkv_bias, output_bias, mlp_bias: which products carry a bias (Qwen2: qkv only).
+      sliding_windows: per layer, how many latest positions it sees, None for all; () for all in every layer.
+      bos_token_id: put before a text, or None.
+      eos_token_ids: any of them ends a text; may be empty.
+      model_type: `llama`, `mistral` or `qwen2`: what it is written back as.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "each key/value head serves an equal group of query heads"
+            )
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ValueError(
+                f"sliding_windows names {len(self.sliding_windows)} layers, the model has {self.num_layers}; "
+                "give one entry a layer, or () for none"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads served by one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and output together."""
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * scaling.factor)
+        return self.max_position_embeddings
+
+    def window(self, layer: int) -> int | None:
+        """How many latest positions `layer` sees; None for all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def truncated(self, num_layers: int) -> LlamaConfig:
+        """The same model cut to its first `num_layers` layers.
+
+        Raises:
+          ValueError: `num_layers` is not in 1 … L.
+        """
+        if not 1 <= num_layers <= self.num_layers:
+            raise ValueError(
+                f"cannot keep {num_layers} layers of a model that has {self.num_layers}; "
+                f"give a number from 1 to {self.num_layers}"
+            )
+        return dataclasses.replace(
+            self, num_layers=num_layers, sliding_windows=self.sliding_windows[:num_layers]
+        )

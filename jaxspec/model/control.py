@@ -1,0 +1,31 @@
+"""Control flow that lets XLA update a cache in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Carry = TypeVar("Carry")
+
+
+def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """`sublayer(carry)` where `run`, else `carry` untouched.
+
+    A Python bool decides while tracing. A traced one becomes a conditional whose other arm is the
+    identity: two arms that both write the cache would copy it whole.
+    """
+    if isinstance(run, bool):
+        return sublayer(carry) if run else carry
+    return jax.lax.cond(run, sublayer, lambda same: same, carry)
+
+
+def once(pred: jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip.
+
+    A conditional would do the same, but several that write the cache make XLA copy it; loops do not.
+    """
+    _, carry = jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), f(c[1])), (pred, carry))
+    return carry

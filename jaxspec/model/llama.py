@@ -1,0 +1,268 @@
+"""The Llama blocks as pure functions: embed, run_layers, logits. Layers are unrolled, for decoding.
+
+Parameters are a plain dict, so that any tree of the same shape (gradients, shardings, optimiser state)
+fits beside it. Weights keep their output axes first; what is multiplied together lies together, grouped by
+key/value head, so that one device runs one product where a mesh still divides by heads:
+
+    embed  [V, D]          norm [D]          head [V, D], absent where tied
+    layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
+    layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
+
+with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D] where configured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.model import cache as kv
+from jaxspec.model import rope
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import run_if
+from jaxspec.model.numerics import linear, rms_norm
+from jaxspec.model.plan import LayerPlan
+
+Params = dict[str, Any]
+# (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def param_shapes(config: LlamaConfig) -> Params:
+    """The tree of parameters, a shape tuple at each leaf."""
+    width, inner = config.hidden_size, config.intermediate_size
+    qkv = (config.num_kv_heads, (config.group_size + 2) * config.head_dim)
+    attention = {"norm": (width,), "qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
+    mlp = {"norm": (width,), "gate_up": (2, inner, width), "down": (width, inner)}
+    if config.qkv_bias:
+        attention["qkv_bias"] = qkv
+    if config.output_bias:
+        attention["out_bias"] = (width,)
+    if config.mlp_bias:
+        mlp |= {"gate_up_bias": (2, inner), "down_bias": (width,)}
+    layer = {"attention": attention, "mlp": mlp}
+    shapes: Params = {
+        "embed": (config.vocab_size, width),
+        "layers": [layer] * config.num_layers,
+        "norm": (width,),
+    }
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, width)
+    return shapes
+
+
+def is_shape(node: Any) -> bool:
+    """Whether a node of `param_shapes` is a leaf."""
+    return isinstance(node, tuple)
+
+
+def num_params(config: LlamaConfig) -> int:
+    """How many numbers the parameters hold."""
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def init_params(config: LlamaConfig, key: jax.Array, dtype=jnp.float32, scale: float = 1.0) -> Params:
+    """Random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale²÷D), norms one, biases zero."""
+    shapes = param_shapes(config)
+    leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    drawn = []
+    for index, (path, shape) in enumerate(leaves):
+        name = path[-1].key
+        if name == "norm":
+            drawn.append(jnp.ones(shape, dtype))
+        elif name.endswith("bias"):
+            drawn.append(jnp.zeros(shape, dtype))
+        else:
+            noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+            drawn.append((noise * scale * shape[-1] ** -0.5).astype(dtype))
+    return jax.tree.unflatten(tree, drawn)
+
+
+def truncate(params: Params, num_layers: int) -> Params:
+    """The same parameters with only the first `num_layers` layers; nothing is copied."""
+    return {**params, "layers": params["layers"][:num_layers]}
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Tokens int32[B, T] → residual stream [B, T, D]."""
+    return params["embed"][tokens]
+
+
+def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Final norm and head: hidden [..., D] → float32[..., V]."""
+    normed = rms_norm(hidden, params["norm"], config.rms_norm_eps)
+    head = params["embed"] if config.tie_embeddings else params["head"]
+    return linear(normed, head, out_dtype=jnp.float32)
+
+
+def _attention(
+    config: LlamaConfig, p: Params, hidden: jax.Array, tables, attend: Attend, layer_cache
+) -> tuple[jax.Array, Any]:
+    batch, length, _ = hidden.shape
+    group, hd = config.group_size, config.head_dim
+    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
+    qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
+    qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
+    turned = rope.rotate(qkv[..., : group + 1, :], *tables)
+    mixed, layer_cache = attend(
+        turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
+    )
+    mixed = mixed.reshape(batch, length, config.num_heads * hd)
+    return hidden + linear(mixed, p["out"], p.get("out_bias")), layer_cache
+
+
+def _mlp(config: LlamaConfig, p: Params, hidden: jax.Array) -> jax.Array:
+    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
+    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
+    inner = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    return hidden + linear(inner, p["down"], p.get("down_bias"))
+
+
+def run_layers(
+    config: LlamaConfig,
+    params: Params,
+    hidden: jax.Array,
+    start: jax.Array,
+    cache: KVCache,
+    *,
+    plan: LayerPlan | jax.Array | None = None,
+    layers: range | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Runs layers over the rows of a batch, reading and writing the cache.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      hidden: [B, T, D], the residual stream of tokens at positions start[b] + t.
+      start: int32[B]; start + T ≤ the cache's capacity, else the last writes land elsewhere.
+      cache: holds every position below start[b] that these layers attend to.
+      plan: which sublayers run: None for all, a static `LayerPlan`, or a traced bool[L, 2]. A skipped
+        sublayer is the identity on the residual stream.
+      layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
+
+    Returns:
+      hidden [B, T, D] before the final norm, and the cache with these positions written.
+    """
+    layers = range(config.num_layers) if layers is None else layers
+    positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
+    tables = rope.tables(config, positions, cache.rope_length)
+    written = list(cache.layers)
+    for layer in layers:
+        p = params["layers"][layer]
+        run_attention, run_mlp = (True, True) if plan is None else plan[layer]
+        window = config.window(layer)
+
+        def attend(q, k, v, layer_cache, window=window):
+            layer_cache = kv.write(layer_cache, k, v, start, cache.merged)
+            return kv.attend(q, layer_cache, positions, window, cache.merged), layer_cache
+
+        def attention(carry, p=p, attend=attend):
+            return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
+
+        hidden, written[layer] = run_if(run_attention, attention, (hidden, written[layer]))
+        hidden = run_if(run_mlp, functools.partial(_mlp, config, p["mlp"]), hidden)
+    return hidden, dataclasses.replace(cache, layers=written)
+
+
+def run_block(
+    config: LlamaConfig,
+    p: Params,
+    hidden: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """One whole layer without a cache, for training: every token attends within its own segment.
+
+    Args:
+      config: the model.
+      p: one entry of `params["layers"]`.
+      hidden: [B, T, D].
+      positions: int32[B, T], counted from the start of each segment.
+      segments: int32[B, T]; packed documents differ in it and do not see each other.
+      window: how many latest positions are seen, None for all.
+
+    Returns:
+      hidden [B, T, D].
+    """
+    tables = rope.tables(config, positions, jnp.zeros(hidden.shape[0], jnp.int32))
+    same = segments[:, :, None] == segments[:, None, :]
+    mask = same & kv.visible(positions, positions[:, None, :], window)
+
+    def attend(q, k, v, layer_cache):
+        split = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return kv.attend_where(q, split, mask, merged=False), layer_cache
+
+    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None)
+    return _mlp(config, p["mlp"], hidden)
+
+
+def forward(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    start: jax.Array,
+    cache: KVCache,
+    *,
+    plan: LayerPlan | jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Embed, run all layers, apply the head: tokens int32[B, T] at start[b] + t.
+
+    Returns:
+      logits float32[B, T, V], hidden [B, T, D] before the final norm, cache. See `run_layers`.
+    """
+    hidden, cache = run_layers(config, params, embed(params, tokens), start, cache, plan=plan)
+    return logits(config, params, hidden), hidden, cache
+
+
+def prefill(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    cache: KVCache,
+    piece: int,
+) -> tuple[jax.Array, KVCache]:
+    """Feeds right-padded prompts in pieces, so that memory is bounded by the piece.
+
+    The number of pieces follows the longest prompt at run time: one executable serves every length.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      tokens: int32[B, N], N a multiple of `piece` and at most the cache's capacity.
+      length: int32[B], tokens of each prompt, at least 1.
+      cache: to be filled from slot 0.
+      piece: how many positions are fed at once, static.
+
+    Returns:
+      hidden [B, D] of each row's last token, before the final norm; the cache.
+    """
+    batch = tokens.shape[0]
+    cache = dataclasses.replace(cache, rope_length=length)
+    last = jnp.zeros((batch, config.hidden_size), params["embed"].dtype)
+
+    def feed(carry):
+        index, last, cache = carry
+        begin = index * piece
+        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, piece, axis=1)
+        start = jnp.full(batch, begin, jnp.int32)
+        hidden, cache = run_layers(config, params, embed(params, fed), start, cache)
+        offset = length - 1 - begin
+        here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, piece - 1)[:, None, None], axis=1)[:, 0]
+        last = jnp.where(((offset >= 0) & (offset < piece))[:, None], here, last)
+        return index + 1, last, cache
+
+    longest = jnp.max(length)
+    _, last, cache = jax.lax.while_loop(
+        lambda carry: carry[0] * piece < longest, feed, (jnp.int32(0), last, cache)
+    )
+    return last, cache

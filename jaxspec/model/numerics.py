@@ -1,0 +1,64 @@
+"""The few numerical choices that every product of the model shares."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
+FEW_ROWS = 32
+
+
+def precision_of(dtype) -> jax.lax.Precision:
+    """float32 is meant when it is asked for: accelerators would otherwise round its operands."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype=None) -> jax.Array:
+    """x [..., I] times weight [*O, I], plus bias [*O] → [..., *O].
+
+    Weights keep their output axes in front: as fast as the other order for one row, faster for several.
+    """
+    out_dtype = out_dtype or x.dtype
+    rows = math.prod(x.shape[:-1])
+    if rows <= FEW_ROWS and x.dtype == jnp.float32:
+        y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=_product)
+    else:
+        y = _product(x, weight, out_dtype)
+    return y if bias is None else y + bias
+
+
+def _product(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
+    contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype
+    )
+
+
+def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same product for one or a few float32 rows on a CPU, where decoding spends its time.
+
+    For one row XLA has a kernel that streams the weights at memory speed, but only for plain matrices. For
+    several, its CPU library packs the right operand, and XLA makes that the weights: several rows then cost
+    2 to 3 times one. Here the weights are the left operand, kept there by the barrier, and only the few
+    rows are packed, which costs half as much (padded to the widths that its kernels like).
+    """
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
+    count, precision = rows.shape[0], precision_of(x.dtype)
+    if count == 1:
+        y = jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
+    else:
+        padded = 4 if count <= 4 else -(-count // 8) * 8
+        rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+        y = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), precision=precision)
+        y = jax.lax.optimization_barrier(y)[:, :count].T
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] over its root mean square, taken in float32, times weight [D]."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight

@@ -1,0 +1,45 @@
+"""Which sublayers a forward pass runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """A static plan: hashable, so a jitted function may be specialised to it.
+
+    The other form of a plan is a traced bool array [L, 2], from `traced()`: one executable then serves
+    every plan. In both, column 0 is attention, column 1 the MLP, and True means run.
+
+    Attributes:
+      run: L pairs (attention, MLP).
+    """
+
+    run: tuple[tuple[bool, bool], ...]
+
+    @classmethod
+    def skipping(cls, num_layers: int, attention=(), mlp=()) -> LayerPlan:
+        """All of `num_layers` layers but these 0-based attention and MLP sublayers.
+
+        Raises:
+          ValueError: a skipped layer is outside 0 … L − 1.
+        """
+        attention, mlp = frozenset(attention), frozenset(mlp)
+        outside = sorted(layer for layer in attention | mlp if not 0 <= layer < num_layers)
+        if outside:
+            raise ValueError(
+                f"the plan skips layers {outside} of a model with {num_layers} layers; "
+                f"layers are counted from 0 to {num_layers - 1}"
+            )
+        return cls(tuple((layer not in attention, layer not in mlp) for layer in range(num_layers)))
+
+    def __getitem__(self, layer: int) -> tuple[bool, bool]:
+        return self.run[layer]
+
+    def traced(self) -> jax.Array:
+        """The plan as data, bool[L, 2]."""
+        return jnp.asarray(self.run, bool)

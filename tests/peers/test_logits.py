@@ -1,0 +1,143 @@
+"""Logits against transformers, both ways: its directories loaded here, ours loaded there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
+
+from jaxspec.io import huggingface  # noqa: E402
+from jaxspec.io.tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
+from jaxspec.model import cache, llama  # noqa: E402
+
+torch.set_num_threads(1)  # its threads would wait for those of XLA on a small machine
+pytestmark = pytest.mark.peers
+
+MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+TOLERANCE = 1e-4
+SIZES = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "multi_head": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    "multi_query": ("Llama", {"num_key_value_heads": 1}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "head_dim": ("Llama", {"head_dim": 12}),
+    "several_eos": ("Llama", {"eos_token_id": [2, 7], "bos_token_id": None}),
+    "llama3": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA3}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+    "dynamic": (
+        "Llama",
+        {
+            "max_position_embeddings": 10,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0},
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mistral_full": ("Mistral", {"sliding_window": None, "head_dim": 10}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2_tied": (
+        "Qwen2",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+}
+TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 24))
+
+
+def ours(directory: Path, tokens: np.ndarray) -> np.ndarray:
+    config = huggingface.read_config(directory)
+    params = huggingface.load_params(directory, config, jnp.float32)
+    rows, length = tokens.shape
+    empty = cache.create(config, rows, length, jnp.float32)
+    empty = empty.replace(rope_length=jnp.full(rows, length, jnp.int32))
+    run = jax.jit(llama.forward, static_argnums=0)
+    return np.asarray(run(config, params, jnp.asarray(tokens), jnp.zeros(rows, jnp.int32), empty)[0])
+
+
+def theirs(model, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tokens)).logits.numpy()
+
+
+def from_directory(directory: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_models(tmp_path, name):
+    family, flags = FAMILIES[name]
+    made = getattr(transformers, f"{family}Config")(**SIZES | flags)
+    made._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(made)
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "theirs")
+    expected = theirs(model, TOKENS)
+    assert np.abs(expected).max() > 0.3
+    np.testing.assert_allclose(ours(tmp_path / "theirs", TOKENS), expected, atol=TOLERANCE, rtol=0)
+
+    config = huggingface.read_config(tmp_path / "theirs")
+    params = huggingface.load_params(tmp_path / "theirs", config, jnp.float32)
+    huggingface.save(tmp_path / "ours", config, params)
+    assert huggingface.read_config(tmp_path / "ours") == config
+    again = from_directory(tmp_path / "ours")
+    np.testing.assert_array_equal(theirs(again, TOKENS), expected)
+    for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"):
+        assert getattr(again.config, key) == getattr(made, key), key
+
+
+def test_theirs_in_shards(tmp_path):
+    torch.manual_seed(0)
+    made = transformers.LlamaConfig(**SIZES)
+    made._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(made)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    expected = theirs(model, TOKENS)
+    np.testing.assert_allclose(ours(tmp_path / "theirs", TOKENS), expected, atol=TOLERANCE, rtol=0)
+    config = huggingface.read_config(tmp_path / "theirs")
+    params = huggingface.load_params(tmp_path / "theirs", config, jnp.float32)
+    huggingface.save(tmp_path / "ours", config, params, max_shard_bytes=20_000)
+    np.testing.assert_array_equal(theirs(from_directory(tmp_path / "ours"), TOKENS), expected)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama2xs", "random_bf16"])
+def test_real_models(name):
+    if not (MODELS / name).is_dir():
+        pytest.skip("the shared data is not here")
+    model = from_directory(MODELS / name)
+    tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (1, 200))
+    if has_tokenizer(MODELS / name):
+        # A story: on random tokens llama2xs is so ill-conditioned that transformers itself, in float32, is
+        # 5e-4 from a float64 forward pass.
+        story = (MODELS.parent / "text" / "tinystories.txt").read_text(encoding="utf-8")[:2000]
+        tokens = np.asarray(load_tokenizer(MODELS / name).encode(story))[None, :200]
+    expected = theirs(model, tokens)
+    np.testing.assert_allclose(ours(MODELS / name, tokens), expected, atol=TOLERANCE, rtol=0)

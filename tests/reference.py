@@ -1,0 +1,163 @@
+"""A slow, obvious Llama in float64 NumPy: no cache, no batch, one head at a time as the papers draw it.
+
+It shares nothing with `jaxspec.model` but the names in a config and where a weight lies in the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import is_shape, param_shapes
+
+
+def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str, Any]:
+    """Parameters in which nothing is zero or one, so that a bias or norm left out is noticed."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        noise = rng.standard_normal(shape)
+        if path[-1].key == "norm":
+            return (1 + 0.2 * noise).astype(dtype)
+        if path[-1].key.endswith("bias"):
+            return (0.3 * noise).astype(dtype)
+        return (noise / math.sqrt(shape[-1])).astype(dtype)
+
+    return jax.tree.map_with_path(draw, param_shapes(config), is_leaf=is_shape)
+
+
+def as_float64(params: dict[str, Any]) -> dict[str, Any]:
+    """The same parameters as float64 NumPy arrays."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), params)
+
+
+def frequencies(config: LlamaConfig, length: int) -> list[float]:
+    """Radians a position for each pair of coordinates, in a text of `length` tokens."""
+    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        trained = config.max_position_embeddings
+        if length > trained:
+            base *= (scaling.factor * length / trained - (scaling.factor - 1)) ** (dim / (dim - 2))
+    plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
+    if scaling is None or scaling.kind == "dynamic":
+        return plain
+    if scaling.kind == "linear":
+        return [f / scaling.factor for f in plain]
+    assert scaling.kind == "llama3"
+    original = scaling.original_max_position_embeddings
+    turned = []
+    for f in plain:
+        wavelength = 2 * math.pi / f
+        if wavelength < original / scaling.high_freq_factor:
+            turned.append(f)
+        elif wavelength > original / scaling.low_freq_factor:
+            turned.append(f / scaling.factor)
+        else:
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            smooth = (original / wavelength - scaling.low_freq_factor) / span
+            turned.append((1 - smooth) * f / scaling.factor + smooth * f)
+    return turned
+
+
+def _rotate(config: LlamaConfig, x: np.ndarray, rope_length: int) -> np.ndarray:
+    """x [N, hd], its coordinate i turned against coordinate i + hd/2."""
+    half = config.head_dim // 2
+    turned = np.empty_like(x)
+    for position in range(len(x)):
+        angle = position * np.asarray(frequencies(config, max(rope_length, position + 1)))
+        a, b = x[position, :half], x[position, half:]
+        turned[position, :half] = a * np.cos(angle) - b * np.sin(angle)
+        turned[position, half:] = b * np.cos(angle) + a * np.sin(angle)
+    return turned
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+
+
+def _attention(config: LlamaConfig, p, x: np.ndarray, window: int | None, rope_length: int) -> np.ndarray:
+    length, hd, group = len(x), config.head_dim, config.num_heads // config.num_kv_heads
+    fused = p["qkv"].reshape(config.num_kv_heads, group + 2, hd, config.hidden_size)
+    bias = np.zeros((config.num_kv_heads, group + 2, hd))
+    if config.qkv_bias:
+        bias = p["qkv_bias"].reshape(bias.shape)
+    behind = np.arange(length)[:, None] - np.arange(length)[None, :]
+    seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+    heads = []
+    for kv_head in range(config.num_kv_heads):
+        key = _rotate(config, x @ fused[kv_head, group].T + bias[kv_head, group], rope_length)
+        value = x @ fused[kv_head, group + 1].T + bias[kv_head, group + 1]
+        for member in range(group):
+            query = _rotate(config, x @ fused[kv_head, member].T + bias[kv_head, member], rope_length)
+            scores = np.where(seen, query @ key.T / math.sqrt(hd), -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            heads.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
+    out = np.concatenate(heads, axis=-1) @ p["out"].T
+    return out + p["out_bias"] if config.output_bias else out
+
+
+def _mlp(config: LlamaConfig, p, x: np.ndarray) -> np.ndarray:
+    gate, up = x @ p["gate_up"][0].T, x @ p["gate_up"][1].T
+    if config.mlp_bias:
+        gate, up = gate + p["gate_up_bias"][0], up + p["gate_up_bias"][1]
+    out = (gate / (1 + np.exp(-gate)) * up) @ p["down"].T
+    return out + p["down_bias"] if config.mlp_bias else out
+
+
+def forward(
+    config: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Sequence[int],
+    *,
+    rope_length: int | None = None,
+    run: Sequence[tuple[bool, bool]] | None = None,
+    num_layers: int | None = None,
+) -> np.ndarray:
+    """Logits float64[N, V] of every position of one text.
+
+    Args:
+      config: the model.
+      params: as jaxspec holds them, of any dtype.
+      tokens: N ids.
+      rope_length: for dynamic RoPE, the length for which the first tokens are rotated; N if None, as in a
+        pass over the whole text. A cached decoder has that of its prompt.
+      run: for each layer, whether attention and MLP run; a skipped one adds nothing.
+      num_layers: stop after so many layers, then the final norm and head.
+    """
+    params = as_float64(params)
+    rope_length = len(tokens) if rope_length is None else rope_length
+    x = params["embed"][np.asarray(tokens)]
+    for index in range(config.num_layers if num_layers is None else num_layers):
+        p = params["layers"][index]
+        run_attention, run_mlp = (True, True) if run is None else run[index]
+        if run_attention:
+            window = config.sliding_windows[index] if config.sliding_windows else None
+            normed = _norm(x, p["attention"]["norm"], config.rms_norm_eps)
+            x = x + _attention(config, p["attention"], normed, window, rope_length)
+        if run_mlp:
+            x = x + _mlp(config, p["mlp"], _norm(x, p["mlp"]["norm"], config.rms_norm_eps))
+    head = params["embed"] if config.tie_embeddings else params["head"]
+    return _norm(x, params["norm"], config.rms_norm_eps) @ head.T
+
+
+def greedy(
+    config: LlamaConfig,
+    params: dict[str, Any],
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    eos: Collection[int] = (),
+) -> list[int]:
+    """The tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each."""
+    params = as_float64(params)
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new_tokens:
+        logits = forward(config, params, tokens, rope_length=len(prompt))
+        tokens.append(int(np.argmax(logits[-1])))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
