@@ -1,0 +1,114 @@
+"""Acceptors: which draft tokens stand, and the token after them. All three are lossless.
+
+A draft token is meaningless from `proposal.count` on; the logits there are too, and never looked at.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.protocol import Acceptance, Proposal
+from jaxspec.sampling import Law, categorical
+
+
+@struct.dataclass
+class GreedyAcceptor:
+    """Keeps drafts while they equal the target's most likely token: the text of greedy decoding, exactly."""
+
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+        """Neither keys nor law matter. See `protocol.Acceptor`."""
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        count = _leading(proposal.tokens == best[:, :-1], proposal.count)
+        return Acceptance(count, jnp.take_along_axis(best, count[:, None], axis=1)[:, 0])
+
+
+@struct.dataclass
+class RejectionAcceptor:
+    """Keeps x with probability min(1, p(x) ÷ q(x)), else redraws from norm(max(p − q, 0)).
+
+    Speculative sampling (Chen et al. 2023, Algorithm 2; Leviathan et al. 2023, Algorithm 1): the text
+    follows the target's law p, whatever the draft's law q.
+    """
+
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+        """See `protocol.Acceptor`."""
+        target = jnp.exp(law.log_probs(logits))
+        draft = _draft_probs(proposal, target.shape[-1])
+        p, q = _of_drafted(target[:, :-1], proposal), _of_drafted(draft, proposal)
+        u = _uniforms(keys, p.shape[1])
+        count = _leading(u * q < p, proposal.count)
+        weight = jnp.where(count < proposal.count, 1.0, 0.0)
+        return _redraw(keys, target, draft, count, jnp.ones_like(weight), weight)
+
+
+@struct.dataclass
+class BlockAcceptor:
+    """Verifies the draft as a block; accepts at least as many tokens as `RejectionAcceptor` on average.
+
+    Block verification (Sun et al. 2024, Algorithm 2). The probability that a prefix may stand is
+    w_i = min(1, w_{i−1} p_i ÷ q_i); prefix i stands, tried from the longest down, with probability
+    h_i = (w_i − s_i) ÷ (1 − s_i), s_i = Σ_x min(w_i p(x), q(x)) being the chance that a longer one stands
+    (0 at the end of the draft). The proof is an induction over prefixes, so drafts may end anywhere that
+    what was drafted decides.
+    """
+
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+        """See `protocol.Acceptor`."""
+        target = jnp.exp(law.log_probs(logits))
+        draft = _draft_probs(proposal, target.shape[-1])
+        p, q = _of_drafted(target[:, :-1], proposal), _of_drafted(draft, proposal)
+        width = p.shape[1]
+        weights = [jnp.ones(p.shape[0])]
+        for i in range(width):
+            weights.append(jnp.minimum(weights[-1] * p[:, i] / jnp.maximum(q[:, i], 1e-38), 1.0))
+        weight = jnp.stack(weights, axis=1)  # [B, T], of the prefix of i tokens
+        u = _uniforms(keys, width)
+        excess = jnp.sum(jnp.maximum(weight[:, :-1, None] * target[:, :-1] - draft, 0.0), axis=-1)
+        inner = excess / jnp.maximum(excess + 1.0 - weight[:, :-1], 1e-38)
+        inner = jnp.concatenate([inner, weight[:, -1:]], axis=1)
+        prefix = jnp.arange(width + 1)[None]
+        stands = jnp.where(prefix == proposal.count[:, None], weight, inner)[:, 1:]
+        tried = (u < stands) & (prefix[:, 1:] <= proposal.count[:, None])
+        count = jnp.max(jnp.where(tried, prefix[:, 1:], 0), axis=1, initial=0)
+        scale = jnp.take_along_axis(weight, count[:, None], axis=1)[:, 0]
+        cut = count < proposal.count
+        return _redraw(keys, target, draft, count, jnp.where(cut, scale, 1.0), jnp.where(cut, 1.0, 0.0))
+
+
+def _leading(good: jax.Array, count: jax.Array) -> jax.Array:
+    """How many of the first `count` entries of bool[B, K] are True before the first False, int32[B]."""
+    valid = jnp.arange(good.shape[1])[None] < count[:, None]
+    return jnp.sum(jnp.cumprod((good & valid).astype(jnp.int32), axis=1), axis=1)
+
+
+def _draft_probs(proposal: Proposal, vocab_size: int) -> jax.Array:
+    """q, float32[B, K, V]."""
+    if proposal.log_probs is not None:
+        return jnp.exp(proposal.log_probs)
+    return jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
+
+
+def _of_drafted(probs: jax.Array, proposal: Proposal) -> jax.Array:
+    """The probability [B, K, V] gives to each draft token, [B, K]."""
+    return jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1)[..., 0]
+
+
+def _uniforms(keys: jax.Array, count: int) -> jax.Array:
+    """`count` numbers in [0, 1) a row, from a stream apart from the redraw's."""
+    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (count,)))(keys)
+
+
+def _redraw(
+    keys: jax.Array, target: jax.Array, draft: jax.Array, count: jax.Array, scale: jax.Array, minus: jax.Array
+) -> Acceptance:
+    """Draws the token after `count` drafts from max(scale·p − minus·q, 0), or from p where that is zero."""
+    here = count[:, None, None]
+    p = jnp.take_along_axis(target, here, axis=1)[:, 0]
+    if draft.shape[1]:
+        q = jnp.take_along_axis(draft, jnp.minimum(here, draft.shape[1] - 1), axis=1)[:, 0]
+        residual = jnp.maximum(scale[:, None] * p - minus[:, None] * q, 0.0)
+        p = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p)
+    streams = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+    return Acceptance(count, categorical(streams, jnp.log(p)))

@@ -1,0 +1,402 @@
+"""The loop: prefill, then rounds of draft, verify, accept, commit, observe, inside one compiled call.
+
+Row b has `length[b]` committed tokens. Caches hold the first length − 1 of them; the last is pending and is
+fed by the next forward pass. A round feeds (pending, K drafts) and commits 1 to K + 1 tokens. The condition
+for running a round at all is length + K + 1 ≤ capacity, in every row, finished ones too: no write ever
+reaches past the end.
+
+Everything here is pure and knows no method by name; `engine` compiles it and decides when to call what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import once
+from jaxspec.protocol import (
+    Acceptance,
+    Acceptor,
+    Drafter,
+    Outcome,
+    Prefill,
+    Proposal,
+    State,
+    View,
+    Weights,
+)
+from jaxspec.sampling import Law
+
+
+@struct.dataclass
+class Parts:
+    """What a method is made of."""
+
+    drafter: Drafter
+    acceptor: Acceptor
+    law: Law
+
+
+@struct.dataclass
+class Request:
+    """What a batch of rows asks for.
+
+    Attributes:
+      tokens: int32[B, N], prompts padded on the right; N is the capacity to start with.
+      length: int32[B], tokens of each prompt, at least 1.
+      limit: int32[B], tokens of prompt and output together, above `length`.
+      eos_ids: int32[B, E], tokens that end a row; −1 for none.
+      keys: [B], a PRNG key per row: a row's randomness is its own.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    eos_ids: jax.Array
+    keys: jax.Array
+
+
+@struct.dataclass
+class Stats:
+    """Counts per row since its prefill; tokens past end-of-text or budget are not in them.
+
+    Attributes:
+      num_rounds: int32[B], target passes after the prefill.
+      num_drafts: int32[B], rounds that had at least one draft token.
+      num_draft_tokens, num_accepted_tokens: int32[B].
+      acceptance_histogram: int32[B, K + 1], drafting rounds by how many tokens were accepted.
+    """
+
+    num_rounds: jax.Array
+    num_drafts: jax.Array
+    num_draft_tokens: jax.Array
+    num_accepted_tokens: jax.Array
+    acceptance_histogram: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """The loop's state. Every leaf leads with the batch axis, KV caches aside.
+
+    Attributes:
+      tokens: int32[B, N], prompt and output; N is the capacity.
+      length: int32[B], how many are committed.
+      limit, eos_ids, keys: as in `Request`.
+      done: bool[B], finished rows are frozen.
+      cache: the target's.
+      drafter_state: the drafter's own.
+      stats: counts.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    eos_ids: jax.Array
+    keys: jax.Array
+    done: jax.Array
+    cache: KVCache
+    drafter_state: State
+    stats: Stats
+
+    @property
+    def capacity(self) -> int:
+        """N, the most tokens a row can hold."""
+        return self.tokens.shape[1]
+
+
+@struct.dataclass
+class Emitted:
+    """What a call committed: small, and apart from the state, which the next call overwrites.
+
+    Attributes:
+      tokens: int32[B, W].
+      count: int32[B], how many of them.
+      drafted: bool[B, W], whether a token was an accepted draft.
+      log_probs: float32[B, W] under the target's raw law (temperature 1, no filter), or None.
+      length: int32[B], committed tokens, prompt included.
+      done: bool[B].
+      stats: counts since each row's prefill.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    drafted: jax.Array
+    log_probs: jax.Array | None
+    length: jax.Array
+    done: jax.Array
+    stats: Stats
+
+
+def prefill(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    *,
+    piece: int,
+    merged: bool = True,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Feeds the prompts; leaves each row's first token pending.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method.
+      request: the rows; their N is the capacity.
+      piece: positions fed at once, static, a divisor of N.
+      merged: the cache's layout, static, see `model.cache`.
+      log_probs: whether to report them, static.
+
+    Returns:
+      The state, and what was emitted (one token a row).
+    """
+    batch, capacity = request.tokens.shape
+    cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
+    hidden, cache = llama.prefill(config, params.target, request.tokens, request.length, cache, piece)
+    logits = llama.logits(config, params.target, hidden)
+    token, _ = parts.law.draw(_fold_in(request.keys, request.length), logits)
+    done = _is_eos(token[:, None], request.eos_ids)[:, 0] | (request.length + 1 >= request.limit)
+    tokens = _put_rows(request.tokens, token[:, None], request.length, jnp.ones_like(request.length))
+    length = request.length + 1
+    view = View(tokens, length, cache)
+    zero = jnp.zeros(batch, jnp.int32)
+    histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
+    state = DecodeState(
+        tokens=tokens,
+        length=length,
+        limit=request.limit,
+        eos_ids=request.eos_ids,
+        keys=request.keys,
+        done=done,
+        cache=cache,
+        drafter_state=parts.drafter.init(params, view, Prefill(hidden, piece)),
+        stats=Stats(zero, zero, zero, zero, histogram),
+    )
+    emitted = Emitted(
+        tokens=token[:, None],
+        count=jnp.ones_like(length),
+        drafted=jnp.zeros((batch, 1), bool),
+        log_probs=_log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
+        length=length,
+        done=done,
+        stats=state.stats,
+    )
+    return state, emitted
+
+
+def chunk(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    state: DecodeState,
+    max_rounds: jax.Array,
+    halt: jax.Array,
+    *,
+    window: int,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Runs rounds until every row is done, `max_rounds` ran, or the next one might not fit.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method.
+      state: as the call before left it; made to be donated.
+      max_rounds: int32 scalar.
+      halt: bool[B], rows to end before the first round (a stop string was seen, say).
+      window: W, the most tokens a row can emit in this call, static, at least K + 1.
+      log_probs: whether to report them, static.
+
+    Returns:
+      The state and what was emitted.
+    """
+    state = dataclasses.replace(state, done=state.done | halt)
+    batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
+    first = state.length
+    drafted = jnp.zeros((batch, window), bool)
+    laws = jnp.zeros((batch, window), jnp.float32) if log_probs else None
+
+    def more(carry) -> jax.Array:
+        rounds, state, _, _ = carry
+        fits = jnp.all(state.length + width <= state.capacity)
+        reported = jnp.all(state.length - first + width <= window)
+        return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
+
+    def body(carry):
+        rounds, state, drafted, laws = carry
+        at = state.length - first
+        state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
+        accepted = jnp.arange(width)[None] < outcome.accepted[:, None]
+        drafted = _put_rows(drafted, accepted, at, outcome.count)
+        if laws is not None and token_log_probs is not None:
+            laws = _put_rows(laws, token_log_probs, at, outcome.count)
+        return rounds + 1, state, drafted, laws
+
+    _, state, drafted, laws = jax.lax.while_loop(more, body, (jnp.int32(0), state, drafted, laws))
+    columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
+    tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
+    count = state.length - first
+    return state, Emitted(tokens, count, drafted, laws, state.length, state.done, state.stats)
+
+
+def decode_round(
+    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, log_probs: bool = False
+) -> tuple[DecodeState, Outcome, jax.Array | None]:
+    """Draft, verify, accept, commit, observe: the state, what was committed, and its raw log-probabilities.
+
+    The log-probabilities are float32[B, K + 1], or None if not asked for.
+    """
+    live = ~state.done
+    keys = _fold_in(state.keys, state.length)
+    view = View(state.tokens, state.length, state.cache)
+    proposal, drafter_state, cache = parts.drafter.propose(
+        _fold_in(keys, 0), params, state.drafter_state, view, parts.law
+    )
+    # The token after the drafts is always committed, so the last of the budget is never a draft's.
+    room = state.limit - state.length - 1
+    count = jnp.where(live, jnp.minimum(proposal.count, room), 0)
+    proposal = dataclasses.replace(proposal, count=count)
+    cache, acceptance, token_log_probs = _verify(
+        config, params, parts, _fold_in(keys, 1), View(state.tokens, state.length, cache), proposal, log_probs
+    )
+
+    tokens = _with_next(proposal.tokens, acceptance)
+    column = jnp.arange(tokens.shape[1])[None]
+    ended = _is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
+    count = jnp.min(jnp.where(ended, column + 1, acceptance.count[:, None] + 1), axis=1)
+    count = jnp.where(live, count, 0)
+    # An end-of-text among the accepted drafts cuts what was drafted after it out of every count.
+    accepted = jnp.minimum(acceptance.count, count)
+    outcome = Outcome(
+        tokens=tokens,
+        count=count,
+        drafted=jnp.where(count <= acceptance.count, count, proposal.count),
+        accepted=accepted,
+    )
+    length = state.length + count
+    state = dataclasses.replace(
+        state,
+        tokens=_put_rows(state.tokens, tokens, state.length, count),
+        length=length,
+        done=state.done | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
+        cache=cache,
+        drafter_state=parts.drafter.observe(params, drafter_state, outcome),
+        stats=_counted(state.stats, outcome),
+    )
+    return state, outcome, token_log_probs
+
+
+def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeState:
+    """Puts the one row of `single` (same method, same capacity) in the place of `row`, int32 scalar."""
+
+    def put(full, one):
+        if isinstance(full, KVCache):
+            return kv.insert(full, row, one)
+        return full.at[row].set(one[0])
+
+    return jax.tree.map(put, state, single, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def grow(state: DecodeState, capacity: int) -> DecodeState:
+    """The same state with room for `capacity` tokens a row, in every cache."""
+
+    def enlarge(node):
+        return kv.grow(node, capacity) if isinstance(node, KVCache) else node
+
+    state = jax.tree.map(enlarge, state, is_leaf=lambda node: isinstance(node, KVCache))
+    extra = capacity - state.capacity
+    return dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, extra))))
+
+
+def _verify(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    keys: jax.Array,
+    view: View,
+    proposal: Proposal,
+    log_probs: bool,
+) -> tuple[KVCache, Acceptance, jax.Array | None]:
+    """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft."""
+    start = view.length - 1
+    pending = jnp.take_along_axis(view.tokens, start[:, None], axis=1)
+    batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
+
+    def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, Any]:
+        laws = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
+        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, laws)
+        fed = jnp.concatenate([pending, kept.tokens], axis=1)
+        logits, _, cache = llama.forward(config, params.target, fed, start, cache)
+        acceptance = parts.acceptor.accept(keys, kept, logits, parts.law)
+        if not log_probs:
+            return cache, acceptance, None
+        raw = _log_probs_of(logits, _with_next(kept.tokens, acceptance))
+        return cache, acceptance, jnp.pad(raw, ((0, 0), (0, full - width)))
+
+    widths = parts.drafter.verify_widths
+    if widths == (full,):
+        return verify(full, view.cache)
+    needed = jnp.max(proposal.count) + 1
+    nothing = jnp.zeros(batch, jnp.int32)
+    laws = jnp.zeros((batch, full), jnp.float32) if log_probs else None
+    carry = (view.cache, Acceptance(nothing, nothing), laws)
+    for below, width in zip((0, *widths), widths, strict=False):
+
+        def at_width(carry, width=width):
+            return verify(width, carry[0])
+
+        carry = once((below < needed) & (needed <= width), at_width, carry)
+    return carry
+
+
+def _with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
+    """Accepted drafts and the token after them, int32[B, K + 1] for drafts [B, K]."""
+    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+    here = jnp.arange(padded.shape[1])[None] == acceptance.count[:, None]
+    return jnp.where(here, acceptance.token[:, None], padded)
+
+
+def _counted(stats: Stats, outcome: Outcome) -> Stats:
+    """The counts after one more round."""
+    drew = (outcome.drafted > 0).astype(jnp.int32)
+    bins = jnp.arange(stats.acceptance_histogram.shape[1])[None] == outcome.accepted[:, None]
+    return Stats(
+        num_rounds=stats.num_rounds + (outcome.count > 0),
+        num_drafts=stats.num_drafts + drew,
+        num_draft_tokens=stats.num_draft_tokens + outcome.drafted,
+        num_accepted_tokens=stats.num_accepted_tokens + outcome.accepted,
+        acceptance_histogram=stats.acceptance_histogram + bins * drew[:, None],
+    )
+
+
+def _fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:
+    """A key per row from keys [B] and a number, one for all or one a row."""
+    data = jnp.broadcast_to(jnp.asarray(data), keys.shape)
+    return jax.vmap(jax.random.fold_in)(keys, data)
+
+
+def _is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
+    """bool[B, T] for tokens [B, T] and ids [B, E]."""
+    return jnp.any(tokens[:, :, None] == eos_ids[:, None, :], axis=-1)
+
+
+def _log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Raw log-probabilities float32[B, T] of tokens [B, T] under logits [B, T, V]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
+
+
+def _put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Writes values[b, :count[b]] into buffer[b, start[b]:]; the rest of [B, N] stays."""
+    batch, width = values.shape
+    offset = jnp.arange(width)[None]
+    columns = jnp.where(offset < count[:, None], start[:, None] + offset, buffer.shape[1])
+    return buffer.at[jnp.arange(batch)[:, None], columns].set(values, mode="drop")

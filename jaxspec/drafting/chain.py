@@ -1,0 +1,77 @@
+"""The loop that every token-by-token drafter shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.protocol import Proposal, Signal, State, StopRule
+from jaxspec.sampling import Law
+
+Carry = TypeVar("Carry")
+# (carry, token int32[B], number of the step) -> logits float32[B, V], hidden [B, D], carry
+Step = Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, jax.Array, Carry]]
+
+
+def draft_chain(
+    step: Step[Carry],
+    carry: Carry,
+    token: jax.Array,
+    num_draft_tokens: int,
+    keys: jax.Array,
+    law: Law,
+    rule: StopRule,
+    rule_state: State,
+) -> tuple[Proposal, Carry, State]:
+    """Drafts up to K tokens a row, each after the one before, until the rule has stopped every row.
+
+    Args:
+      step: the draft model's step, given the token before.
+      carry: what it carries (a cache, say).
+      token: int32[B], the pending token.
+      num_draft_tokens: K, at least 1.
+      keys: per-row keys [B].
+      law: what draft tokens are drawn from.
+      rule: sees every token that its row kept.
+      rule_state: its state.
+
+    Returns:
+      The proposal, the carry and the rule's state. A row that stopped keeps computing beside the others,
+      its tokens past `count` mean nothing and its rule's state stands still.
+    """
+    batch = token.shape[0]
+
+    def draft(i: jax.Array, token: jax.Array, carry: Carry):
+        logits, hidden, carry = step(carry, token, i)
+        drawn, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
+        return drawn, log_probs, logits, hidden, carry
+
+    def body(state):
+        i, active, token, proposal, rule_state, carry = state
+        token, log_probs, logits, hidden, carry = draft(i, token, carry)
+        tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
+        laws = proposal.log_probs
+        if log_probs is not None:
+            laws = jax.lax.dynamic_update_slice(laws, log_probs[:, None], (0, i, 0))
+        proposal = Proposal(tokens, proposal.count + active, laws)
+        stopped, moved = rule.stop(rule_state, Signal(i, token, logits, hidden))
+        return i + 1, active & ~stopped, token, proposal, keep_rows(active, moved, rule_state), carry
+
+    shape = jax.eval_shape(draft, jnp.int32(0), token, carry)[1]
+    laws = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
+    empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), laws)
+    state = (jnp.int32(0), jnp.ones(batch, bool), token, empty, rule_state, carry)
+    state = jax.lax.while_loop(lambda s: (s[0] < num_draft_tokens) & jnp.any(s[1]), body, state)
+    return state[3], state[5], state[4]
+
+
+def keep_rows(active: jax.Array, new: State, old: State) -> State:
+    """`new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B."""
+
+    def choose(n: jax.Array, o: jax.Array) -> jax.Array:
+        return jnp.where(active.reshape(-1, *(1,) * (n.ndim - 1)), n, o)
+
+    return jax.tree.map(choose, new, old)

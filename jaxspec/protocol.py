@@ -1,0 +1,178 @@
+"""The records that pass between the loop and its parts, and what a part must offer.
+
+A part (drafter, stop rule, acceptor, law) is a `flax.struct` dataclass whose structure is static and
+value-equal and whose numbers are leaves, scalar or [B]: another number never recompiles. Every state that
+a part carries is a pytree whose leaves lead with the batch axis B (KV caches aside), so that the loop can
+put a new row in place of a finished one without knowing what the state means.
+
+B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary; D width of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from flax import struct
+
+from jaxspec.model.cache import KVCache
+from jaxspec.model.llama import Params
+from jaxspec.sampling import Law
+
+State = Any
+
+
+class Weights(NamedTuple):
+    """Every parameter of a method: arguments of the compiled loop, never closed over."""
+
+    target: Params
+    drafter: Any = None
+
+
+@struct.dataclass
+class View:
+    """What a drafter may see.
+
+    Attributes:
+      tokens: int32[B, N], the first length[b] are committed, the rest is meaningless.
+      length: int32[B]. Token length − 1 is pending: no cache holds it yet.
+      cache: the target's, holding positions below length − 1. A drafter may borrow its slots from
+        length − 1 on; the committed ones it must leave as they are.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    cache: KVCache
+
+
+@struct.dataclass
+class Prefill:
+    """What the prompts' forward pass leaves for a drafter.
+
+    Attributes:
+      hidden: [B, D] of the last prompt token, before the final norm.
+      piece: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
+    """
+
+    hidden: jax.Array
+    piece: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Proposal:
+    """A chain of draft tokens per row.
+
+    Attributes:
+      tokens: int32[B, K].
+      count: int32[B], how many of them are proposed, at most K.
+      log_probs: float32[B, K, V], the law each token was drawn from given those before it; None where every
+        token is certain (a point mass).
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    log_probs: jax.Array | None = None
+
+
+@struct.dataclass
+class Acceptance:
+    """What verification made of a proposal.
+
+    Attributes:
+      count: int32[B], how many draft tokens stand.
+      token: int32[B], the one after them: the bonus if all stand, else the correction.
+    """
+
+    count: jax.Array
+    token: jax.Array
+
+
+@struct.dataclass
+class Outcome:
+    """What a round committed, after end-of-text and budget cut it.
+
+    Attributes:
+      tokens: int32[B, K + 1].
+      count: int32[B], how many of them were committed; 0 in a finished row.
+      drafted: int32[B], draft tokens verified.
+      accepted: int32[B], draft tokens committed.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+
+
+@struct.dataclass
+class Signal:
+    """What a stop rule sees after draft token number `step` (from 0).
+
+    Attributes:
+      step: int32 scalar.
+      token: int32[B].
+      logits: float32[B, V], the draft's, raw.
+      hidden: [B, D], the draft's last hidden state before the final norm.
+    """
+
+    step: jax.Array
+    token: jax.Array
+    logits: jax.Array
+    hidden: jax.Array
+
+
+class StopRule(Protocol):
+    """Decides, after each draft token, whether to draft another.
+
+    A stopping time: having seen draft token i it decides about token i + 1. Withdrawing a sampled token
+    would bias the text, so a rule cannot.
+    """
+
+    def init(self, batch_size: int) -> State: ...
+
+    def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]: ...
+
+    def observe(self, state: State, outcome: Outcome) -> State: ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to verify.
+
+    `num_draft_tokens` (K) and `verify_widths` are static. `verify_widths` are the numbers of rows, rising to
+    K + 1, for which a verification is compiled; each round takes the narrowest that fits its longest
+    draft.
+
+    `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
+    `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
+    `observe`: learns what became of the proposal.
+    """
+
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]: ...
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> State: ...
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+    ) -> tuple[Proposal, State, KVCache]: ...
+
+    def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
+
+
+class Acceptor(Protocol):
+    """Compares a proposal with the target's logits; stateless.
+
+    `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
+    (pending, draft 1, …, draft T − 1).
+    """
+
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance: ...
+
+
+def halving_widths(num_draft_tokens: int) -> tuple[int, ...]:
+    """Verify widths for a drafter that often proposes less than K, or nothing: 1, about half, K + 1."""
+    full = num_draft_tokens + 1
+    return tuple(sorted({1, (full + 1) // 2, full}))

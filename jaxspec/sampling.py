@@ -1,0 +1,104 @@
+"""The law: which distribution over the next token a text is drawn from.
+
+The loop is given one law and hands the same object to the drafter and the acceptor, so that a draft and
+its verification are warped alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+class Law(Protocol):
+    """What logits mean.
+
+    `log_probs`: logits [B, ..., V] → normalised log-probabilities, float32, −inf where impossible.
+    `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
+    drawn from, or None where the token was certain given the logits (a point mass).
+    """
+
+    def log_probs(self, logits: jax.Array) -> jax.Array: ...
+
+    def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]: ...
+
+
+def _point_mass(logits: jax.Array) -> jax.Array:
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
+
+
+@struct.dataclass
+class Greedy:
+    """The most likely token, always; the first of equals."""
+
+    def log_probs(self, logits: jax.Array) -> jax.Array:
+        """0 for the most likely token and −inf elsewhere, [B, ..., V]."""
+        return _point_mass(logits)
+
+    def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, None]:
+        """The most likely token, int32[B]; the keys are not used."""
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+
+
+@struct.dataclass
+class Sampling:
+    """Temperature, then top-k, top-p and min-p, each on what the one before left, as in transformers.
+
+    Every number is per row; a filter that is None costs nothing, one that is an array may be off in some
+    rows.
+
+    Attributes:
+      temperature: float32[B]; a row with 0 is greedy.
+      top_k: int32[B], how many of the most likely tokens stay; 0 for all. Ties stay together.
+      top_p: float32[B], the smallest set of tokens that reaches this probability stays; 1 for all.
+      min_p: float32[B], tokens below this fraction of the largest probability go; 0 for none.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    min_p: jax.Array | None = None
+
+    def log_probs(self, logits: jax.Array) -> jax.Array:
+        """The warped law, float32 [B, ..., V]."""
+
+        def per_row(number: jax.Array) -> jax.Array:
+            return number.reshape(-1, *(1,) * (logits.ndim - 1))
+
+        logits = logits.astype(jnp.float32)
+        temperature = per_row(self.temperature)
+        warped = logits / jnp.where(temperature > 0, temperature, 1.0)
+        if self.top_k is not None or self.top_p is not None:
+            ordered = -jnp.sort(-warped, axis=-1)
+            floor = jnp.full((*warped.shape[:-1], 1), -jnp.inf)
+            if self.top_k is not None:
+                top_k = per_row(self.top_k)
+                last = jnp.clip(top_k - 1, 0, warped.shape[-1] - 1)
+                last = jnp.broadcast_to(last, floor.shape)
+                floor = jnp.where(top_k > 0, jnp.take_along_axis(ordered, last, axis=-1), floor)
+                ordered = jnp.where(ordered >= floor, ordered, -jnp.inf)
+            if self.top_p is not None:
+                top_p = per_row(self.top_p)
+                probs = jax.nn.softmax(ordered, axis=-1)
+                before = jnp.cumsum(probs, axis=-1) - probs
+                kept = jnp.where((before < top_p) | (top_p >= 1), ordered, jnp.inf)
+                floor = jnp.maximum(floor, jnp.min(kept, axis=-1, keepdims=True))
+            warped = jnp.where(warped >= floor, warped, -jnp.inf)
+        if self.min_p is not None:
+            floor = jnp.max(warped, axis=-1, keepdims=True) + jnp.log(per_row(self.min_p))
+            warped = jnp.where(warped >= floor, warped, -jnp.inf)
+        return jnp.where(temperature > 0, jax.nn.log_softmax(warped, axis=-1), _point_mass(logits))
+
+    def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tokens int32[B] and the law they were drawn from, float32[B, V]."""
+        log_probs = self.log_probs(logits)
+        return categorical(keys, log_probs), log_probs
+
+
+def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
+    """One token a row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key."""
+    return jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)
