@@ -151,7 +151,8 @@ def _part(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.A
     # All heads of a row see the same: [B, KV·G, T, S] against [B, 1, T, S].
     split = scores.reshape(batch, -1, length, slots)
     scores = jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    # The maximum cancels out, so training need not differentiate through it.
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
     return _batched(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
 

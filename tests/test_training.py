@@ -1,0 +1,413 @@
+"""The trainer: packing, loss, step, tokenizer; and its command as a real process, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from training import data, export, loop, losses, sft, step, tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8
+)
+STORIES = [
+    f"Once upon a time {name} found a {thing}. {name} was happy and gave the {thing} to {friend}."
+    for name in ("Tim", "Sam", "Lily", "Anna", "Ben")
+    for thing in ("ball", "tree", "red car", "dog", "big book")
+    for friend in ("Mom", "Dad", "a bird")
+]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tokenizer.train(STORIES, 300)
+
+
+def documents(rng: np.random.Generator, lengths) -> list[np.ndarray]:
+    return [rng.integers(0, CONFIG.vocab_size, length).astype(np.int32) for length in lengths]
+
+
+def batch_of(windows: data.Windows) -> losses.Batch:
+    return {name: jnp.asarray(array) for name, array in windows.items()}
+
+
+hidden_states = jax.jit(lambda params, batch: losses.layer_outputs(CONFIG, params, batch)[-1])
+
+
+# Packing
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), window=st.integers(2, 17))
+def test_packing_loses_and_repeats_no_token(lengths, window):
+    originals = documents(np.random.default_rng(0), lengths)
+    windows = data.pack(originals, window)
+    packed = []
+    for row in range(len(windows["tokens"])):
+        for segment in range(1, windows["segments"][row].max() + 1):
+            here = np.flatnonzero(windows["segments"][row] == segment)
+            assert np.array_equal(here, np.arange(here[0], here[0] + len(here)))
+            assert np.array_equal(windows["positions"][row, here], np.arange(len(here)))
+            packed.append(tuple(windows["tokens"][row, here]))
+    pieces = [tuple(one[i : i + window]) for one in originals for i in range(0, len(one), window)]
+    assert sorted(packed) == sorted(pieces)
+
+
+def test_packed_documents_do_not_see_each_other(params):
+    rng = np.random.default_rng(1)
+    originals = documents(rng, [5, 7, 4])
+    windows = data.pack(originals, 16)
+    assert windows["tokens"].shape == (1, 16)
+    hidden = hidden_states(params, batch_of(windows))[0]
+    for segment, document in enumerate(sorted(originals, key=len, reverse=True), start=1):
+        alone = data.pack([document], 16)
+        expected = hidden_states(params, batch_of(alone))[0]
+        here = np.flatnonzero(windows["segments"][0] == segment)
+        np.testing.assert_allclose(hidden[here], expected[: len(document)], atol=1e-5)
+
+
+def test_split_depends_on_the_document_alone():
+    training, held_out = data.split(STORIES, 5)
+    assert sorted(training + held_out) == sorted(STORIES)
+    shuffled = random.Random(0).sample(STORIES, len(STORIES))
+    assert sorted(data.split(shuffled, 5)[1]) == sorted(held_out)
+    with pytest.raises(ValueError, match="held out"):
+        data.split(STORIES[:1], 5)
+
+
+def test_fixed_batches_cover_all_windows_once():
+    windows = data.pack(documents(np.random.default_rng(2), [6, 5, 6, 3, 6]), 6)
+    parts = data.fixed_batches(windows, 2, 100)
+    stacked = np.concatenate([part["tokens"] for part in parts])
+    assert np.array_equal(stacked[: len(windows["tokens"])], windows["tokens"])
+    assert all(part["tokens"].shape == (2, 6) for part in parts)
+    assert not np.concatenate([part["segments"] for part in parts])[len(windows["tokens"]) :].any()
+
+
+def test_batches_resume_where_they_stopped_and_cover_every_epoch():
+    windows = data.pack(documents(np.random.default_rng(3), [4] * 6), 4)
+    stream = data.batches(windows, batch=1, accumulate=2, seed=7)
+    epochs = [np.concatenate([next(stream)["tokens"][:, 0] for _ in range(3)]) for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(map(tuple, epoch)) == sorted(map(tuple, windows["tokens"]))
+    assert not np.array_equal(epochs[0], epochs[1])
+    state = json.loads(json.dumps(stream.get_state()))
+    following = [next(stream) for _ in range(4)]
+    again = data.batches(windows, batch=1, accumulate=2, seed=7)
+    again.set_state(state)
+    for expected in following:
+        assert np.array_equal(next(again)["tokens"], expected["tokens"])
+
+
+def test_cache_is_used_while_its_key_stands(tmp_path):
+    windows = data.pack(documents(np.random.default_rng(4), [3, 4]), 4)
+    calls = []
+
+    def make():
+        calls.append(1)
+        return {"training": windows, "held_out": windows}
+
+    for key in ("a", "a", "b"):
+        got = data.cached(tmp_path / "tokens.npz", key, make)
+        assert np.array_equal(got["training"]["tokens"], windows["tokens"])
+    assert len(calls) == 2
+
+
+# Loss and step
+
+
+def test_loss_is_the_one_numpy_computes(params):
+    windows = data.pack(documents(np.random.default_rng(5), [9, 4, 3, 6]), 12)
+    batch = batch_of(windows)
+    total, weight = step.make_evaluate(losses.next_token(CONFIG))(params, batch)
+    hidden = hidden_states(params, batch)
+    logits = np.asarray(llama.logits(CONFIG, params, hidden), np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected, count = 0.0, 0
+    rows, length = windows["tokens"].shape
+    for row in range(rows):
+        for t in range(length - 1):
+            segment = windows["segments"][row, t]
+            if segment and segment == windows["segments"][row, t + 1]:
+                expected -= log_probs[row, t, windows["tokens"][row, t + 1]]
+                count += 1
+    assert float(weight) == count == 8 + 3 + 2 + 5
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+
+
+def test_rematerialisation_changes_no_gradient(params):
+    batch = batch_of(data.pack(documents(np.random.default_rng(6), [9, 4]), 12))
+    kept, again = (
+        jax.jit(jax.grad(lambda p, remat=remat: losses.next_token(CONFIG, remat)(p, batch, 0)[0]))(params)
+        for remat in (False, True)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, again)
+
+
+def test_accumulated_micro_batches_are_one_large_batch(params):
+    """Micro-batches with different numbers of tokens: a mean of means would differ."""
+    windows = data.pack(documents(np.random.default_rng(7), [12, 5, 10, 11]), 12)
+    options = step.OptimizerOptions(learning_rate=1e-2, warmup=1)
+    results = []
+    for rows, micro in ((4, 1), (1, 4)):
+        transform = step.optimizer(options, 10)
+        state = step.init_state(jax.tree.map(jnp.copy, params), transform)
+        batch = {name: array.reshape(micro, rows, -1) for name, array in windows.items()}
+        results.append(step.make_step(losses.next_token(CONFIG), transform)(state, batch)[1])
+    for name in ("loss", "gradient_norm", "tokens"):
+        assert float(results[0][name]) == pytest.approx(float(results[1][name]), rel=1e-5), name
+
+
+def test_weight_decay_spares_norms_and_biases():
+    config = LlamaConfig(31, 8, 12, 1, 2, 1, 4, qkv_bias=True, mlp_bias=True)
+    chosen = step.decayed(llama.init_params(config, jax.random.key(0)))
+    assert all((chosen["embed"], chosen["head"], chosen["layers"][0]["mlp"]["down"]))
+    attention, mlp = chosen["layers"][0]["attention"], chosen["layers"][0]["mlp"]
+    spared = (chosen["norm"], attention["norm"], attention["qkv_bias"], mlp["norm"], mlp["gate_up_bias"])
+    assert not any(spared)
+
+
+def test_schedule_warms_up_and_ends():
+    options = step.OptimizerOptions(learning_rate=0.5, final_fraction=0.1, warmup=10)
+    rate = step.schedule(options, 100)
+    rates = [float(rate(i)) for i in (0, 10, 100)]
+    assert rates == pytest.approx([0, 0.5, 0.05])
+    assert all(float(rate(i)) > float(rate(i + 1)) for i in range(10, 100, 7))
+
+
+def test_a_few_steps_learn(params):
+    windows = data.pack(documents(np.random.default_rng(8), [12] * 2), 12)
+    transform = step.optimizer(step.OptimizerOptions(learning_rate=1e-2, warmup=2), 60)
+    state = step.init_state(jax.tree.map(jnp.copy, params), transform)
+    step_fn = step.make_step(losses.next_token(CONFIG), transform)
+    batch = {name: array[None] for name, array in windows.items()}
+    seen = []
+    for _ in range(60):
+        state, metrics = step_fn(state, batch)
+        seen.append(float(metrics["loss"]))
+    assert seen[-1] < 0.25 * seen[0]
+    assert step_fn._cache_size() == 1
+
+
+# Tokenizer
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=("Cs",))))
+def test_any_text_comes_back_from_its_tokens(words, text):
+    ids = words.encode(text, add_special_tokens=False).ids
+    if not any(mark in text for mark in (tokenizer.BOS, tokenizer.EOS)):
+        assert words.decode(ids, skip_special_tokens=False) == text
+
+
+def test_transformers_loads_the_tokenizer(words, tmp_path):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer.save(words, tmp_path, 128)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.BOS_ID, tokenizer.EOS_ID)
+    for text in ("Once upon a time", "é ∆ 🙂\n  <b> , . n't\t", " x ", "a , b ."):
+        ids = loaded(text).input_ids
+        assert ids[0] == tokenizer.BOS_ID
+        assert ids.count(tokenizer.BOS_ID) == 1
+        assert loaded.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_vocabulary_must_hold_all_bytes():
+    with pytest.raises(ValueError, match="at least 258"):
+        tokenizer.train(STORIES, 100)
+
+
+# The command, as a process
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    shape = "--vocab-size 300 --hidden-size 16 --intermediate-size 24 --layers 1 --heads 2 --kv-heads 1"
+    size = "--head-dim 8 --context 64 --window 32 --batch 2 --held-out 6 --samples 1 --every 5"
+    places = {"--data": "text.txt", "--output": name, "--run": f"run-{name}"}
+    named = [word for option, place in places.items() for word in (option, str(folder / place))]
+    return [*named, *shape.split(), *size.split(), *more]
+
+
+def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
+    """The command as a process; all of them share compiled programs, which are the same."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-m", "training.sft", *arguments(folder, name, *more)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    return said
+
+
+def metrics(folder: Path, name: str) -> list[dict]:
+    file = folder / f"run-{name}" / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses_of(records: list[dict]) -> list[tuple]:
+    return [(one["step"], one["loss"], one["gradient_norm"], one.get("held_out_loss")) for one in records]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "text.txt").write_text(f"\n{data.SEPARATOR}\n".join(STORIES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An uninterrupted run of 60 steps."""
+    finish(start(folder, "whole", "--steps", "60"))
+    return losses_of(metrics(folder, "whole"))
+
+
+def stop_after(folder: Path, name: str, steps: int, number: int) -> subprocess.Popen:
+    """Starts the run of `whole` under another name and sends it a signal once it has done `steps` steps."""
+    process = start(folder, name, "--steps", "60")
+    limit = time.monotonic() + 200
+    while len(metrics(folder, name)) < steps and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.002)
+    process.send_signal(number)
+    return process
+
+
+def test_a_killed_run_resumes_exactly(folder, whole):
+    process = stop_after(folder, "killed", 12, signal.SIGKILL)
+    process.communicate(timeout=200)
+    assert process.returncode == -signal.SIGKILL
+    assert 12 <= len(metrics(folder, "killed")) < 60
+    assert "resumed from step" in finish(start(folder, "killed", "--steps", "60"))
+    assert losses_of(metrics(folder, "killed")) == whole
+
+
+def test_an_interrupted_run_leaves_a_checkpoint_and_an_export(folder, whole):
+    finish(stop_after(folder, "interrupted", 7, signal.SIGINT))
+    last = metrics(folder, "interrupted")[-1]
+    assert last["step"] < 60
+    assert "held_out_loss" in last
+    assert (folder / "run-interrupted" / "checkpoints" / str(last["step"])).is_dir()
+    assert (folder / "interrupted" / "model.safetensors").is_file()
+    # Its last step was measured out of turn; all others are those of the uninterrupted run.
+    assert losses_of(metrics(folder, "interrupted"))[:-1] == whole[: last["step"] - 1]
+
+
+def test_the_export_is_the_best_checkpoint(folder, whole):
+    from jaxspec.io import huggingface
+
+    directory = folder / "whole"
+    config = huggingface.read_config(directory)
+    assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.BOS_ID, (tokenizer.EOS_ID,))
+    params = huggingface.load_params(directory, config, jnp.float32)
+    words = tokenizer.load(directory)
+    held_out = data.split(data.read_documents([folder / "text.txt"]), 6)[1]
+    encoded = tokenizer.encode_documents(words, held_out, tokenizer.BOS_ID, tokenizer.EOS_ID)
+    total, weight = step.make_evaluate(losses.next_token(config))(params, batch_of(data.pack(encoded, 32)))
+    best = min(one[3] for one in whole if one[3] is not None)
+    assert float(total / weight) == pytest.approx(best, abs=2e-2)  # the weights were rounded to bfloat16
+    text = (directory / "README.md").read_text()
+    assert all(said in text for said in ("Once upon a time", f"{best:.4f}", "python -m training.sft"))
+
+
+def test_training_goes_on_from_a_directory(folder, whole):
+    assert sft.main(arguments(folder, "further", "--steps", "5", "--from", str(folder / "whole"))) == 0
+    assert losses_of(metrics(folder, "further"))[0][1] < whole[0][1] - 0.5
+
+
+def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsys):
+    assert sft.main(arguments(folder, "whole", "--steps", "70", "--hidden-size", "32")) == 1
+    assert "another model" in capsys.readouterr().err
+    assert losses_of(metrics(folder, "whole")) == whole
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
+    """A step that turns to NaN after the first checkpoint."""
+    make_step = step.make_step
+
+    def broken(loss, transform):
+        step_fn = make_step(loss, transform)
+
+        def then_nan(state, batch):
+            state, measured = step_fn(state, batch)
+            bad = state.step > 6
+            return state, {**measured, "loss": jnp.where(bad, jnp.nan, measured["loss"])}
+
+        return then_nan
+
+    monkeypatch.setattr(step, "make_step", broken)
+    assert sft.main(arguments(folder, "diverging", "--steps", "30")) == 1
+    message = capsys.readouterr().err
+    assert "at step 7; training stops, the checkpoint of step 5 is intact" in message
+    with loop.checkpoint_manager(folder / "run-diverging" / "checkpoints", 1, read_only=True) as manager:
+        found, best, loss = export.best_params(manager)
+    assert best == 5
+    assert np.isfinite(loss)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+
+
+def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
+    """Held-out losses that fall, then rise: the best is not among the latest two."""
+    falling_then_rising = iter([3.0, 1.0, 2.0, 2.5, 2.7, 2.9])
+    monkeypatch.setattr(loop, "held_out_loss", lambda *_: next(falling_then_rising))
+    assert sft.main(arguments(folder, "kept", "--steps", "30")) == 0
+    with loop.checkpoint_manager(folder / "run-kept" / "checkpoints", 2, read_only=True) as manager:
+        assert sorted(manager.all_steps()) == [10, 25, 30]
+        assert export.best_step(manager) == (10, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--kv-heads", "3"], "not a multiple"),
+        (["--from", "nowhere"], "no tokenizer.json in nowhere"),
+        (["--batch", "5000"], "give more data or a smaller batch"),
+        (["--vocab-size", "200"], "vocab_size is 200"),
+    ],
+)
+def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, capsys):
+    given = arguments(folder, "wrong", "--run", str(tmp_path), *more)
+    assert sft.main(given) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--steps", "0"], ["--window", "1"], ["--accumulate", "0"], ["--minutes", "-1"]]
+)
+def test_impossible_options_are_refused_when_they_are_read(folder, more, capsys):
+    with pytest.raises(SystemExit):
+        sft.main(arguments(folder, "wrong", *more))
+    name, value = more
+    assert f"{name[2:]} is {value}" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Training of Llama models for drafting and decoding: one shared loop, one entry module a job."""

@@ -1,0 +1,119 @@
+"""A run's best checkpoint as a Hugging Face directory: `python -m training.export --run DIR --output DIR`.
+
+Works beside a run in progress, on the checkpoints it has finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import tyro
+from orbax import checkpoint as ocp
+
+from jaxspec.model.llama import Params
+from training import card, loop, tokenizer
+
+RUN_FILE = "run.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Writes the best checkpoint of a run as a Hugging Face directory, with a card.
+
+    Attributes:
+      run: the run directory of a training command, finished or in progress.
+      output: the directory to write.
+      samples: stories to write into the card.
+    """
+
+    run: Path
+    output: Path
+    samples: int = 4
+
+
+def best_step(manager: ocp.CheckpointManager) -> tuple[int, float]:
+    """(step, held-out loss) of the best checkpoint.
+
+    Raises:
+      ValueError: there is no checkpoint.
+    """
+    losses = {step: manager.metrics(step)["held_out_loss"] for step in manager.all_steps()}
+    if not losses:
+        raise ValueError(f"no checkpoint in {manager.directory}; train first")
+    step = min(losses, key=lambda step: losses[step])
+    return step, losses[step]
+
+
+def best_params(manager: ocp.CheckpointManager) -> tuple[Params, int, float]:
+    """(float32 parameters, step, held-out loss) of the best checkpoint."""
+    step, loss = best_step(manager)
+    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    return restored["state"]["params"], step, loss
+
+
+def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
+    """Writes config, bfloat16 weights, tokenizer and card of the best checkpoint.
+
+    Returns:
+      its step and held-out loss (nats a token).
+
+    Raises:
+      ValueError: `run` is no run directory, or has no checkpoint yet.
+    """
+    from jaxspec.io import huggingface
+
+    record = read_run(run)
+    config = huggingface.read_config(run)
+    with loop.checkpoint_manager(run / "checkpoints", keep=1, read_only=True) as manager:
+        params, step, loss = best_params(manager)
+    huggingface.save(output, config, params, dtype=jnp.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(run / name, output / name)
+    rounded = huggingface.load_params(output, config, jnp.float32)
+    stories = card.sample(config, rounded, tokenizer.load(output), count=samples)
+    text = card.write(output.name, config, record, read_metrics(run), step, loss, stories)
+    (output / "README.md").write_text(text)
+    return step, loss
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """The record that a training command leaves in its run directory: commands, options, data.
+
+    Raises:
+      ValueError: there is none.
+    """
+    file = run / RUN_FILE
+    if not file.is_file():
+        raise ValueError(f"no {RUN_FILE} in {run}; give the run directory of a training command")
+    return json.loads(file.read_text())
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """The records of metrics.jsonl, one a step; a half-written last line is left out."""
+    file = run / loop.METRICS_FILE
+    if not file.is_file():
+        return []
+    lines = [line for line in file.read_text().split("\n")[:-1] if line]
+    return [json.loads(line) for line in lines]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = tyro.cli(Options, args=arguments, prog="python -m training.export")
+    try:
+        step, loss = export(options.run, options.output, options.samples)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The one training loop: steps, held-out loss, checkpoints, progress; a killed run resumes exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import grain.python as grain
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.data import Windows
+from training.losses import Batch
+from training.step import TrainState
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOptions:
+    """How long to train, and what is written down on the way.
+
+    Attributes:
+      steps: the last step; the learning rate's cosine ends there.
+      minutes: stop with a checkpoint after so much time in this process, None for no limit. The schedule
+        follows the steps, not the clock: the same command goes on from there.
+      every: steps between checkpoints; each carries the held-out loss measured there.
+      keep: how many of the latest checkpoints are kept; the best one by held-out loss always is.
+    """
+
+    steps: int = 4000
+    minutes: float | None = None
+    every: int = 200
+    keep: int = 2
+
+    def __post_init__(self):
+        for name in ("steps", "every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+      state: after its last step.
+      reason: all steps done, out of minutes, or interrupted by a signal.
+      seconds: of training in this process.
+    """
+
+    state: TrainState
+    reason: Literal["steps", "minutes", "interrupted"]
+    seconds: float
+
+
+def checkpoint_manager(directory: Path, keep: int, read_only: bool = False) -> ocp.CheckpointManager:
+    """Asynchronous, atomic checkpoints: the `keep` latest, and the best by held-out loss."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of every default
+    policies = checkpoint_managers
+    return ocp.CheckpointManager(
+        directory.absolute(),
+        # Named here so that a fresh process can look at a checkpoint's shapes before it reads it.
+        item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
+        options=ocp.CheckpointManagerOptions(
+            best_fn=_held_out_loss,
+            best_mode="min",
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(n=keep),
+                    policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
+                ]
+            ),
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+        ),
+    )
+
+
+def _held_out_loss(metrics: Any) -> float:
+    return metrics["held_out_loss"]
+
+
+def restore(
+    manager: ocp.CheckpointManager, step: int, state: TrainState
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads a checkpoint: the state, shaped as `state`, and the record of the data iterator.
+
+    Raises:
+      ValueError: the checkpoint was made with another model or optimiser.
+    """
+    stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(manager.item_metadata(step)["state"]))
+    if stored != sorted(leaf.shape for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"the checkpoint of step {step} in {manager.directory} holds another model or optimiser; "
+            "give the options it was started with, or another run directory"
+        )
+    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), data=ocp.args.JsonRestore())
+    got = manager.restore(step, args=args)
+    return got["state"], got["data"]
+
+
+def held_out_loss(
+    evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]], params: Any, parts: Sequence[Windows]
+) -> float:
+    """Mean loss over all held-out batches, nats a token."""
+    sums = [evaluate(params, part) for part in parts]
+    total, weight = (sum(float(pair[i]) for pair in sums) for i in range(2))
+    return total / max(weight, 1.0)
+
+
+class _Metrics:
+    """metrics.jsonl: one line a step, without what a resumed run is about to repeat."""
+
+    def __init__(self, file: Path, step: int):
+        kept = []
+        if file.is_file():
+            for line in file.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + "\n")
+                except (json.JSONDecodeError, KeyError):
+                    continue  # the line that was being written when the run was killed
+        partial = file.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(file)
+        self._stream = file.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _StopSignal:
+    """Within it, the first SIGINT or SIGTERM only sets `received`; a second one acts as usual."""
+
+    def __enter__(self) -> _StopSignal:
+        self.received = False
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in self._before:
+            signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(
+    options: LoopOptions,
+    directory: Path,
+    manager: ocp.CheckpointManager,
+    state: TrainState,
+    step_fn: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]],
+    batches: grain.DatasetIterator,
+    measure: Callable[[TrainState], float],
+    console: Console,
+) -> Result:
+    """Runs steps until `options.steps`, the time limit or a signal; every way ends with a checkpoint.
+
+    Where the manager holds a checkpoint, training goes on from the latest: state and data are restored, so
+    that every later loss is what it would have been without the break.
+
+    Args:
+      options: how long.
+      directory: where metrics.jsonl is written.
+      manager: of the checkpoints; see `checkpoint_manager`.
+      state: the initial state; donated.
+      step_fn: see `training.step.make_step`.
+      batches: endless training batches with `get_state` and `set_state`.
+      measure: the held-out loss of a state, nats a token.
+      console: where progress is shown.
+
+    Raises:
+      ValueError: the loss is no longer finite. Nothing is saved then; the last good checkpoint stands.
+    """
+    latest = manager.latest_step()
+    if latest is not None:
+        state, position = restore(manager, latest, state)
+        batches.set_state(position)
+        console.print(f"resumed from step {latest}")
+    begin = time.monotonic()
+    step = first = int(state.step)
+    metrics = _Metrics(directory / METRICS_FILE, step)
+    reason: Literal["steps", "minutes", "interrupted"] = "steps"
+    progress = Progress(
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+
+    def save(loss: float) -> None:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(batches.get_state())
+        )
+        manager.save(step, args=items, metrics={"held_out_loss": loss})
+
+    try:
+        with _StopSignal() as stop, progress:
+            task = progress.add_task("", total=options.steps, completed=step, figures="")
+            recent_tokens, recent_begin = 0.0, begin
+            while step < options.steps:
+                step_begin = time.monotonic()
+                state, measured = step_fn(state, next(batches))
+                step += 1
+                record = {name: float(value) for name, value in measured.items()}
+                if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
+                    kept = manager.latest_step()
+                    raise ValueError(
+                        f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {step}; "
+                        f"training stops, the checkpoint of step {kept} is intact. "
+                        "Lower --learning-rate or look at the data"
+                    )
+                now = time.monotonic()
+                recent_tokens += record["tokens"]
+                record["step_seconds"] = now - step_begin
+                out_of_time = options.minutes is not None and now - begin >= 60 * options.minutes
+                if stop.received or out_of_time:
+                    reason = "interrupted" if stop.received else "minutes"
+                last = reason != "steps" or step == options.steps
+                if step % options.every == 0 or last:
+                    record["held_out_loss"] = measure(state)
+                    record["tokens_per_second"] = recent_tokens / (now - recent_begin)
+                    save(record["held_out_loss"])
+                    left = (options.steps - step) * (now - begin) / (step - first)
+                    console.print(_line(step, options.steps, record, left))
+                    recent_tokens, recent_begin = 0.0, time.monotonic()
+                metrics.write({"step": step, **record})
+                rate = recent_tokens / max(now - recent_begin, 1e-9)
+                progress.update(task, completed=step, figures=f"loss {record['loss']:.3f}  {rate:,.0f} tok/s")
+                if last:
+                    break
+            manager.wait_until_finished()
+    finally:
+        metrics.close()
+    return Result(state, reason, time.monotonic() - begin)
+
+
+def _line(step: int, steps: int, record: dict[str, float], left: float) -> str:
+    return (
+        f"step {step}/{steps}  loss {record['loss']:.4f}  held-out {record['held_out_loss']:.4f}  "
+        f"{record['tokens_per_second']:,.0f} tokens/s  about {left / 60:.0f} min left"
+    )

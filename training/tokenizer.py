@@ -1,0 +1,77 @@
+"""A byte-level BPE tokenizer, trained on plain text and saved as transformers expects it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS = "<s>", "</s>"
+BOS_ID, EOS_ID = 0, 1
+# 256 bytes and the two special tokens: below this some text could not be written.
+SMALLEST_VOCABULARY = 258
+
+
+def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns at most `vocab_size` tokens; any UTF-8 text comes back exactly from its tokens.
+
+    Encoding puts `<s>` (id 0) in front; `</s>` (id 1) ends a document and is added by whoever packs it.
+
+    Raises:
+      ValueError: the vocabulary cannot hold all bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    # The regular expression of GPT-2, which keeps a word with the space before it.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, directory: Path, context_length: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads from `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def load(directory: Path) -> Tokenizer:
+    """Reads tokenizer.json of a checkpoint or run directory.
+
+    Raises:
+      ValueError: there is none.
+    """
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"no tokenizer.json in {directory}; give a directory that has one")
+    return Tokenizer.from_file(str(file))
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[str], bos: int, eos: int) -> list[np.ndarray]:
+    """Tokens of every document, `bos` before and `eos` after it: int32[n] each."""
+    encoded = tokenizer.encode_batch(list(documents), add_special_tokens=False)
+    return [np.array([bos, *one.ids, eos], np.int32) for one in encoded]
