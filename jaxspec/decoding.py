@@ -120,6 +120,7 @@ class Emitted:
       tokens: int32[B, W].
       count: int32[B], how many of them.
       drafted: bool[B, W], whether a token was an accepted draft.
+      proposed: int32[B, W], how many draft tokens were verified in the round that a token comes from.
       log_probs: float32[B, W] under the target's raw law (temperature 1, no filter), or None.
       length: int32[B], committed tokens, prompt included.
       done: bool[B].
@@ -129,6 +130,7 @@ class Emitted:
     tokens: jax.Array
     count: jax.Array
     drafted: jax.Array
+    proposed: jax.Array
     log_probs: jax.Array | None
     length: jax.Array
     done: jax.Array
@@ -185,6 +187,7 @@ def prefill(
         tokens=token[:, None],
         count=jnp.ones_like(length),
         drafted=jnp.zeros((batch, 1), bool),
+        proposed=jnp.zeros((batch, 1), jnp.int32),
         log_probs=_log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
         length=length,
         done=done,
@@ -222,30 +225,34 @@ def chunk(
     state = dataclasses.replace(state, done=state.done | halt)
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length
-    drafted = jnp.zeros((batch, window), bool)
+    drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
     laws = jnp.zeros((batch, window), jnp.float32) if log_probs else None
 
     def more(carry) -> jax.Array:
-        rounds, state, _, _ = carry
+        rounds, state, *_ = carry
         fits = jnp.all(state.length + width <= state.capacity)
         reported = jnp.all(state.length - first + width <= window)
         return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
 
     def body(carry):
-        rounds, state, drafted, laws = carry
+        rounds, state, drafted, proposed, laws = carry
         at = state.length - first
         state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
         accepted = jnp.arange(width)[None] < outcome.accepted[:, None]
         drafted = _put_rows(drafted, accepted, at, outcome.count)
+        verified = jnp.broadcast_to(outcome.drafted[:, None], accepted.shape)
+        proposed = _put_rows(proposed, verified, at, outcome.count)
         if laws is not None and token_log_probs is not None:
             laws = _put_rows(laws, token_log_probs, at, outcome.count)
-        return rounds + 1, state, drafted, laws
+        return rounds + 1, state, drafted, proposed, laws
 
-    _, state, drafted, laws = jax.lax.while_loop(more, body, (jnp.int32(0), state, drafted, laws))
+    carry = (jnp.int32(0), state, drafted, proposed, laws)
+    _, state, drafted, proposed, laws = jax.lax.while_loop(more, body, carry)
     columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
     tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
     count = state.length - first
-    return state, Emitted(tokens, count, drafted, laws, state.length, state.done, state.stats)
+    emitted = Emitted(tokens, count, drafted, proposed, laws, state.length, state.done, state.stats)
+    return state, emitted
 
 
 def decode_round(

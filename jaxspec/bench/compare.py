@@ -1,0 +1,108 @@
+"""The same prompt by several methods, side by side."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.bench.timing import interleaved
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Result
+from jaxspec.method_options import MethodOptions, check_method, option_name, options_for, options_given
+
+BASELINE = "autoregressive"
+
+
+def compare(
+    lm: LanguageModel,
+    prompt: str,
+    methods: Sequence[str],
+    options: MethodOptions | None = None,
+    *,
+    repeats: int = 3,
+    on_progress: Callable[[str], None] = lambda what: None,
+    **generation: Any,
+) -> dict[str, Any]:
+    """Times methods on one prompt, warm and in turns, against plain decoding.
+
+    Each method generates once before anything is timed, which compiles it. Speed is tokens a second after
+    the first token, the median over the repeats; a speed-up is the ratio of two such medians.
+
+    Args:
+      lm: the model.
+      prompt: the text to go on from.
+      methods: names; autoregressive, the baseline, comes first whether named or not.
+      options: for all of them; each method takes those it knows.
+      repeats: how often each generates, timed.
+      on_progress: told what is being done.
+      **generation: arguments of `lm.generate`, such as max_new_tokens.
+
+    Returns:
+      `model`, `device`, `dtype`, and `results`: a list of `method`, `tokens` (how many were generated),
+      `tokens_per_second`, `speedup` over autoregressive, `mean_acceptance_length`, `draft_acceptance_rate`
+      and `identical_to_autoregressive` (null where tokens are drawn at random, as then only the laws are
+      equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
+
+    Raises:
+      ValueError: unknown method, `repeats` below 1, an option that none of the methods knows, or what
+        `lm.generate` raises.
+    """
+    names = list(dict.fromkeys([BASELINE, *map(check_method, methods)]))
+    if repeats < 1:
+        raise ValueError(f"--repeats is {repeats}; give at least 1")
+    options = options or MethodOptions()
+    chosen = {name: options_given(options_for(name, options)) for name in names}
+    unread = options_given(options).keys() - {option for given in chosen.values() for option in given}
+    if unread:
+        raise ValueError(
+            f"none of the methods {', '.join(names)} has an option "
+            f"{', '.join(sorted(map(option_name, unread)))}; leave it out or add a method"
+        )
+
+    results: dict[str, list[Result]] = {name: [] for name in names}
+
+    def run(name: str) -> None:
+        on_progress(f"running {name}")
+        results[name].append(lm.generate(prompt, method=name, **generation, **chosen[name]))
+
+    # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
+    warm = {
+        name: lm.generate(prompt, method=name, stream=True, **generation, **chosen[name]) for name in names
+    }
+    for name, pieces in warm.items():
+        on_progress(f"compiling {name}")
+        collections.deque(pieces, maxlen=0)
+    lm.executables.wait()
+    interleaved({name: functools.partial(run, name) for name in names}, repeats)
+    given = generation.get("temperature")
+    sampling = (lm.defaults.get("temperature", 0.0) if given is None else given) > 0
+    return {
+        "model": lm.name,
+        "device": lm.device.device_kind,
+        "dtype": lm.dtype,
+        "results": [_entry(name, results[name], results[BASELINE], sampling) for name in names],
+    }
+
+
+def _entry(name: str, results: list[Result], baseline: list[Result], sampling: bool) -> dict[str, Any]:
+    speed, plain = _tokens_per_second(results), _tokens_per_second(baseline)
+    first = results[0]
+    return {
+        "method": name,
+        "tokens": first.statistics.num_tokens,
+        "tokens_per_second": speed,
+        "speedup": speed / plain if speed is not None and plain is not None else None,
+        "mean_acceptance_length": first.statistics.mean_acceptance_length,
+        "draft_acceptance_rate": first.statistics.draft_acceptance_rate,
+        "identical_to_autoregressive": None if sampling else first.tokens == baseline[0].tokens,
+    }
+
+
+def _tokens_per_second(results: list[Result]) -> float | None:
+    """The median; None for texts of a single token."""
+    speeds = [result.statistics.tokens_per_second for result in results]
+    known = [speed for speed in speeds if speed is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,202 @@
+"""What a device makes of a model shape: the streaming floor, the step by rows, and how near they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec import decoding
+from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.bench.timing import interleaved, median_ratio
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.engine.language_model import LanguageModel, load
+from jaxspec.engine.loading import resolve_placement
+from jaxspec.io.memory import check_fits
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.sampling import Greedy, Law
+
+ROWS = (1, 2, 5, 9)
+# Tokens in the cache while steps are timed, rounds in one timing, and the two capacities compared.
+LIVE, ROUNDS, CAPACITY, LARGE = 32, 8, 128, 1024
+PREFILL = 256
+
+SHAPES: dict[str, LlamaConfig] = {
+    "31m": LlamaConfig(8192, 384, 1024, 16, 6, 6, 64),
+    "134m": LlamaConfig(32000, 768, 2048, 12, 12, 12, 64),
+    "1b": LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64),
+    "7b": LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 4096),
+    "13b": LlamaConfig(32000, 5120, 13824, 40, 40, 40, 128, 4096),
+    "70b": LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 4096),
+}
+
+
+@struct.dataclass
+class WrongDrafts:
+    """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
+
+    Attributes:
+      num_draft_tokens: K.
+    """
+
+    num_draft_tokens: int = struct.field(pytree_node=False)
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """Always all rows."""
+        return (self.num_draft_tokens + 1,)
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
+        """No state."""
+        return ()
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+    ) -> tuple[Proposal, State, KVCache]:
+        """Tokens that follow from the row's length alone."""
+        vocab_size = params.target["embed"].shape[0]
+        step = jnp.arange(1, self.num_draft_tokens + 1)[None]
+        tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
+        count = jnp.full_like(view.length, self.num_draft_tokens)
+        return Proposal(tokens.astype(jnp.int32), count), state, view.cache
+
+    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
+        """Learns nothing."""
+        return state
+
+
+def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
+    """Bytes that one token must read: every weight, of an untied input embedding only one row."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if config.tie_embeddings else total - params["embed"].nbytes
+
+
+def profile(
+    model: str | None = None,
+    shape: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    *,
+    repeats: int = 9,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Times a model, or random weights of a named shape, on a device.
+
+    Every figure is a median over `repeats` interleaved turns, so that all see the same noise. Steps are
+    rounds of the real loop, at a live length of about 40 tokens.
+
+    Args:
+      model: directory or hub id; None for the embedded model, unless a shape is named.
+      shape: a name in `SHAPES`.
+      dtype, device: as in `load`.
+      repeats: turns.
+      on_progress: told what is being done.
+
+    Returns:
+      `model`, `device`, `dtype`, `floor_bytes`, `floor_ms` (reading every weight once), `step_ms` by number
+      of rows, `floor_fraction` (floor ÷ step of one row), `capacity_ratio` (the step with a cache 8 times
+      larger at the same live length ÷ without), `prefill_tokens_per_second`, `compile_ms` (of the plain
+      loop: prefill and chunk).
+
+    Raises:
+      ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.
+    """
+    on_progress("loading the model")
+    lm = _language_model(model, shape, dtype, device)
+    params = Weights(lm.params)
+    read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
+    stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
+
+    on_progress("compiling")
+    began = time.perf_counter()
+    plain = Steps(lm, params, Autoregressive(), CAPACITY)
+    plain()
+    compile_ms = 1e3 * (time.perf_counter() - began)
+    by_rows = {1: plain} | {rows: Steps(lm, params, WrongDrafts(rows - 1), CAPACITY) for rows in ROWS[1:]}
+    timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
+    timed["floor"] = lambda: jax.block_until_ready(stream(read))
+    timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
+    timed["prefill"] = lambda: jax.block_until_ready(plain.prefill())
+    for run in timed.values():
+        run()
+
+    on_progress("timing")
+    taken = interleaved(timed, repeats)
+    floors, ones, larges = taken["floor"], taken["1"], taken["large"]
+    return {
+        "model": lm.name,
+        "device": lm.device.device_kind,
+        "dtype": lm.dtype,
+        "floor_bytes": floor_bytes(lm.config, lm.params),
+        "floor_ms": statistics.median(floors),
+        "step_ms": {str(rows): statistics.median(taken[str(rows)]) / ROUNDS for rows in ROWS},
+        "floor_fraction": ROUNDS * median_ratio(floors, ones),
+        "capacity_ratio": median_ratio(larges, ones),
+        "prefill_tokens_per_second": 1e3 * PREFILL / statistics.median(taken["prefill"]),
+        "compile_ms": compile_ms,
+    }
+
+
+class Steps:
+    """A few rounds of the loop, always from the same live length.
+
+    Args:
+      lm: the model.
+      params: its parameters.
+      drafter: decides how many rows a round has.
+      capacity: of the cache.
+    """
+
+    def __init__(self, lm: LanguageModel, params: Weights, drafter: Drafter, capacity: int) -> None:
+        parts = decoding.Parts(drafter, GreedyAcceptor(), Greedy())
+        prompt = 3 + jnp.arange(max(capacity, PREFILL), dtype=jnp.int32)[None] % (lm.config.vocab_size - 3)
+        one = jnp.ones(1, jnp.int32)
+        keys = jax.random.split(jax.random.key(0), 1)
+        nothing = -jnp.ones((1, 1), jnp.int32)
+        request = decoding.Request(prompt[:, :capacity], LIVE * one, 10**6 * one, nothing, keys)
+        long = decoding.Request(prompt[:, :PREFILL], PREFILL * one, 10**6 * one, nothing, keys)
+        halt = jnp.zeros(1, bool)
+
+        @functools.partial(jax.jit, static_argnames="piece")
+        def start(params, request, piece):
+            return decoding.prefill(lm.config, params, parts, request, piece=piece)
+
+        @functools.partial(jax.jit, donate_argnames="state")
+        def rounds(params, state):
+            state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
+            return decoding.chunk(lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity)
+
+        self.prefill = lambda: start(params, long, piece=PREFILL)
+        self._rounds = functools.partial(rounds, params)
+        self.rounds = ROUNDS
+        self._state, _ = start(params, request, piece=LIVE)
+
+    def __call__(self) -> None:
+        self._state, emitted = self._rounds(self._state)
+        jax.block_until_ready(emitted)
+
+
+def _language_model(
+    model: str | None, shape: str | None, dtype: str | None, device: str | None
+) -> LanguageModel:
+    if shape is None:
+        return load(model, dtype=dtype, device=device)
+    if model is not None:
+        raise ValueError(f"got both --model {model} and --shape {shape}; give one of them")
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; give one of {', '.join(SHAPES)}")
+    place, kind = resolve_placement(dtype, device)
+    check_fits(SHAPES[shape], kind, batch_size=1, capacity=LARGE, device=place)
+    with jax.default_device(place):
+        params = llama.init_params(SHAPES[shape], jax.random.key(0), kind)
+    return LanguageModel(SHAPES[shape], params, name=shape, device=place)

@@ -1,0 +1,101 @@
+"""`jaxspec compare`: the same prompt by several methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxspec.cli.options import TextOptions
+from jaxspec.cli.terminal import Progress
+from jaxspec.method_options import check_method
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare(TextOptions):
+    """Generate the same text by several methods, and compare their speed.
+
+    Each method runs once to compile, then --repeats times in turn with the others.
+
+    Speeds are medians, of the tokens after the first.
+
+    An option of a method is given to the methods that know it.
+
+    Attributes:
+      methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
+        Default: those that need no file, and draft-model if --draft or --draft-exit is given.
+      repeats: how often each method runs, timed.
+    """
+
+    methods: str | None = None
+    repeats: int = 3
+
+    def run(self) -> int:
+        """Compares; returns the exit status."""
+        named = self._named()
+        prompt = self.read_prompt()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = self.model.load()
+            from jaxspec.bench.compare import compare
+
+            report = compare(
+                lm,
+                prompt,
+                named if named is not None else self._usual(),
+                self.drafting,
+                repeats=self.repeats,
+                on_progress=progress,
+                **self.generation(),
+            )
+        if self.json:
+            print(json.dumps(report))
+        else:
+            _print(report)
+        for entry in report["results"]:
+            if entry["method"] in (named or ()) and entry["speedup"] is not None and entry["speedup"] < 1:
+                print(
+                    f"jaxspec: warning: {entry['method']} is slower here than plain decoding "
+                    f"({entry['speedup']:.2f}×)",
+                    file=sys.stderr,
+                )
+        return 0
+
+    def _named(self) -> list[str] | None:
+        if self.methods is None:
+            return None
+        return [check_method(name.strip()) for name in self.methods.split(",")]
+
+    def _usual(self) -> list[str]:
+        has_draft = self.drafting.draft is not None or self.drafting.draft_exit is not None
+        return ["autoregressive", "ngram", *(["draft-model"] if has_draft else [])]
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{report['model']}, {report['dtype']}, {report['device']}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))  # fits 80 columns
+    table.add_column("method", no_wrap=True)
+    headings = ("tokens", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "same text")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for entry in report["results"]:
+        same = entry["identical_to_autoregressive"]
+        table.add_row(
+            entry["method"],
+            str(entry["tokens"]),
+            _number(entry["tokens_per_second"], 1),
+            _number(entry["speedup"], 2),
+            _number(entry["mean_acceptance_length"], 2),
+            _number(entry["draft_acceptance_rate"], 2),
+            "–" if same is None else "yes" if same else "no",
+        )
+    Console(file=sys.stdout).print(table)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

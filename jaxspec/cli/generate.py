@@ -1,0 +1,175 @@
+"""`jaxspec generate`: a text after a prompt, as it comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli.options import TextOptions
+from jaxspec.cli.status import INTERRUPTED
+from jaxspec.cli.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
+from jaxspec.method_options import check_method
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
+    from jaxspec.engine.results import Piece, Statistics
+    from jaxspec.engine.text import RowText
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(TextOptions):
+    """Generate a text after a prompt.
+
+    The text goes to standard output as it comes, its speed to standard error.
+
+    In a terminal, draft tokens that were accepted have another colour.
+
+    Attributes:
+      method: how to decode. All give the text of plain decoding (autoregressive), or its law where tokens
+        are drawn. autoregressive: one token a step. ngram: drafts copied from the text itself, good where
+        it repeats. draft-model: drafts of a smaller model (--draft), or of the model's own first layers
+        (--draft-exit).
+      stream: print the text as it comes, or only once it is whole.
+    """
+
+    method: str = "autoregressive"
+    stream: bool = True
+
+    def run(self) -> int:
+        """Generates; returns the exit status."""
+        check_method(self.method)
+        prompt = self.read_prompt()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = self.model.load()
+            pieces = lm.generate(
+                prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
+            )
+            progress("compiling")
+            return _Output(self, prompt, lm, progress).write(pieces)
+
+
+class _Output:
+    """Writes a text that comes in pieces, and what is to be said about it.
+
+    Args:
+      options: the command.
+      prompt: shown above the text in a terminal.
+      lm: the model.
+      progress: ended before the first output.
+    """
+
+    def __init__(self, options: Generate, prompt: str, lm: LanguageModel, progress: Progress) -> None:
+        self._options, self._prompt, self._lm, self._progress = options, prompt, lm, progress
+        self._streams = options.stream and not options.json
+        self._painter = _Painter(_row_text(lm, options)) if shows_colour(sys.stdout) else None
+        self._written: list[str] = []
+        self._text = ""
+        self._tokens: list[int] = []
+        self._statistics: Statistics | None = None
+
+    def write(self, pieces: Iterator[Piece]) -> int:
+        """Takes all the pieces, or those that come before an interruption; returns the exit status."""
+        reason = "interrupted"
+        try:
+            for piece in pieces:
+                reason = self._take(piece) or reason
+        except KeyboardInterrupt:
+            reason = "interrupted"
+        self._progress.stop()
+        if self._options.json:
+            print(json.dumps(self._report(reason)))
+        elif self._streams and self._written:
+            print(flush=True)
+        else:
+            print("".join(self._written), flush=True)
+        if reason == "interrupted":
+            print("jaxspec: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        if not self._options.json:
+            print(_summary(self._statistics), file=sys.stderr)
+        return 0
+
+    def _take(self, piece: Piece) -> str | None:
+        self._text += piece.text
+        self._tokens += piece.tokens
+        self._statistics = piece.statistics
+        shown = self._painter.paint(piece) if self._painter is not None else piece.text
+        if self._painter is not None and not self._written:
+            shown = painted(self._prompt, DIM) + shown
+        self._written.append(shown)
+        if self._streams:
+            self._progress.stop()
+            print(shown, end="", flush=True)
+        else:
+            self._progress(f"generating: {len(self._tokens)} tokens")
+        return piece.result.finish_reason if piece.result is not None else None
+
+    def _report(self, reason: str) -> dict[str, Any]:
+        return {
+            "model": self._lm.name,
+            "method": self._options.method,
+            "text": self._text,
+            "tokens": self._tokens,
+            "finish_reason": reason,
+            "statistics": _as_json(self._statistics),
+        }
+
+
+class _Painter:
+    """Gives the text of accepted draft tokens another colour.
+
+    Args:
+      row: turns the same tokens into the same text as the pieces have, here one token at a time.
+    """
+
+    def __init__(self, row: RowText) -> None:
+        self._row = row
+
+    def paint(self, piece: Piece) -> str:
+        """The text of a piece. What a token completes has the colour of that token."""
+        ended = piece.result is not None
+        spans = []
+        for at, (token, drafted) in enumerate(zip(piece.tokens, piece.drafted, strict=True)):
+            gained, _, _ = self._row.push([token], ended and at == len(piece.tokens) - 1)
+            spans.append(painted(gained, ACCEPTED) if drafted else gained)
+        if ended and not piece.tokens:
+            spans.append(self._row.push([], True)[0])
+        return "".join(spans)
+
+
+def _row_text(lm: LanguageModel, options: Generate) -> RowText:
+    from jaxspec.engine.text import RowText
+
+    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop_string)
+
+
+def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
+    """The counts and what follows from them; None if there was no time for a single token."""
+    if statistics is None:
+        return None
+    return dataclasses.asdict(statistics) | {
+        "mean_acceptance_length": statistics.mean_acceptance_length,
+        "draft_acceptance_rate": statistics.draft_acceptance_rate,
+        "tokens_per_second": statistics.tokens_per_second,
+    }
+
+
+def _summary(statistics: Statistics | None) -> str:
+    assert statistics is not None  # a text that has ended has at least one token
+    speed, length, rate = (
+        "–" if number is None else f"{number:.{digits}f}"
+        for number, digits in (
+            (statistics.tokens_per_second, 1),
+            (statistics.mean_acceptance_length, 2),
+            (statistics.draft_acceptance_rate, 2),
+        )
+    )
+    line = (
+        f"{statistics.num_tokens} tokens · {speed} tokens/s · mean acceptance length {length} · "
+        f"acceptance rate {rate}"
+    )
+    return painted(line, DIM) if shows_colour(sys.stderr) else line

@@ -1,0 +1,178 @@
+"""A command line made from frozen dataclasses: options from fields, help from docstrings, errors of one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import docstring_parser
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from jaxspec.method_options import METHODS
+
+# What the value of an option is called in the help, where its type alone says too little.
+_METAVARS = {
+    "prompt": "[PROMPT]",
+    "src": "SRC",
+    "dst": "DST",
+    "prompt_file": "FILE",
+    "chat_template": "FILE",
+    "reference": "FILE",
+    "model": "DIR|ID",
+    "draft": "DIR|ID",
+    "draft_exit": "N",
+    "shape": "NAME",
+    "num_draft_tokens": "K",
+    "method": "{" + ",".join(METHODS) + "}",
+    "methods": "A,B,C",
+}
+_BY_TYPE = {int: "N", float: "X", str: "TEXT"}
+
+
+def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> Any:
+    """The command that `argv` asks for, as an instance of its dataclass.
+
+    Args:
+      commands: a dataclass by name of command; its docstring is the help.
+      argv: without the name of the program.
+      description: of the program, for its own help.
+
+    Raises:
+      SystemExit: help was asked for, and is printed.
+      ValueError: the arguments are wrong; one line.
+    """
+    name = argv[0] if argv else ""
+    if name in commands:
+        return _parse(commands[name], f"jaxspec {name}", argv[1:])
+    if name and not name.startswith("-"):
+        raise ValueError(f"unknown command {name!r}; the commands are {', '.join(commands)}")
+    union: Any = None
+    for name, command in commands.items():
+        summary = (command.__doc__ or "").partition("\n")[0]
+        member: Any = Annotated[command, tyro.conf.subcommand(name, description=summary)]
+        union = member if union is None else union | member
+    return _parse(union, "jaxspec", argv, description)
+
+
+def _parse(target: Any, prog: str, argv: Sequence[str], description: str | None = None) -> Any:
+    complaint = io.StringIO()
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                target,
+                prog=prog,
+                description=description,
+                args=list(argv),
+                config=markers,
+                registry=_registry(),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from None
+
+
+def _one_line(complaint: str) -> str:
+    """What tyro complains of, out of its box: a title, a statement, a rule, hints and more rules."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
+    blocks: list[list[str]] = [[]]
+    for line in plain.splitlines():
+        line = line.strip("│ ")
+        if line.startswith(("╭", "╰")):
+            continue
+        if line and not line.strip("─-"):
+            blocks.append([])
+        elif line:
+            blocks[-1].append(line)
+    if "╭" not in plain and len(blocks) > 1:
+        del blocks[0]  # drawn without a frame, as where there is no UTF-8: the title has a rule of its own
+    statement = " ".join(blocks[0]).rstrip(".") or "the arguments cannot be understood"
+    for block in blocks[1:]:
+        if block[0] == "Perhaps you meant:":
+            statement += f" (perhaps you meant {block[1].split()[0].rstrip(',')})"
+    return statement[:1].lower() + statement[1:]
+
+
+def _registry() -> ConstructorRegistry:
+    registry = ConstructorRegistry()
+    registry.struct_rule(_dataclass_rule)
+    registry.primitive_rule(_optional_rule)
+    return registry
+
+
+def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """As tyro's own, but the help names values by what they are, and is silent on a default of None."""
+    # tyro wraps what it is given in a generic dataclass of its own.
+    if not dataclasses.is_dataclass(info.type) or info.type.__module__.startswith("tyro"):
+        return None
+    hints = typing.get_type_hints(info.type, include_extras=True)
+    helps = _helps(info.type)
+    fields = []
+    for field in dataclasses.fields(info.type):
+        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
+        hint = hints[field.name]
+        if not dataclasses.is_dataclass(hint):
+            hint = Annotated[hint, _display(field, hint, default)]
+        if default is False:  # --json needs no --no-json
+            hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
+        fields.append(StructFieldSpec(field.name, hint, default, helps.get(field.name)))
+    return StructConstructorSpec(info.type, tuple(fields))
+
+
+def _helps(cls: type) -> dict[str, str]:
+    """The description of each attribute, in the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        for entry in docstring_parser.parse(base.__doc__ or "").params:
+            found.setdefault(entry.arg_name, " ".join((entry.description or "").split()))
+    return found
+
+
+def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
+    """How an option is called and explained; metadata `option` is a name other than the field's."""
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if kind in _BY_TYPE]
+    metavar = _METAVARS.get(field.name) or (_BY_TYPE[kinds[0]] if kinds else None)
+    if isinstance(default, bool):
+        shown, metavar = "", None
+    elif isinstance(default, tuple):
+        shown = "(repeatable)"
+    else:
+        shown = "" if default is None or default is tyro.MISSING else f"(default: {default})"
+    name = field.metadata.get("option", "").removeprefix("--") or None
+    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=shown)
+
+
+def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """`X | None` is read as X: None is what leaving the option out means, not a word to type."""
+    members = typing.get_args(info.type)
+    if (
+        info.type_origin not in (types.UnionType, typing.Union)
+        or len(members) != 2
+        or type(None) not in members
+    ):
+        return None
+    inner = next(member for member in members if member is not type(None))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, info.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return None
+    of_inner, shown = spec.is_instance, spec.str_from_instance
+    return dataclasses.replace(
+        spec,
+        is_instance=lambda value: value is None or of_inner(value),
+        str_from_instance=lambda value: [] if value is None else shown(value),
+    )

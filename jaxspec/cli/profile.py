@@ -1,0 +1,67 @@
+"""`jaxspec profile`: what this device makes of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxspec.cli.options import Device, Dtype
+from jaxspec.cli.terminal import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Measure how fast this device could decode a model, and how near it comes.
+
+    The floor is the time to read every weight once: no step can be faster.
+
+    A step of several rows verifies as many tokens; it should cost little more.
+
+    Attributes:
+      model: a directory as Hugging Face lays it out, or a hub id such as owner/model. Default: the small
+        model that comes with jaxspec.
+      shape: random weights of a usual shape instead: 31m, 134m, 1b, 7b, 13b or 70b.
+      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
+      device: Default: the fastest that JAX sees.
+      json: print one JSON object and nothing else.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    dtype: Dtype | None = None
+    device: Device | None = None
+    json: bool = False
+
+    def run(self) -> int:
+        """Measures; returns the exit status."""
+        from jaxspec.bench.profile import profile
+
+        with Progress() as progress:
+            report = profile(self.model, self.shape, self.dtype, self.device, on_progress=progress)
+        if self.json:
+            print(json.dumps(report))
+        else:
+            _print(report)
+        return 0
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "", "", title=f"{report['model']}, {report['dtype']}, {report['device']}", show_header=False
+    )
+    table.columns[1].justify = "right"
+    floor, fraction = report["floor_ms"], report["floor_fraction"]
+    table.add_row("floor: all weights read once", f"{floor:.3f} ms")
+    steps: dict[str, float] = report["step_ms"]
+    for rows, step_ms in steps.items():
+        table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
+    table.add_row("floor ÷ step of 1 row", f"{fraction:.2f}")
+    table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
+    table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
+    table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
+    Console(file=sys.stdout).print(table)

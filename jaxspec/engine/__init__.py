@@ -1,0 +1,1 @@
+"""Text in, text out: everything between a user and the compiled loop."""

@@ -1,0 +1,355 @@
+"""The public face: `load` a model, `generate` text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import methods
+from jaxspec.engine.executables import Executables
+from jaxspec.engine.loading import find_tokenizer, place_params, resolve_placement
+from jaxspec.engine.results import Piece, Result
+from jaxspec.engine.row import Row
+from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, needs_sampling
+from jaxspec.engine.text import RowText
+from jaxspec.io import huggingface, memory
+from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.methods import MethodOptions, Model
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.protocol import Drafter, Weights
+
+Prompt = str | Sequence[int]
+# Rounds between two looks of the host: while a text is watched (streamed, stop strings), and otherwise.
+STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+
+
+def embedded_model() -> Path:
+    """The directory of the model that comes with jaxspec."""
+    package = Path(__file__).parents[1]
+    for parent in (package, package.parent):  # a wheel, a checkout
+        if (parent / "checkpoints" / "small" / "config.json").is_file():
+            return parent / "checkpoints" / "small"
+    raise FileNotFoundError("the embedded model is missing from this installation; install jaxspec again")
+
+
+def load(
+    model: str | os.PathLike | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    mesh: Mesh | None = None,
+    chat_template: str | os.PathLike | None = None,
+) -> LanguageModel:
+    """Loads a Llama-type model.
+
+    Args:
+      model: a Hugging Face directory or hub id; None for the embedded model.
+      dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
+      device: cpu, gpu or tpu; by default JAX's default device.
+      mesh: with axes `data` and `model`, to spread the model over several devices instead.
+      chat_template: a Jinja file, for a model that has none.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    directory = embedded_model() if model is None else huggingface.resolve(os.fspath(model))
+    config = huggingface.read_config(directory)
+    place_on, kind = resolve_placement(dtype, device, mesh)
+    if mesh is None:
+        memory.check_fits(config, kind, batch_size=1, capacity=START_CAPACITY, device=place_on)
+    tokenizer = find_tokenizer(directory, chat_template)
+    params = place_params(directory, config, kind, place_on, mesh)
+    return LanguageModel(
+        config,
+        params,
+        tokenizer,
+        name=os.fspath(model) if model is not None else directory.name,
+        device=place_on,
+        mesh=mesh,
+        defaults=huggingface.generation_defaults(directory),
+    )
+
+
+class LanguageModel:
+    """A model ready to generate: `load` makes one; parameters made in memory do as well.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      tokenizer: None if only token ids are used.
+      name: how it is called in reports.
+      device: where params are; None for JAX's default device.
+      mesh: over which params are spread; None for one device.
+      defaults: sampling numbers used where none are given, as in `generation_config.json`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Params,
+        tokenizer: Tokenizer | None = None,
+        *,
+        name: str = "model",
+        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
+        self.device, self.mesh = device or jax.devices()[0], mesh
+        self.defaults = _sampling_defaults(defaults or {})
+        self.executables = Executables()
+        self._drafts: dict[str, Model] = {}
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the parameters, by name."""
+        return str(self.params["embed"].dtype)
+
+    def encode(self, text: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a text, or of a user's message in the model's chat template."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; give prompts as token ids")
+        return self.tokenizer.encode_chat(text) if chat else self.tokenizer.encode(text)
+
+    @overload
+    def generate(self, prompts: str, *, stream: Literal[False] = False, **options: Any) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, stream: Literal[True], **options: Any
+    ) -> Iterator[Piece]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        method: str | Drafter | tuple[Drafter, Any] = "autoregressive",
+        max_new_tokens: int | Sequence[int] = 128,
+        temperature: float | Sequence[float] | None = None,
+        top_k: int | Sequence[int] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        min_p: float | Sequence[float] | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+        chat: bool = False,
+        stream: bool = False,
+        max_batch: int = 8,
+        **method_options: Any,
+    ) -> Result | list[Result] | Iterator[Piece]:
+        """Generates a text after each prompt.
+
+        Args:
+          prompts: a text or a list of token ids, or a list of such.
+          method: a name in `methods.METHODS`, or a drafter (with its parameters, if it has some).
+          max_new_tokens: the budget, for all or per prompt.
+          temperature: 0 for greedy; like the three below for all or per prompt, and by default what the
+            model's generation_config.json says, else greedy without filters.
+          top_k, top_p, min_p: see `sampling.Sampling`.
+          seed: of the randomness; each prompt has a stream of its own.
+          stop: strings that end a text, found across token borders; the text ends before them.
+          ignore_eos: go on to the budget.
+          logprobs: report each token's log-probability under the model's raw law.
+          chat: put each prompt as a user's message through the chat template.
+          stream: yield pieces as they come, instead of returning results.
+          max_batch: most prompts at once; the others take the rows that become free.
+          **method_options: see `methods.MethodOptions`.
+
+        Returns:
+          A `Result` for one prompt, a list for a list; with `stream` an iterator of `Piece`s, of which the
+          last of each prompt carries the result.
+
+        Raises:
+          ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+        batch = [prompts] if single else list(prompts)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stops and self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
+        if "" in stops:
+            raise ValueError("a stop string is empty; give at least one character")
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}; give at least 1")
+        law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        requests = self._requests(batch, max_new_tokens, law, seed, ignore_eos, chat)
+        drafter, weights, acceptor = self._method(method, method_options, needs_sampling(requests))
+        session = Session(
+            self.executables,
+            self.config,
+            weights,
+            drafter,
+            acceptor,
+            requests,
+            max_batch=max_batch,
+            log_probs=logprobs,
+            mesh=self.mesh,
+            device=self.device,
+        )
+        pieces = self._run(session, requests, stops, STREAM_ROUNDS if stream or stops else QUIET_ROUNDS)
+        if stream:
+            return pieces
+        results = {piece.index: piece.result for piece in pieces if piece.result is not None}
+        ordered = [results[index] for index in range(len(batch))]
+        return ordered[0] if single else ordered
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int],
+        law: dict[str, Any],
+        seed: int,
+        ignore_eos: bool,
+        chat: bool,
+    ) -> list[RowRequest]:
+        if not prompts:
+            raise ValueError("there is no prompt; give at least one")
+        count = len(prompts)
+        given = {name: self.defaults.get(name) if value is None else value for name, value in law.items()}
+        numbers = {name: _per_row(name, v, count) for name, v in given.items() if v is not None}
+        budgets = _per_row("max_new_tokens", max_new_tokens, count)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            ids = self.encode(prompt, chat=chat) if isinstance(prompt, str) else [int(i) for i in prompt]
+            if not ids or prompt == "":
+                raise ValueError("the prompt is empty; give at least one token")
+            outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
+            if outside:
+                raise ValueError(
+                    f"token id {outside[0]} is outside the vocabulary; ids are from 0 to {self.config.vocab_size - 1}"
+                )
+            budget, context = int(budgets[index]), self.config.context_length
+            if budget < 1:
+                raise ValueError(f"--max-new-tokens is {budget}; give at least 1")
+            if len(ids) + budget > context:
+                raise ValueError(
+                    f"prompt ({len(ids)} tokens) and --max-new-tokens ({budget}) exceed the model's context of "
+                    f"{context}; shorten one of them"
+                )
+            requests.append(
+                _checked(
+                    RowRequest(
+                        prompt=tuple(ids),
+                        max_new_tokens=budget,
+                        eos_ids=() if ignore_eos else self.config.eos_token_ids,
+                        seed=seed,
+                        stream=index,
+                        **{name: values[index] for name, values in numbers.items()},
+                    )
+                )
+            )
+        return requests
+
+    def _method(
+        self, method: str | Drafter | tuple[Drafter, Any], options: dict[str, Any], sampling: bool
+    ) -> tuple[Drafter, Weights, Any]:
+        known = {field.name for field in dataclasses.fields(MethodOptions)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]}; method options are {', '.join(sorted(known))}")
+        for name in ("stop_rule", "reference"):
+            if isinstance(options.get(name), str):
+                options = {**options, name: (options[name],)}
+        draft = options.get("draft")
+        if isinstance(draft, LanguageModel):
+            self._check_draft(draft)
+            options = {**options, "draft": draft.name}
+            self._drafts[draft.name] = Model(draft.config, draft.params)
+        chosen = MethodOptions(**options)
+        acceptor = methods.build_acceptor(chosen, sampling)
+        if not isinstance(method, str):
+            drafter, params = method if isinstance(method, tuple) else (method, None)
+        else:
+            resources = methods.Resources(self._load_draft, self.encode)
+            drafter, params = methods.build(method, chosen, Model(self.config, self.params), resources)
+        return drafter, Weights(self.params, params), acceptor
+
+    def _load_draft(self, name: str) -> Model:
+        if name not in self._drafts:
+            directory = huggingface.resolve(name)
+            config = huggingface.read_config(directory)
+            tokenizer = find_tokenizer(directory)
+            params = place_params(directory, config, self.params["embed"].dtype, self.device, self.mesh)
+            draft = LanguageModel(config, params, tokenizer, name=name, device=self.device, mesh=self.mesh)
+            self._check_draft(draft)
+            self._drafts[name] = Model(config, params)
+        return self._drafts[name]
+
+    def _check_draft(self, draft: LanguageModel) -> None:
+        """Refuses a draft whose tokens mean something else."""
+        if draft.config.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"draft {draft.name} has a vocabulary of {draft.config.vocab_size} tokens, the target of "
+                f"{self.config.vocab_size}; a draft must share the target's tokenizer"
+            )
+        if self.tokenizer and draft.tokenizer and not self.tokenizer.same_vocabulary(draft.tokenizer):
+            raise ValueError(
+                f"draft {draft.name} has another vocabulary than the target, of the same size; "
+                "a draft must share the target's tokenizer"
+            )
+
+    def _run(
+        self, session: Session, requests: Sequence[RowRequest], stops: tuple[str, ...], rounds: int
+    ) -> Iterator[Piece]:
+        began, blocked = time.perf_counter(), self.executables.blocked_ms
+        rows = [
+            Row(
+                request,
+                RowText(self.tokenizer.stream() if self.tokenizer else None, stops),
+                began,
+                blocked,
+            )
+            for request in requests
+        ]
+        while not session.done:
+            for update in session.step(rounds):
+                piece = rows[update.index].take(update, self.executables.blocked_ms)
+                if piece.result is not None and not update.done:
+                    session.halt(update.index)
+                yield piece
+
+
+def _per_row(name: str, value: Any, count: int) -> list[Any]:
+    if isinstance(value, (int, float, np.number)):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values for {count} prompts; give one, or one a prompt")
+    return values
+
+
+def _checked(request: RowRequest) -> RowRequest:
+    if not (request.temperature >= 0 and math.isfinite(request.temperature)):
+        raise ValueError(f"--temperature is {request.temperature}; give 0 (greedy) or a positive number")
+    if not 0 < request.top_p <= 1:
+        raise ValueError(f"--top-p is {request.top_p}; give a number above 0 and at most 1")
+    if request.top_k < 0:
+        raise ValueError(f"--top-k is {request.top_k}; give 0 (all tokens) or a positive number")
+    if not 0 <= request.min_p <= 1:
+        raise ValueError(f"--min-p is {request.min_p}; give a number from 0 to 1")
+    return request
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a generation config, which count only where it samples."""
+    if not generation.get("do_sample"):
+        return {}
+    return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}

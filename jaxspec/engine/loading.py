@@ -1,0 +1,59 @@
+"""From a directory to arrays on a device or a mesh."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.io import huggingface
+from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.sharding import param_shardings
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def resolve_placement(
+    dtype: str | None, device: str | None, mesh: Mesh | None = None
+) -> tuple[jax.Device, np.dtype]:
+    """The device and dtype that these names, or their absence, mean; see `load`.
+
+    Raises:
+      ValueError: no such device or dtype.
+    """
+    try:
+        place = jax.devices(device)[0] if mesh is None else mesh.devices.flat[0]
+    except RuntimeError:
+        here = ", ".join(sorted({known.platform for known in jax.devices()} | {"cpu"}))
+        raise ValueError(f"there is no device {device!r}; JAX sees: {here}") from None
+    name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
+    return place, np.dtype(DTYPES[name])
+
+
+def find_tokenizer(directory: Path, chat_template: str | os.PathLike | None = None) -> Tokenizer | None:
+    """The tokenizer of a directory; None if it has none and nothing was asked of it."""
+    if chat_template is None and not has_tokenizer(directory):
+        return None
+    return load_tokenizer(directory, Path(chat_template) if chat_template else None)
+
+
+def place_params(
+    directory: Path, config: LlamaConfig, dtype: np.dtype, device: jax.Device, mesh: Mesh | None
+) -> Params:
+    if mesh is None:
+        return huggingface.load_params(
+            directory, config, dtype, lambda name, host: jax.device_put(host, device)
+        )
+    flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
+    shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
+    return huggingface.load_params(
+        directory, config, dtype, lambda name, host: jax.device_put(host, shardings[name])
+    )

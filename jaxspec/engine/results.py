@@ -1,0 +1,93 @@
+"""What a generation returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """How one text came about, in the field's names; tokens past its end are not counted.
+
+    Attributes:
+      num_tokens: tokens emitted, the prefill's first one included.
+      num_rounds: target passes after the prefill.
+      num_drafts: rounds with at least one draft token.
+      num_draft_tokens: draft tokens verified.
+      num_accepted_tokens: draft tokens emitted.
+      acceptance_histogram: drafting rounds by how many tokens were accepted, 0 … K.
+      elapsed_ms: from the start of its batch to this row's end, compilation included.
+      decode_ms: of that, from its first token to its last.
+      compile_ms: of that, spent compiling.
+    """
+
+    num_tokens: int
+    num_rounds: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
+    elapsed_ms: float
+    decode_ms: float
+    compile_ms: float
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens emitted a round, bonus included; plain decoding has 1. None before the first round."""
+        return (self.num_tokens - 1) / self.num_rounds if self.num_rounds else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted ÷ drafted; None where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Speed after the first token, compilation left out; None for a single token."""
+        running = self.decode_ms - self.compile_ms
+        return 1e3 * (self.num_tokens - 1) / running if self.num_tokens > 1 and running > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One generated text.
+
+    Attributes:
+      text: the text without prompt and end-of-text; None where the model has no tokenizer.
+      tokens: its token ids, end-of-text included.
+      finish_reason: `eos`, `stop` (a stop string; the text ends before it) or `length`.
+      statistics: counts and times.
+      drafted: for each token, whether it was an accepted draft.
+      log_probs: for each token, under the model's raw law; None if not asked for.
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: FinishReason
+    statistics: Statistics
+    drafted: list[bool]
+    log_probs: list[float] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a stream yields: the next piece of one text.
+
+    Attributes:
+      index: which prompt.
+      text: new text that is final; "" where a character or a stop string may still be incomplete.
+      tokens: new token ids.
+      drafted: for each, whether it was an accepted draft.
+      statistics: of this text up to here.
+      result: the whole, once this text has ended.
+    """
+
+    index: int
+    text: str
+    tokens: list[int]
+    drafted: list[bool]
+    statistics: Statistics
+    result: Result | None = None

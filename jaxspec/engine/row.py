@@ -1,0 +1,98 @@
+"""One text, gathered from what its row gains at each look of the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.decoding import Stats
+from jaxspec.engine.results import FinishReason, Piece, Result, Statistics
+from jaxspec.engine.session import RowRequest, Update
+from jaxspec.engine.text import RowText
+
+
+class Row:
+    """Gathers one text from its updates."""
+
+    def __init__(self, request: RowRequest, text: RowText, began: float, blocked_ms: float) -> None:
+        self._request, self._text, self._began, self._blocked_ms = request, text, began, blocked_ms
+        self._first: tuple[float, float] | None = None
+        self._tokens: list[int] = []
+        self._drafted: list[bool] = []
+        self._proposed: list[int] = []
+        self._log_probs: list[float] | None = None
+
+    def take(self, update: Update, blocked_ms: float) -> Piece:
+        """One update becomes one piece; the last one carries the result."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = (now, blocked_ms)
+        gained, used, stopped = self._text.push(update.tokens, update.done)
+        tokens, drafted = update.tokens[:used], update.drafted[:used]
+        self._tokens += tokens
+        self._drafted += drafted
+        self._proposed += update.proposed[:used]
+        if update.log_probs is not None:
+            self._log_probs = (self._log_probs or []) + update.log_probs[:used]
+        # The rounds after a stop string ran before the host saw it: they are no part of this text.
+        counts = recount(self._drafted, self._proposed) if stopped else _counts(update.stats)
+        width = len(update.stats.acceptance_histogram)
+        histogram = counts.pop("acceptance_histogram")
+        statistics = Statistics(
+            num_tokens=len(self._tokens),
+            acceptance_histogram=(*histogram, *(0,) * (width - len(histogram))),
+            **counts,
+            elapsed_ms=1e3 * (now - self._began),
+            decode_ms=1e3 * (now - self._first[0]),
+            compile_ms=blocked_ms - self._first[1],
+        )
+        if not (stopped or update.done):
+            return Piece(update.index, gained, tokens, drafted, statistics)
+        ended = self._tokens[-1] in self._request.eos_ids
+        reason: FinishReason = "stop" if stopped else "eos" if ended else "length"
+        text = self._text.text if self._text.has_text else None
+        result = Result(text, self._tokens, reason, statistics, self._drafted, self._log_probs)
+        return Piece(update.index, gained, tokens, drafted, statistics, result)
+
+
+def _counts(stats: Stats) -> dict[str, Any]:
+    """The loop's own counts, as `recount` gives them."""
+    counts = {name: np.asarray(value).tolist() for name, value in dataclasses.asdict(stats).items()}
+    return counts | {"acceptance_histogram": tuple(counts["acceptance_histogram"])}
+
+
+def recount(drafted: Sequence[bool], proposed: Sequence[int]) -> dict[str, Any]:
+    """The counts of a text that was cut, from its tokens; drafts after the cut are left out.
+
+    Args:
+      drafted: for each token, whether it was an accepted draft; the first one is the prefill's.
+      proposed: for each, how many draft tokens its round verified.
+
+    Returns:
+      The counts of `Statistics` by name; the histogram may be shorter than K + 1.
+    """
+    remaining = list(zip(drafted, proposed, strict=True))[1:]
+    rounds: list[tuple[int, int]] = []  # drafted, accepted
+    at = 0
+    while at < len(remaining):
+        end = at
+        while end < len(remaining) and remaining[end][0]:
+            end += 1
+        # A round ends with a token that is no draft, unless the text was cut before it.
+        rounds.append((remaining[at][1] if end < len(remaining) else end - at, end - at))
+        at = end + 1
+    drafting = [(verified, accepted) for verified, accepted in rounds if verified]
+    most = max((accepted for _, accepted in drafting), default=-1)
+    return {
+        "num_rounds": len(rounds),
+        "num_drafts": len(drafting),
+        "num_draft_tokens": sum(verified for verified, _ in drafting),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafting),
+        "acceptance_histogram": tuple(
+            sum(accepted == size for _, accepted in drafting) for size in range(most + 1)
+        ),
+    }

@@ -1,0 +1,343 @@
+"""A batch of rows on their way through the compiled loop: buckets, growth, refilling. Tokens only, no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec import decoding
+from jaxspec.decoding import DecodeState, Emitted, Parts
+from jaxspec.engine.executables import Executables
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.sharding import state_shardings
+from jaxspec.protocol import Acceptor, Drafter, Weights
+from jaxspec.sampling import Greedy, Law, Sampling
+
+# Below this many tokens in all a batch starts in the bucket it ends in; above, it grows as it goes.
+START_CAPACITY = 512
+MIN_CAPACITY = 32
+# Positions fed at once by a prefill: bounds its memory.
+MAX_PIECE, MIN_PIECE = 256, 16
+# Tokens a row can emit between two looks of the host, beyond the K + 1 of the last round.
+WINDOW = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRequest:
+    """One text to generate, in tokens.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: at least 1.
+      eos_ids: tokens that end it.
+      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
+      seed: with `stream`, names the row's randomness.
+      stream: apart from other rows of the same seed.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stream: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one row gained between two looks of the host.
+
+    Attributes:
+      index: which request.
+      tokens: new token ids.
+      drafted: for each, whether it was an accepted draft.
+      proposed: for each, how many draft tokens its round verified.
+      log_probs: for each, under the target's raw law; None if not asked for.
+      done: whether the row has ended.
+      stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
+    """
+
+    index: int
+    tokens: list[int]
+    drafted: list[bool]
+    proposed: list[int]
+    log_probs: list[float] | None
+    done: bool
+    stats: decoding.Stats
+
+
+def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
+    """The power of two at or above `size`, at least `smallest`."""
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def needs_sampling(requests: Sequence[RowRequest]) -> bool:
+    """Whether any row is drawn at random."""
+    return any(request.temperature > 0 for request in requests)
+
+
+class Session:
+    """Runs requests through the loop, `max_batch` rows at a time; a finished row makes room for the next.
+
+    Args:
+      executables: where compiled functions are kept.
+      config: the target.
+      params: all parameters.
+      drafter, acceptor: the method.
+      requests: the texts.
+      max_batch: most rows at once.
+      log_probs: whether to report them.
+      mesh: where params live; None for one device.
+      device: that one device.
+    """
+
+    def __init__(
+        self,
+        executables: Executables,
+        config: LlamaConfig,
+        params: Weights,
+        drafter: Drafter,
+        acceptor: Acceptor,
+        requests: Sequence[RowRequest],
+        *,
+        max_batch: int = 8,
+        log_probs: bool = False,
+        mesh: Mesh | None = None,
+        device: jax.Device | None = None,
+    ) -> None:
+        self._call, self._prepare = executables.call, executables.prepare
+        self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
+        self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._filters = _filters_used(requests) if needs_sampling(requests) else None
+        self._drafter, self._acceptor = self._put((drafter, acceptor))
+        self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
+        self._waiting = deque(enumerate(requests))
+        # Which request each row holds; None once it has ended.
+        self._rows: list[tuple[int, RowRequest] | None] = []
+        self._max_batch = max_batch
+        self._state: DecodeState | None = None
+        self._lengths = np.zeros(0, np.int64)
+        self._halt = np.zeros(0, bool)
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has ended."""
+        return not self._waiting and all(row is None for row in self._rows)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row has room for at present; 0 before the first step."""
+        return self._state.capacity if self._state is not None else 0
+
+    def halt(self, index: int) -> None:
+        """Ends a request before the next step (a stop string was seen)."""
+        for row, held in enumerate(self._rows):
+            if held is not None and held[0] == index:
+                self._halt[row] = True
+                self._rows[row] = None
+
+    def step(self, max_rounds: int) -> list[Update]:
+        """One look: prefills what waits and fits, else runs up to `max_rounds` rounds."""
+        if self._state is None:
+            first = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
+            return self._begin(first)
+        for row, held in enumerate(self._rows):
+            if held is None and self._waiting:
+                return self._refill(row, *self._waiting.popleft())
+        return self._decode(max_rounds)
+
+    def _begin(self, first: list[tuple[int, RowRequest]]) -> list[Update]:
+        self._rows = list(first)
+        self._lengths = np.zeros(len(first), np.int64)
+        self._halt = np.zeros(len(first), bool)
+        requests = [request for _, request in first]
+        self._parts = self._parts_of(requests)
+        self._state, emitted = self._prefill(requests, self._start_capacity(requests), self._parts)
+        self._prepare_next()
+        return self._updates(emitted, range(len(first)))
+
+    def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
+        if self._start_capacity([request]) > self.capacity:
+            self._grow(self._start_capacity([request]))
+        single, emitted = self._prefill([request], self.capacity, self._parts_of([request]))
+        self._state = self._call(_insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh)
+        self._rows[row] = (index, request)
+        self._halt[row] = False
+        # A row that has ended keeps its old law: whatever it draws is thrown away.
+        self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
+        return self._updates(emitted, [row])
+
+    def _decode(self, max_rounds: int) -> list[Update]:
+        assert self._state is not None
+        width = self._drafter.num_draft_tokens + 1
+        if self._lengths.max() + width > self.capacity:
+            self._grow(2 * self.capacity)
+        arguments = (self._state, self._put(np.int32(max_rounds)), self._put(self._halt))
+        self._state, emitted = self._call(
+            _chunk, self._params, self._parts, *arguments, **self._chunk_static()
+        )
+        return self._updates(emitted, range(len(self._rows)))
+
+    def _prefill(
+        self, requests: list[RowRequest], capacity: int, parts: Parts
+    ) -> tuple[DecodeState, Emitted]:
+        batch = len(requests)
+        longest = max(len(request.prompt) for request in requests)
+        tokens = np.zeros((batch, capacity), np.int32)
+        eos_ids = np.full((batch, self._num_eos), -1, np.int32)
+        for row, request in enumerate(requests):
+            tokens[row, : len(request.prompt)] = request.prompt
+            eos_ids[row, : len(request.eos_ids)] = request.eos_ids
+        length = np.array([len(request.prompt) for request in requests], np.int32)
+        budget = np.array([request.max_new_tokens for request in requests], np.int32)
+        keys = [jax.random.fold_in(jax.random.key(request.seed), request.stream) for request in requests]
+        arrays = {
+            "tokens": tokens,
+            "length": length,
+            "limit": length + budget,
+            "eos_ids": eos_ids,
+            "keys": jnp.stack(keys),
+        }
+        return self._call(
+            _prefill,
+            self._params,
+            parts,
+            decoding.Request(**self._put(arrays)),
+            config=self._config,
+            piece=min(bucket(longest, MIN_PIECE), MAX_PIECE, capacity),
+            merged=self._mesh is None,
+            log_probs=self._log_probs,
+            mesh=self._mesh,
+        )
+
+    def _grow(self, capacity: int) -> None:
+        self._state = self._call(_grow, self._state, capacity=capacity, mesh=self._mesh)
+        self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Compiles the next bucket's executables in the background if some row may need it."""
+        state = self._state
+        assert state is not None
+        held = [row[1] for row in self._rows if row is not None]
+        waiting = [request for _, request in self._waiting]
+        limits = [len(request.prompt) + request.max_new_tokens for request in held + waiting]
+        if self._mesh is not None or max(limits) + self._drafter.num_draft_tokens < state.capacity:
+            return
+        capacity = 2 * state.capacity
+        larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
+        scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
+        self._prepare(_grow, state, capacity=capacity, mesh=None)
+        self._prepare(_chunk, self._params, self._parts, larger, scalar, halt, **self._chunk_static())
+
+    def _chunk_static(self) -> dict[str, Any]:
+        window = WINDOW + self._drafter.num_draft_tokens + 1
+        return {
+            "config": self._config,
+            "window": window,
+            "log_probs": self._log_probs,
+            "mesh": self._mesh,
+        }
+
+    def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
+        width = self._drafter.num_draft_tokens + 1
+        total = max(len(r.prompt) + r.max_new_tokens for r in requests) + width
+        prompt = max(len(r.prompt) for r in requests) + 1 + width
+        return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
+
+    def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
+        law: Law = Greedy()
+        if self._filters is not None:
+            numbers: dict[str, Any] = {
+                name: np.array(
+                    [getattr(r, name) for r in requests], np.int32 if name == "top_k" else np.float32
+                )
+                for name in self._filters
+            }
+            law = Sampling(**self._put(numbers))
+        return Parts(self._drafter, self._acceptor, law)
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._device)
+
+    def _updates(self, emitted: Emitted, rows: Sequence[int]) -> list[Update]:
+        host = jax.device_get(emitted)
+        self._lengths[list(rows)] = host.length
+        updates = []
+        for at, row in enumerate(rows):
+            held = self._rows[row]
+            if held is None:
+                continue
+            count = int(host.count[at])
+            laws = None if host.log_probs is None else host.log_probs[at, :count].tolist()
+            stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
+            done = bool(host.done[at])
+            updates.append(
+                Update(
+                    held[0],
+                    host.tokens[at, :count].tolist(),
+                    host.drafted[at, :count].tolist(),
+                    host.proposed[at, :count].tolist(),
+                    laws,
+                    done,
+                    stats,
+                )
+            )
+            if done:
+                self._rows[row] = None
+        return updates
+
+
+def _filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
+    """The numbers a `Sampling` law needs for these rows; filters that none of them uses stay None."""
+    used = ["temperature"]
+    if any(request.top_k > 0 for request in requests):
+        used.append("top_k")
+    if any(request.top_p < 1 for request in requests):
+        used.append("top_p")
+    if any(request.min_p > 0 for request in requests):
+        used.append("min_p")
+    return tuple(used)
+
+
+def _constrained(mesh: Mesh | None, state: DecodeState) -> DecodeState:
+    """Fixes where a state lives, so that what one call returns the next one takes."""
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "piece", "merged", "log_probs", "mesh"))
+def _prefill(params, parts, request, *, config, piece, merged, log_probs, mesh):
+    state, emitted = decoding.prefill(
+        config, params, parts, request, piece=piece, merged=merged, log_probs=log_probs
+    )
+    return _constrained(mesh, state), emitted
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "window", "log_probs", "mesh"), donate_argnames="state"
+)
+def _chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs, mesh):
+    state, emitted = decoding.chunk(
+        config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
+    )
+    return _constrained(mesh, state), emitted
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
+def _insert(state, row, single, *, mesh):
+    return _constrained(mesh, decoding.insert(state, row, single))
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
+def _grow(state, *, capacity, mesh):
+    return _constrained(mesh, decoding.grow(state, capacity))

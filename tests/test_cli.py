@@ -1,0 +1,577 @@
+"""The command line: what goes where, every bad input in one line, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+import jaxspec
+from jaxspec import method_options
+from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli.generate import _Painter
+from jaxspec.cli.options import TextOptions
+from jaxspec.cli.parsing import parse
+from jaxspec.cli.profile import Profile
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Piece, Statistics
+from jaxspec.engine.text import RowText
+from jaxspec.io import huggingface, orbax
+from jaxspec.io.tokenizer import load_tokenizer
+from jaxspec.model.config import LlamaConfig
+from tests import reference
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "Once upon a time"
+CONFIG = LlamaConfig(
+    vocab_size=300,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_ids=(1,),
+)
+STATISTICS = {field.name for field in dataclasses.fields(Statistics)} | {
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "tokens_per_second",
+}
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def write_model(directory: Path, config: LlamaConfig = CONFIG, seed: int = 1) -> Path:
+    huggingface.save(directory, config, jax.tree.map(np.float32, reference.random_params(config, seed)))
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE: a token may be part of a character."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([PROMPT] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The commands' compilation cache, in a directory of its own and only for these tests."""
+    directory = tmp_path_factory.mktemp("cache")
+    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
+    before = {name: jax.config.values[name] for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSPEC_CACHE", str(directory))
+        patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        patch.delenv("JAXSPEC_DEBUG", raising=False)
+        patch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
+        jax_cache.reset_cache()
+        yield directory
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process; returns status, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def process(*arguments: object, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jaxspec", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+# Output
+
+
+def test_generate_json(run, model, cache):
+    options = ("--max-new-tokens", 24, "--method", "ngram", "--num-draft-tokens", 3, "--ignore-eos")
+    status, out, err = run("generate", PROMPT, "--model", model, "--json", *options)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == ["model", "method", "text", "tokens", "finish_reason", "statistics"]
+    assert set(report["statistics"]) == STATISTICS
+    assert len(report["statistics"]["acceptance_histogram"]) == 4
+    lm = jaxspec.load(model)
+    expected = lm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert report["tokens"] == expected.tokens
+    assert report["text"] == expected.text
+    assert (report["model"], report["method"], report["finish_reason"]) == (str(model), "ngram", "length")
+    assert any((cache / "compiled").iterdir())
+
+
+def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tmp_path):
+    (tmp_path / "prompt").write_text(PROMPT + "\n")
+    options = ("--max-new-tokens", 12, "--seed", 3, "--temperature", 1, "--top-k", 20, "--ignore-eos")
+    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop", "confidence", "--gamma", 0.01)
+    status, out, err = run(
+        "generate", "--prompt-file", tmp_path / "prompt", "--model", model, *options, *draft
+    )
+    lm = jaxspec.load(model)
+    expected = lm.generate(
+        PROMPT,
+        method="draft-model",
+        draft_exit=1,
+        stop_rule=("confidence",),
+        gamma=0.01,
+        max_new_tokens=12,
+        seed=3,
+        temperature=1.0,
+        top_k=20,
+        ignore_eos=True,
+    )
+    assert (status, out) == (0, expected.text + "\n")
+    assert re.fullmatch(
+        r"12 tokens · [\d.]+ tokens/s · mean acceptance length [\d.]+ · acceptance rate [\d.]+\n", err
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_a_terminal_shows_accepted_drafts_in_colour(model, monkeypatch, no_colour):
+    output = Terminal()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1" if no_colour else "")
+    monkeypatch.setattr(LanguageModel, "generate", canned)
+    assert main(["generate", PROMPT, "--model", str(model)]) == 0
+    plain = "a bear"
+    if no_colour:
+        assert output.getvalue() == plain + "\n"
+    else:
+        green = "".join(f"\x1b[32m{character}\x1b[0m" for character in " be")
+        assert output.getvalue() == f"\x1b[2m{PROMPT}\x1b[0ma{green}ar\n"
+
+
+def canned(lm: LanguageModel, prompt: str, **options):
+    """In the place of `generate`: "a", then " bear", in tokens of one character; " be" were drafts."""
+    first, second = lm.encode("a")[1:], lm.encode(" bear")[1:]
+    drafted = [lm.tokenizer.decode([token]) in " be" for token in second]
+    statistics = Statistics(1 + len(second), 2, 1, 3, 1, (0, 1), 9.0, 8.0, 0.0)
+    yield Piece(0, "a", first, [False], statistics)
+    if options["max_new_tokens"] == 1:
+        raise KeyboardInterrupt
+    result = jaxspec.Result("a bear", first + second, "eos", statistics, [False, *drafted])
+    yield Piece(0, " bear", second, drafted, statistics, result)
+
+
+def test_painted_text_is_the_text(model):
+    tokenizer = load_tokenizer(model)
+    text = "Ünïcödé 🎉\n\ntime STOP more"
+    tokens = tokenizer.encode(text)[1:]
+    rng = np.random.default_rng(0)
+    for stops in ((), ("STOP",), ("never",)):
+        row, painter = RowText(tokenizer.stream(), stops), _Painter(RowText(tokenizer.stream(), stops))
+        shown, stopped, at = "", False, 0
+        while at < len(tokens) and not stopped:
+            size = int(rng.integers(1, 6))
+            last = at + size >= len(tokens)
+            gained, used, stopped = row.push(tokens[at : at + size], last)
+            drafted = rng.integers(0, 2, used).astype(bool).tolist()
+            result = object() if last or stopped else None
+            shown += painter.paint(Piece(0, gained, tokens[at : at + used], drafted, None, result))
+            at += size
+        assert ANSI.sub("", shown) == row.text
+        assert ANSI.search(shown)
+        assert row.text == (text.split("STOP")[0] if stops == ("STOP",) else text)
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_interruption_keeps_what_was_generated(run, model, monkeypatch, json_too):
+    monkeypatch.setattr(LanguageModel, "generate", canned)
+    arguments = ["generate", PROMPT, "--model", model, "--max-new-tokens", 1]
+    status, out, err = run(*arguments, *(["--json"] if json_too else []))
+    assert (status, err) == (130, "jaxspec: interrupted\n")
+    if json_too:
+        report = json.loads(out)
+        assert (report["text"], report["finish_reason"]) == ("a", "interrupted")
+        assert set(report["statistics"]) == STATISTICS
+    else:
+        assert out == "a\n"
+
+
+def test_compare(run, model):
+    arguments = ("compare", PROMPT, "--model", model, "--max-new-tokens", 8, "--repeats", 1)
+    status, out, err = run(*arguments, "--methods", "ngram", "--num-draft-tokens", 3, "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert list(report) == ["model", "device", "dtype", "results"]
+    assert (report["device"], report["dtype"]) == ("cpu", "float32")
+    plain, ngram = report["results"]
+    assert list(plain) == [
+        "method",
+        "tokens",
+        "tokens_per_second",
+        "speedup",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "identical_to_autoregressive",
+    ]
+    assert (plain["method"], ngram["method"]) == ("autoregressive", "ngram")
+    assert (plain["speedup"], plain["mean_acceptance_length"]) == (1.0, 1.0)
+    assert plain["draft_acceptance_rate"] is None
+    assert ngram["identical_to_autoregressive"] is True
+    assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 1)
+
+
+def test_compare_prints_a_table(run, model, monkeypatch):
+    entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
+    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None}
+    entry |= {"identical_to_autoregressive": True}
+    asked = {}
+
+    def compare(lm, prompt, methods, options, **rest):
+        asked.update(methods=list(methods), **rest)
+        slow = entry | {"method": "ngram", "speedup": 0.5}
+        return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
+
+    monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
+    status, out, err = run("compare", PROMPT, "--model", model, "--draft-exit", 1)
+    assert status == 0
+    assert asked["methods"] == ["autoregressive", "ngram", "draft-model"]
+    assert asked["repeats"] == 3
+    assert "12.3" in out
+    assert "–" in out
+    assert err == ""
+    _, _, err = run("compare", PROMPT, "--model", model, "--methods", "ngram")
+    assert asked["methods"] == ["ngram"]
+    assert err == "jaxspec: warning: ngram is slower here than plain decoding (0.50×)\n"
+
+
+def test_profile(run, monkeypatch):
+    from jaxspec.bench import profile as home
+
+    report = {
+        "model": "1b",
+        "dtype": "bfloat16",
+        "device": "x",
+        "floor_ms": 1.0,
+        "step_ms": {"1": 2.0, "2": 3.0},
+    }
+    report |= {
+        "floor_fraction": 0.5,
+        "capacity_ratio": 1.01,
+        "prefill_tokens_per_second": 9.0,
+        "compile_ms": 8.0,
+    }
+
+    def profile(model, shape, dtype, device, *, on_progress):
+        on_progress("compiling")
+        return report | {"model": shape, "dtype": dtype}
+
+    monkeypatch.setattr(home, "profile", profile)
+    arguments = ("profile", "--shape", "1b", "--dtype", "bfloat16")
+    assert run(*arguments, "--json") == (0, json.dumps(report) + "\n", "")
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert "2.000 ms" in out
+
+
+# Conversion
+
+
+def test_convert(run, model, tmp_path):
+    assert run("convert", model, tmp_path / "half", "--dtype", "bfloat16") == (0, "", "")
+    assert huggingface.stored_dtype(tmp_path / "half") == np.dtype("bfloat16")
+    assert huggingface.read_config(tmp_path / "half") == CONFIG
+    assert load_tokenizer(tmp_path / "half").encode(PROMPT) == load_tokenizer(model).encode(PROMPT)
+    config, params = huggingface.read_config(model), huggingface.load_params(model, CONFIG, np.float32)
+    orbax.save(tmp_path / "orbax", config, params)
+    assert run("convert", tmp_path / "orbax", tmp_path / "back") == (0, "", "")
+    back = huggingface.load_params(tmp_path / "back", CONFIG, np.float32)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, back))
+    status, _, err = run("convert", model, tmp_path / "back")
+    assert status == 2
+    assert "holds a model already" in err
+
+
+# Wrong use
+
+
+def spoiled(model: Path, directory: Path, **keys) -> Path:
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | keys))
+    return directory
+
+
+def bin_only(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    return directory
+
+
+def truncated(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    whole = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(whole[:-100])
+    return directory
+
+
+def no_tokenizer(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    (directory / "tokenizer.json").unlink()
+    return directory
+
+
+WRONG_MODELS = {
+    "gpt2": (lambda m, d: spoiled(m, d, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "bin": (bin_only, "safe_serialization=True"),
+    "missing": (lambda m, d: spoiled(m, d, num_hidden_layers=3), "model.layers.2.* is missing"),
+    "truncated": (truncated, "is truncated"),
+    "shape": (lambda m, d: spoiled(m, d, intermediate_size=25), "expected"),
+    "no_tokenizer": (no_tokenizer, "no tokenizer"),
+    "nowhere": (lambda m, d: d, "no directory"),
+}
+
+
+def one_error(run, *arguments: object) -> str:
+    """The error of a wrong use: one line, and nothing else."""
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"jaxspec: error: [^\n]+\n", err), err
+    return err
+
+
+@pytest.mark.parametrize("kind", WRONG_MODELS)
+def test_wrong_models(run, model, tmp_path, kind):
+    make, message = WRONG_MODELS[kind]
+    assert re.search(message, one_error(run, "generate", PROMPT, "--model", make(model, tmp_path / kind)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "508"], "exceed the model's context of 512"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "--top-p is 0"),
+        (["--top-p", "1.5"], "--top-p is 1.5"),
+        (["--top-k", "-1"], "--top-k is -1"),
+        (["--method", "ngram", "--num-draft-tokens", "0"], "--num-draft-tokens is 0"),
+        (["--method", "draft-model"], "needs a draft; give --draft DIR"),
+        (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
+        (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "--gamma belongs to --stop"),
+        (["--method", "guess"], "the methods are autoregressive, draft-model, ngram"),
+        (["--stop", "constant"], "method autoregressive has no option --stop;"),
+        (["--stop", "never"], r"'never'.*'constant'"),
+        (["--stop-string", ""], "a stop string is empty"),
+        (["--chat"], "give one with --chat-template FILE"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+        (["--reference", "nowhere.txt", "--method", "ngram"], "nowhere.txt"),
+        (["--prompt-file", "nowhere.txt"], "got both PROMPT and --prompt-file"),
+        (["--temprature", "1"], r"--temprature.*perhaps you meant --temperature"),
+        (["--max-new-tokens"], "--max-new-tokens"),
+        (["more"], "more"),
+    ],
+)
+def test_wrong_options(run, model, arguments, message):
+    assert re.search(message, one_error(run, "generate", PROMPT, "--model", model, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "", "--model", "MODEL"], "the prompt is empty"),
+        (["generate", "--prompt-file", "nowhere.txt", "--model", "MODEL"], "nowhere.txt: No such file"),
+        (["compare", PROMPT, "--model", "MODEL", "--methods", "ngram,guess"], "unknown method 'guess'"),
+        (["compare", PROMPT, "--model", "MODEL", "--repeats", "0"], "--repeats is 0"),
+        (["compare", PROMPT, "--model", "MODEL", "--gamma", "1"], "none of the methods .* --gamma"),
+        (["profile", "--shape", "huge"], "unknown shape 'huge'"),
+        (["convert", "nowhere", "there"], "no directory 'nowhere'"),
+        (["convert"], "SRC"),
+        (["generat"], "unknown command 'generat'; the commands are generate, compare, profile, convert"),
+        (["--verbose"], "--verbose"),
+    ],
+)
+def test_wrong_commands(run, model, arguments, message):
+    given = [str(model) if argument == "MODEL" else argument for argument in arguments]
+    assert re.search(message, one_error(run, *given))
+
+
+def test_another_vocabulary(run, model, tmp_path):
+    draft = write_model(tmp_path / "draft", dataclasses.replace(CONFIG, vocab_size=299))
+    error = one_error(run, "generate", PROMPT, "--model", model, "--method", "draft-model", "--draft", draft)
+    assert "a draft must share the target's tokenizer" in error
+
+
+def test_debugging_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("JAXSPEC_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown method"):
+        main(["generate", PROMPT, "--method", "guess"])
+
+
+def test_the_prompt_from_a_pipe(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
+    assert TextOptions().read_prompt() == "two\nlines\n"
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(ValueError, match="no prompt; give PROMPT or --prompt-file FILE, or pipe it in"):
+        TextOptions().read_prompt()
+
+
+def test_a_prompt_file_that_is_not_text(tmp_path):
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match="not text in UTF-8"):
+        TextOptions(prompt_file=str(tmp_path / "prompt")).read_prompt()
+
+
+# The program
+
+
+@pytest.mark.parametrize("command", ["", "generate", "compare", "profile", "convert"])
+def test_help(run, command):
+    status, out, err = run(*filter(None, [command]), "--help")
+    assert (status, err) == (0, "")
+    assert f"usage: jaxspec {command}".strip() in out
+    assert "None" not in out
+
+
+def test_every_method_option_has_help(run):
+    _, out, _ = run("generate", "--help")
+    for field in dataclasses.fields(method_options.MethodOptions):
+        assert method_options.option_name(field.name) + " " in out
+        assert f"{field.name}:" in method_options.MethodOptions.__doc__
+
+
+def test_options_become_a_dataclass():
+    @dataclasses.dataclass(frozen=True)
+    class Walk:
+        """Walk.
+
+        Attributes:
+          speed: km/h.
+          slowly: or not.
+          shoes: of these.
+        """
+
+        speed: float | None = None
+        slowly: bool = False
+        shoes: tuple[str, ...] = ()
+
+    assert parse({"walk": Walk}, ["walk"], "") == Walk()
+    arguments = ["walk", "--speed", "-2", "--slowly", "--shoes", "a", "--shoes", "None"]
+    assert parse({"walk": Walk}, arguments, "") == Walk(-2.0, True, ("a", "None"))
+
+
+def test_complaints_are_the_same_without_utf8(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    framed = "unrecognized options: --jsn (perhaps you meant --json); see jaxspec profile --help"
+    with pytest.raises(ValueError, match=re.escape(framed)):
+        parse({"profile": Profile}, ["profile", "--jsn"], "")
+
+
+def test_the_cache_is_optional(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "file" / "below"))
+    before = jax.config.jax_compilation_cache_dir
+    compilation_cache.enable()
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_progress_is_silent_for_short_work(capsys, monkeypatch):
+    with terminal.Progress() as progress:
+        progress("loading")
+        assert capsys.readouterr() == ("", "")
+        monkeypatch.setattr(terminal, "_PATIENCE_S", 10.0)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+        progress("running")
+        progress("running on")
+    assert capsys.readouterr() == ("", "jaxspec: running\n")
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys; from jaxspec.cli import main; main(['generate', '--help']); sys.exit('jax' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_process_with_a_wrong_model(tmp_path):
+    done = process("generate", PROMPT, "--model", "nowhere", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "jaxspec: error: no directory 'nowhere'; give a model's directory or a hub id such as owner/model\n"
+    )
+
+
+def test_the_version():
+    done = process("--version")
+    assert (done.returncode, done.stdout) == (0, f"jaxspec {jaxspec.__version__}\n")
+
+
+def test_a_process_that_is_interrupted(model):
+    """Ctrl-C while the text streams: the text so far is there, and no traceback."""
+    # A token at a time and slowly, so that there is time to interrupt.
+    slowly = (
+        "import sys, time; from jaxspec.cli import main; from jaxspec.engine import language_model as home;"
+        "home.STREAM_ROUNDS = 1; take = home.Row.take;"
+        "home.Row.take = lambda *given: (time.sleep(0.2), take(*given))[1]; sys.exit(main())"
+    )
+    arguments = ["generate", PROMPT, "--model", str(model), "--ignore-eos", "--max-new-tokens", "100"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", slowly, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as child:
+        watchdog = threading.Timer(120, child.kill)
+        watchdog.start()
+        assert child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        rest, err = child.communicate()
+        watchdog.cancel()
+    assert child.returncode == 130
+    assert rest.endswith(b"\n")
+    assert err.decode().splitlines()[-1] == "jaxspec: interrupted"
+    assert b"Traceback" not in err
