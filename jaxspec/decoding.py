@@ -169,7 +169,7 @@ def prefill(
     done = _is_eos(token[:, None], request.eos_ids)[:, 0] | (request.length + 1 >= request.limit)
     tokens = _put_rows(request.tokens, token[:, None], request.length, jnp.ones_like(request.length))
     length = request.length + 1
-    view = View(tokens, length, cache)
+    view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
     zero = jnp.zeros(batch, jnp.int32)
     histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
     state = DecodeState(
@@ -264,16 +264,15 @@ def decode_round(
     """
     live = ~state.done
     keys = _fold_in(state.keys, state.length)
-    view = View(state.tokens, state.length, state.cache)
+    # The token after the drafts is always committed, so the last of the budget is never a draft's.
+    room = jnp.where(live, state.limit - state.length - 1, 0)
+    view = View(state.tokens, state.length, state.cache, room)
     proposal, drafter_state, cache = parts.drafter.propose(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )
-    # The token after the drafts is always committed, so the last of the budget is never a draft's.
-    room = state.limit - state.length - 1
-    count = jnp.where(live, jnp.minimum(proposal.count, room), 0)
-    proposal = dataclasses.replace(proposal, count=count)
+    proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
     cache, acceptance, token_log_probs = _verify(
-        config, params, parts, _fold_in(keys, 1), View(state.tokens, state.length, cache), proposal, log_probs
+        config, params, parts, _fold_in(keys, 1), dataclasses.replace(view, cache=cache), proposal, log_probs
     )
 
     tokens = _with_next(proposal.tokens, acceptance)

@@ -22,8 +22,8 @@ class MethodOptions:
     Attributes:
       draft: [draft-model] the draft: a directory or a hub id.
       draft_exit: [draft-model] run only its first N layers; without a draft, the model's own.
-      num_draft_tokens: [draft-model, ngram] the most tokens drafted in a round, K. Default 5; ngram
-        10, with a reference 20.
+      num_draft_tokens: [draft-model, ngram] the most tokens drafted in a round, K. Default 5, with a
+        stop rule 12; ngram 10, with a reference 20.
       stop_rule: [draft-model] when to stop before K: constant (never), confidence (a token's raw draft
         probability is below gamma), adaptive-length (5, + 2 after a round fully accepted, else − 1).
         Several stop at the first of them.
@@ -47,6 +47,15 @@ class MethodOptions:
     match: Match | None = None
     reference: tuple[str, ...] = ()
     acceptor: AcceptorName | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            *(("stop_rule", rule, get_args(StopName)) for rule in self.stop_rule),
+            ("match", self.match, get_args(Match)),
+            ("acceptor", self.acceptor, get_args(AcceptorName)),
+        ):
+            if value is not None and value not in known:
+                raise ValueError(f"unknown {name} {value!r}; give one of {', '.join(known)}")
 
 
 # What each method reads; `acceptor` belongs to all.

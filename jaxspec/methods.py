@@ -39,7 +39,12 @@ __all__ = [
     "build_acceptor",
     "check_method",
     "options_for",
+    "options_given",
 ]
+
+
+# Longer drafts only compile longer: every width of a verification is compiled.
+MOST_DRAFT_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +112,9 @@ def _draft_model(options: MethodOptions, target: Model, resources: Resources) ->
         draft = Model(
             draft.config.truncated(options.draft_exit), llama.truncate(draft.params, options.draft_exit)
         )
-    return DraftModel(draft.config, _stop_rule(options), _num_draft_tokens(options, 5)), draft.params
+    # A rule that ends drafts early wants room for those that go well.
+    most = _num_draft_tokens(options, 5 if set(options.stop_rule) <= {"constant"} else 12)
+    return DraftModel(draft.config, _stop_rule(options, most), most), draft.params
 
 
 def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
@@ -138,7 +145,7 @@ _BUILDERS: dict[Method, Callable[[MethodOptions, Model, Resources], tuple[Drafte
 }
 
 
-def _stop_rule(options: MethodOptions) -> StopRule:
+def _stop_rule(options: MethodOptions, most: int) -> StopRule:
     if options.gamma is not None and "confidence" not in options.stop_rule:
         raise ValueError("--gamma belongs to --stop confidence; add that or leave --gamma out")
     rules: list[StopRule] = []
@@ -149,7 +156,7 @@ def _stop_rule(options: MethodOptions) -> StopRule:
                 raise ValueError(f"--gamma is {gamma}; give a probability from 0 to 1")
             rules.append(ConfidenceBelow(jnp.float32(gamma)))
         elif name == "adaptive-length":
-            rules.append(AdaptiveLength(jnp.int32(5), jnp.int32(2), jnp.int32(1)))
+            rules.append(AdaptiveLength(jnp.int32(5), jnp.int32(2), jnp.int32(1), jnp.int32(most)))
     if not rules:
         return Constant()
     return rules[0] if len(rules) == 1 else AnyOf(tuple(rules))
@@ -159,6 +166,8 @@ def _num_draft_tokens(options: MethodOptions, default: int) -> int:
     count = default if options.num_draft_tokens is None else options.num_draft_tokens
     if count < 1:
         raise ValueError(f"--num-draft-tokens is {count}; a drafting method needs at least 1")
+    if count > MOST_DRAFT_TOKENS:
+        raise ValueError(f"--num-draft-tokens is {count}; give at most {MOST_DRAFT_TOKENS}")
     return count
 
 

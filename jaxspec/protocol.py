@@ -38,11 +38,14 @@ class View:
       length: int32[B]. Token length − 1 is pending: no cache holds it yet.
       cache: the target's, holding positions below length − 1. A drafter may borrow its slots from
         length − 1 on; the committed ones it must leave as they are.
+      room: int32[B], how many draft tokens a row has a use for: what its budget leaves, less the token that
+        verification adds; 0 in a finished row.
     """
 
     tokens: jax.Array
     length: jax.Array
     cache: KVCache
+    room: jax.Array
 
 
 @struct.dataclass

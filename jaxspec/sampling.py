@@ -71,7 +71,9 @@ class Sampling:
 
         logits = logits.astype(jnp.float32)
         temperature = per_row(self.temperature)
-        warped = logits / jnp.where(temperature > 0, temperature, 1.0)
+        # Differences from the largest: a small temperature then reaches −inf, never inf.
+        warped = logits - jnp.max(logits, axis=-1, keepdims=True)
+        warped = warped / jnp.where(temperature > 0, temperature, 1.0)
         if self.top_k is not None or self.top_p is not None:
             ordered = -jnp.sort(-warped, axis=-1)
             floor = jnp.full((*warped.shape[:-1], 1), -jnp.inf)
@@ -85,7 +87,8 @@ class Sampling:
                 top_p = per_row(self.top_p)
                 probs = jax.nn.softmax(ordered, axis=-1)
                 before = jnp.cumsum(probs, axis=-1) - probs
-                kept = jnp.where((before < top_p) | (top_p >= 1), ordered, jnp.inf)
+                first = jnp.arange(probs.shape[-1]) == 0
+                kept = jnp.where((before < top_p) | (top_p >= 1) | first, ordered, jnp.inf)
                 floor = jnp.maximum(floor, jnp.min(kept, axis=-1, keepdims=True))
             warped = jnp.where(warped >= floor, warped, -jnp.inf)
         if self.min_p is not None:

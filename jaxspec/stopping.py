@@ -62,11 +62,13 @@ class AdaptiveLength:
     Attributes:
       first: int32, scalar or [B], the length to start with, at least 1.
       rise, fall: int32.
+      most: int32, where growth ends: K, above which a length means nothing.
     """
 
     first: jax.Array | int = 5
     rise: jax.Array | int = 2
     fall: jax.Array | int = 1
+    most: jax.Array | int = 64
 
     def init(self, batch_size: int) -> State:
         """The current length of each row, int32[B]."""
@@ -79,7 +81,7 @@ class AdaptiveLength:
     def observe(self, state: State, outcome: Outcome) -> State:
         """Moves the length after a round that drafted."""
         full = outcome.accepted == outcome.drafted
-        moved = jnp.maximum(jnp.where(full, state + self.rise, state - self.fall), 1)
+        moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.most)
         return jnp.where(outcome.drafted > 0, moved, state)
 
 

@@ -280,10 +280,9 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     assert asked["repeats"] == 3
     assert "12.3" in out
     assert "–" in out
-    assert err == ""
-    _, _, err = run("compare", PROMPT, "--model", model, "--methods", "ngram")
-    assert asked["methods"] == ["ngram"]
     assert err == "jaxspec: warning: ngram is slower here than plain decoding (0.50×)\n"
+    run("compare", PROMPT, "--model", model, "--methods", "ngram")
+    assert asked["methods"] == ["ngram"]
 
 
 def test_profile(run, monkeypatch):
@@ -442,7 +441,7 @@ def test_wrong_commands(run, model, arguments, message):
 def test_another_vocabulary(run, model, tmp_path):
     draft = write_model(tmp_path / "draft", dataclasses.replace(CONFIG, vocab_size=299))
     error = one_error(run, "generate", PROMPT, "--model", model, "--method", "draft-model", "--draft", draft)
-    assert "a draft must share the target's tokenizer" in error
+    assert "a draft must have the target's" in error
 
 
 def test_debugging_shows_the_traceback(monkeypatch):

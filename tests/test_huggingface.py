@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.io import files, huggingface, memory, tensors
+from jaxspec.io import files, hf_config, huggingface, memory, tensors
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from tests import reference
@@ -317,7 +317,11 @@ def test_hub_ids(tmp_path, monkeypatch):
 
     asked = {}
 
-    def download(name, allow_patterns, ignore_patterns):
+    config = {"model_type": "gpt2"}
+
+    def download(name, allow_patterns, ignore_patterns=()):
+        asked.setdefault("calls", []).append(allow_patterns)
+        (tmp_path / "config.json").write_text(json.dumps(config))
         asked.update(name=name, allow=allow_patterns)
         if name == "owner/gone":
             raise ConnectionError("no route\nto the hub")
@@ -325,6 +329,10 @@ def test_hub_ids(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="gpt2"):  # before any weights are fetched
+        huggingface.resolve("owner/model-1.5B")
+    assert asked["calls"] == [["config.json"]]
+    config.update(hf_config.config_json(BASE, "float32"))
     assert huggingface.resolve("owner/model-1.5B") == tmp_path
     assert asked["name"] == "owner/model-1.5B"
     assert not any("bin" in pattern for pattern in asked["allow"])

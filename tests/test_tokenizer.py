@@ -136,6 +136,16 @@ def test_a_stream_does_not_wait_longer_than_it_must(name):
     assert len(stream._ids) == 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_goes_on_where_its_prompt_ends(name):
+    """A space between prompt and text is the text's, and nothing of the prompt is given out again."""
+    t = tokenizer(name)
+    ids = t.encode("once upon a time")
+    for cut in range(1, len(ids)):
+        stream = t.stream(ids[:cut])
+        assert t.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == t.decode(ids)
+
+
 def test_a_stream_costs_the_same_however_long_the_text():
     stream = tokenizer("byte_level").stream()
     ids = tokenizer("byte_level").encode("a bear. " * 300)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxspec.cli.status import INTERRUPTED, UNREAD, WRONG
+from jaxspec.cli.status import FAILED, INTERRUPTED, UNREAD, WRONG
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
 
@@ -22,11 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; by default those of the process.
 
     Returns:
-      the exit status: 0; 2 after a wrong use, told in one line on standard error (`JAXSPEC_DEBUG=1` shows
-      the traceback); 130 after Ctrl-C; 141 where the reader of standard output went away.
+      the exit status: 0; 2 after a wrong use and 1 where the machine failed, told in one line on standard
+      error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C; 141 where the reader of standard
+      output went away.
     """
     status = _guarded(list(sys.argv[1:] if argv is None else argv))
-    if status == INTERRUPTED and argv is None:
+    if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,6 +55,11 @@ def _guarded(arguments: list[str]) -> int:
             raise
         print(f"jaxspec: error: {_one_line(error)}", file=sys.stderr)
         return WRONG
+    except Exception as error:  # a device out of memory, a backend that does not start, a bug
+        if os.environ.get("JAXSPEC_DEBUG"):
+            raise
+        print(f"jaxspec: error: {type(error).__name__}: {_one_line(error)[:500]}", file=sys.stderr)
+        return FAILED
 
 
 def _run(arguments: list[str]) -> int:

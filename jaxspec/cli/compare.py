@@ -54,7 +54,7 @@ class Compare(TextOptions):
         else:
             _print(report)
         for entry in report["results"]:
-            if entry["method"] in (named or ()) and entry["speedup"] is not None and entry["speedup"] < 1:
+            if entry["speedup"] is not None and entry["speedup"] < 1:
                 print(
                     f"jaxspec: warning: {entry['method']} is slower here than plain decoding "
                     f"({entry['speedup']:.2f}×)",

@@ -68,7 +68,7 @@ class TextOptions:
     Attributes:
       prompt: the text to go on from; or give --prompt-file, or pipe it in.
       prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
-      max_new_tokens: how many tokens to generate at most.
+      max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
       stop_string: end the text before this string.
       chat: the prompt is a message; put it through the model's chat template.
       ignore_eos: go on past the model's end-of-text token.
@@ -77,7 +77,7 @@ class TextOptions:
 
     prompt: Annotated[str | None, Positional] = None
     prompt_file: str | None = None
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     stop_string: tuple[str, ...] = ()
     chat: bool = False
     ignore_eos: bool = False
@@ -96,6 +96,8 @@ class TextOptions:
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("got both PROMPT and --prompt-file; give one of them")
         if self.prompt is not None:
+            if not self.prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in self.prompt):
+                raise ValueError("PROMPT is not text in UTF-8")
             return self.prompt
         try:
             if self.prompt_file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+FAILED = 1
 WRONG = 2
 INTERRUPTED = 130
 UNREAD = 141

@@ -20,6 +20,7 @@ def draft_chain(
     step: Step[Carry],
     carry: Carry,
     token: jax.Array,
+    room: jax.Array,
     num_draft_tokens: int,
     keys: jax.Array,
     law: Law,
@@ -32,6 +33,7 @@ def draft_chain(
       step: the draft model's step, given the token before.
       carry: what it carries (a cache, say).
       token: int32[B], the pending token.
+      room: int32[B], the most a row drafts; a row with 0 sits the round out.
       num_draft_tokens: K, at least 1.
       keys: per-row keys [B].
       law: what draft tokens are drawn from.
@@ -58,12 +60,19 @@ def draft_chain(
             laws = jax.lax.dynamic_update_slice(laws, log_probs[:, None], (0, i, 0))
         proposal = Proposal(tokens, proposal.count + active, laws)
         stopped, moved = rule.stop(rule_state, Signal(i, token, logits, hidden))
-        return i + 1, active & ~stopped, token, proposal, keep_rows(active, moved, rule_state), carry
+        return (
+            i + 1,
+            active & ~stopped & (i + 1 < room),
+            token,
+            proposal,
+            keep_rows(active, moved, rule_state),
+            carry,
+        )
 
     shape = jax.eval_shape(draft, jnp.int32(0), token, carry)[1]
     laws = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
     empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), laws)
-    state = (jnp.int32(0), jnp.ones(batch, bool), token, empty, rule_state, carry)
+    state = (jnp.int32(0), room > 0, token, empty, rule_state, carry)
     state = jax.lax.while_loop(lambda s: (s[0] < num_draft_tokens) & jnp.any(s[1]), body, state)
     return state[3], state[5], state[4]
 

@@ -69,14 +69,15 @@ class DraftModel:
             return llama.logits(self.config, params.drafter, hidden[:, 0]), hidden[:, 0], cache
 
         proposal, cache, rule_state = draft_chain(
-            step, cache, pair[:, 1], self.num_draft_tokens, keys, law, self.rule, rule_state
+            step, cache, pair[:, 1], view.room, self.num_draft_tokens, keys, law, self.rule, rule_state
         )
         return proposal, (cache, rule_state, behind), view.cache
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
         """Notes which rows had everything accepted, and lets the stop rule learn."""
         cache, rule_state, _ = state
-        return cache, self.rule.observe(rule_state, outcome), outcome.accepted == outcome.drafted
+        whole = (outcome.drafted > 0) & (outcome.accepted == outcome.drafted)
+        return cache, self.rule.observe(rule_state, outcome), whole
 
     def _run(self, params: Weights, cache: KVCache, tokens: jax.Array, start: jax.Array):
         hidden = llama.embed(params.drafter, tokens)

@@ -33,24 +33,24 @@ class Executables:
 
     def call(self, function: Callable, *args: Any, **static: Any) -> Any:
         """`function(*args, **static)`; every positional argument is traced, every keyword is static."""
-        future, mine = self._claim(function, args, static)
+        key, future, mine = self._claim(function, args, static)
         if mine or not future.done():
             began = time.perf_counter()
             if mine:
-                self._compile(future, function, args, static)
+                self._compile(key, future, function, args, static)
             future.exception()  # waits
             self.blocked_ms += 1e3 * (time.perf_counter() - began)
         return future.result()(*args)
 
     def prepare(self, function: Callable, *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
-        future, mine = self._claim(function, args, static)
+        key, future, mine = self._claim(function, args, static)
         if not mine:
             return
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
-        self._pool.submit(self._compile, future, function, args, static)
+        self._pool.submit(self._compile, key, future, function, args, static)
 
     def wait(self) -> None:
         """Returns once nothing is compiling in the background any more: before times are taken."""
@@ -59,24 +59,27 @@ class Executables:
         for future in futures:
             future.exception()
 
-    def _claim(self, function: Callable, args: Any, static: dict[str, Any]) -> tuple[Future, bool]:
-        """The future of this executable, and whether the caller is the one to build it."""
+    def _claim(self, function: Callable, args: Any, static: dict[str, Any]) -> tuple[Any, Future, bool]:
+        """Key and future of this executable, and whether the caller is the one to build it."""
         leaves, tree = jax.tree.flatten(args)
         shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
         key = (function, tree, shapes, tuple(sorted(static.items())))
         with self._lock:
             known = self._futures.get(key)
             if known is not None:
-                return known, False
+                return key, known, False
             future: Future = Future()
             self._futures[key] = future
-            return future, True
+            return key, future, True
 
-    def _compile(self, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
+    def _compile(self, key: Any, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
             compiled = function.lower(*args, **static).compile()
         except BaseException as error:
+            # Forgotten, so that the next call tries again: it may have been an interruption.
+            with self._lock:
+                del self._futures[key]
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise

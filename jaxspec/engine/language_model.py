@@ -19,7 +19,7 @@ from jaxspec.engine.executables import Executables
 from jaxspec.engine.loading import find_tokenizer, place_params, resolve_placement
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
-from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, needs_sampling
+from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
 from jaxspec.engine.text import RowText
 from jaxspec.io import huggingface, memory
 from jaxspec.io.tokenizer import Tokenizer
@@ -31,6 +31,8 @@ from jaxspec.protocol import Drafter, Weights
 Prompt = str | Sequence[int]
 # Rounds between two looks of the host: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+# Tokens generated where nobody says how many.
+DEFAULT_BUDGET = 128
 
 
 def embedded_model() -> Path:
@@ -141,12 +143,12 @@ class LanguageModel:
         prompts: Any,
         *,
         method: str | Drafter | tuple[Drafter, Any] = "autoregressive",
-        max_new_tokens: int | Sequence[int] = 128,
+        max_new_tokens: int | Sequence[int] | None = None,
         temperature: float | Sequence[float] | None = None,
         top_k: int | Sequence[int] | None = None,
         top_p: float | Sequence[float] | None = None,
         min_p: float | Sequence[float] | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
@@ -160,11 +162,12 @@ class LanguageModel:
         Args:
           prompts: a text or a list of token ids, or a list of such.
           method: a name in `methods.METHODS`, or a drafter (with its parameters, if it has some).
-          max_new_tokens: the budget, for all or per prompt.
+          max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and by default what the
             model's generation_config.json says, else greedy without filters.
           top_k, top_p, min_p: see `sampling.Sampling`.
-          seed: of the randomness; each prompt has a stream of its own.
+          seed: of the randomness; each prompt of a list has a stream of its own. One seed a prompt: a prompt's
+            text then does not depend on its place in the list.
           stop: strings that end a text, found across token borders; the text ends before them.
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
@@ -192,6 +195,7 @@ class LanguageModel:
         law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         requests = self._requests(batch, max_new_tokens, law, seed, ignore_eos, chat)
         drafter, weights, acceptor = self._method(method, method_options, needs_sampling(requests))
+        self._check_memory(requests, max_batch)
         session = Session(
             self.executables,
             self.config,
@@ -214,9 +218,9 @@ class LanguageModel:
     def _requests(
         self,
         prompts: Sequence[Prompt],
-        max_new_tokens: int | Sequence[int],
+        max_new_tokens: int | Sequence[int] | None,
         law: dict[str, Any],
-        seed: int,
+        seed: int | Sequence[int],
         ignore_eos: bool,
         chat: bool,
     ) -> list[RowRequest]:
@@ -225,18 +229,22 @@ class LanguageModel:
         count = len(prompts)
         given = {name: self.defaults.get(name) if value is None else value for name, value in law.items()}
         numbers = {name: _per_row(name, v, count) for name, v in given.items() if v is not None}
-        budgets = _per_row("max_new_tokens", max_new_tokens, count)
+        budgets = [None] * count
+        if max_new_tokens is not None:
+            budgets = _per_row("max_new_tokens", max_new_tokens, count)
+        seeds = [seed] * count if isinstance(seed, int) else _per_row("seed", seed, count)
         requests = []
         for index, prompt in enumerate(prompts):
             ids = self.encode(prompt, chat=chat) if isinstance(prompt, str) else [int(i) for i in prompt]
-            if not ids or prompt == "":
+            if not ids or (isinstance(prompt, str) and not prompt):
                 raise ValueError("the prompt is empty; give at least one token")
             outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
             if outside:
                 raise ValueError(
                     f"token id {outside[0]} is outside the vocabulary; ids are from 0 to {self.config.vocab_size - 1}"
                 )
-            budget, context = int(budgets[index]), self.config.context_length
+            context, asked = self.config.context_length, budgets[index]
+            budget = max(1, min(DEFAULT_BUDGET, context - len(ids))) if asked is None else int(asked)
             if budget < 1:
                 raise ValueError(f"--max-new-tokens is {budget}; give at least 1")
             if len(ids) + budget > context:
@@ -250,13 +258,23 @@ class LanguageModel:
                         prompt=tuple(ids),
                         max_new_tokens=budget,
                         eos_ids=() if ignore_eos else self.config.eos_token_ids,
-                        seed=seed,
-                        stream=index,
+                        seed=int(seeds[index]),
+                        # With a seed of its own a row does not depend on its place in the list.
+                        stream=index if isinstance(seed, int) else 0,
                         **{name: values[index] for name, values in numbers.items()},
                     )
                 )
             )
         return requests
+
+    def _check_memory(self, requests: Sequence[RowRequest], max_batch: int) -> None:
+        """Refuses a batch whose cache cannot fit beside the model, before anything is computed."""
+        if self.mesh is None:
+            longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+            rows = min(max_batch, len(requests))
+            memory.check_cache_fits(
+                self.config, self.params["embed"].dtype, rows, bucket(longest), self.device
+            )
 
     def _method(
         self, method: str | Drafter | tuple[Drafter, Any], options: dict[str, Any], sampling: bool
@@ -270,12 +288,17 @@ class LanguageModel:
                 options = {**options, name: (options[name],)}
         draft = options.get("draft")
         if isinstance(draft, LanguageModel):
-            self._check_draft(draft)
+            self._check_draft(draft.name, draft.config, draft.tokenizer)
             options = {**options, "draft": draft.name}
             self._drafts[draft.name] = Model(draft.config, draft.params)
         chosen = MethodOptions(**options)
         acceptor = methods.build_acceptor(chosen, sampling)
         if not isinstance(method, str):
+            foreign = sorted(set(methods.options_given(chosen)) - {"acceptor"})
+            if foreign:
+                raise ValueError(
+                    f"{foreign[0]} belongs to a method's name; a Drafter object carries its own numbers"
+                )
             drafter, params = method if isinstance(method, tuple) else (method, None)
         else:
             resources = methods.Resources(self._load_draft, self.encode)
@@ -285,37 +308,37 @@ class LanguageModel:
     def _load_draft(self, name: str) -> Model:
         if name not in self._drafts:
             directory = huggingface.resolve(name)
-            config = huggingface.read_config(directory)
-            tokenizer = find_tokenizer(directory)
-            params = place_params(directory, config, self.params["embed"].dtype, self.device, self.mesh)
-            draft = LanguageModel(config, params, tokenizer, name=name, device=self.device, mesh=self.mesh)
-            self._check_draft(draft)
+            config, tokenizer = huggingface.read_config(directory), find_tokenizer(directory)
+            self._check_draft(name, config, tokenizer)
+            dtype = self.params["embed"].dtype
+            if self.mesh is None:
+                memory.check_fits(config, dtype, batch_size=1, capacity=START_CAPACITY, device=self.device)
+            params = place_params(directory, config, dtype, self.device, self.mesh)
             self._drafts[name] = Model(config, params)
         return self._drafts[name]
 
-    def _check_draft(self, draft: LanguageModel) -> None:
+    def _check_draft(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
         """Refuses a draft whose tokens mean something else."""
-        if draft.config.vocab_size != self.config.vocab_size:
+        if config.vocab_size != self.config.vocab_size:
             raise ValueError(
-                f"draft {draft.name} has a vocabulary of {draft.config.vocab_size} tokens, the target of "
-                f"{self.config.vocab_size}; a draft must share the target's tokenizer"
+                f"draft {name} has a vocabulary of {config.vocab_size} tokens, the target of "
+                f"{self.config.vocab_size}; a draft must have the target's"
             )
-        if self.tokenizer and draft.tokenizer and not self.tokenizer.same_vocabulary(draft.tokenizer):
+        if self.tokenizer and tokenizer and not self.tokenizer.same_vocabulary(tokenizer):
             raise ValueError(
-                f"draft {draft.name} has another vocabulary than the target, of the same size; "
+                f"draft {name} has another vocabulary than the target, of the same size; "
                 "a draft must share the target's tokenizer"
             )
 
     def _run(
         self, session: Session, requests: Sequence[RowRequest], stops: tuple[str, ...], rounds: int
     ) -> Iterator[Piece]:
-        began, blocked = time.perf_counter(), self.executables.blocked_ms
+        began = time.perf_counter()
         rows = [
             Row(
                 request,
-                RowText(self.tokenizer.stream() if self.tokenizer else None, stops),
+                RowText(self.tokenizer.stream(request.prompt) if self.tokenizer else None, stops),
                 began,
-                blocked,
             )
             for request in requests
         ]
@@ -341,8 +364,10 @@ def _checked(request: RowRequest) -> RowRequest:
         raise ValueError(f"--temperature is {request.temperature}; give 0 (greedy) or a positive number")
     if not 0 < request.top_p <= 1:
         raise ValueError(f"--top-p is {request.top_p}; give a number above 0 and at most 1")
-    if request.top_k < 0:
+    if not 0 <= request.top_k < 2**31:
         raise ValueError(f"--top-k is {request.top_k}; give 0 (all tokens) or a positive number")
+    if not 0 <= request.seed < 2**32:
+        raise ValueError(f"--seed is {request.seed}; give a number from 0 to {2**32 - 1}")
     if not 0 <= request.min_p <= 1:
         raise ValueError(f"--min-p is {request.min_p}; give a number from 0 to 1")
     return request

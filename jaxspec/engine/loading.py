@@ -29,9 +29,9 @@ def resolve_placement(
     """
     try:
         place = jax.devices(device)[0] if mesh is None else mesh.devices.flat[0]
-    except RuntimeError:
-        here = ", ".join(sorted({known.platform for known in jax.devices()} | {"cpu"}))
-        raise ValueError(f"there is no device {device!r}; JAX sees: {here}") from None
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")

@@ -18,8 +18,8 @@ from jaxspec.engine.text import RowText
 class Row:
     """Gathers one text from its updates."""
 
-    def __init__(self, request: RowRequest, text: RowText, began: float, blocked_ms: float) -> None:
-        self._request, self._text, self._began, self._blocked_ms = request, text, began, blocked_ms
+    def __init__(self, request: RowRequest, text: RowText, began: float) -> None:
+        self._request, self._text, self._began = request, text, began
         self._first: tuple[float, float] | None = None
         self._tokens: list[int] = []
         self._drafted: list[bool] = []

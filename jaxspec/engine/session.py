@@ -164,15 +164,14 @@ class Session:
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
         self._state, emitted = self._prefill(requests, self._start_capacity(requests), self._parts)
-        self._prepare_next()
         return self._updates(emitted, range(len(first)))
 
     def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
+        self._rows[row] = (index, request)
         if self._start_capacity([request]) > self.capacity:
             self._grow(self._start_capacity([request]))
         single, emitted = self._prefill([request], self.capacity, self._parts_of([request]))
         self._state = self._call(_insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh)
-        self._rows[row] = (index, request)
         self._halt[row] = False
         # A row that has ended keeps its old law: whatever it draws is thrown away.
         self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
@@ -183,6 +182,8 @@ class Session:
         width = self._drafter.num_draft_tokens + 1
         if self._lengths.max() + width > self.capacity:
             self._grow(2 * self.capacity)
+        elif 2 * self._lengths.max() > self.capacity:
+            self._prepare_next()
         arguments = (self._state, self._put(np.int32(max_rounds)), self._put(self._halt))
         self._state, emitted = self._call(
             _chunk, self._params, self._parts, *arguments, **self._chunk_static()
@@ -223,10 +224,12 @@ class Session:
 
     def _grow(self, capacity: int) -> None:
         self._state = self._call(_grow, self._state, capacity=capacity, mesh=self._mesh)
-        self._prepare_next()
 
     def _prepare_next(self) -> None:
-        """Compiles the next bucket's executables in the background if some row may need it."""
+        """Compiles the next bucket's executables in the background if some row may need it.
+
+        Asked for from half of this bucket on: most texts end before.
+        """
         state = self._state
         assert state is not None
         held = [row[1] for row in self._rows if row is not None]

@@ -39,6 +39,7 @@ def resolve(name: str | os.PathLike) -> Path:
     """The local directory of a model: `name` itself, or the snapshot of that Hugging Face hub id.
 
     Raises:
+      ValueError: the hub has the model, but its config is not supported.
       FileNotFoundError: there is no such directory, and `name` is no hub id ("owner/model") or the hub does
         not give it (unknown, private, no network).
     """
@@ -57,9 +58,13 @@ def resolve(name: str | os.PathLike) -> Path:
     import huggingface_hub  # slow to import, and needed only here
 
     try:
+        # A model that is not supported is refused before its weights are fetched.
+        read_config(huggingface_hub.snapshot_download(text, allow_patterns=["config.json"]))
         return Path(
             huggingface_hub.snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT)
         )
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from None
     except Exception as error:  # one line for whatever the hub, the network or the cache says
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(

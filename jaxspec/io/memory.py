@@ -67,3 +67,14 @@ def check_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, devic
         f"(batch {batch_size}, {capacity} tokens) need {(weights + slots) / _GIB:.2f} GiB, {device} has "
         f"{free / _GIB:.2f} GiB free; take a smaller dtype, batch or context"
     )
+
+
+def check_cache_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, device: jax.Device) -> None:
+    """Refuses a cache that does not fit beside a model that is loaded already; see `check_fits`."""
+    _, slots = needed_bytes(config, dtype, batch_size, capacity)
+    free = free_bytes(device)
+    if free is not None and slots > free:
+        raise ValueError(
+            f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "
+            f"{free / _GIB:.2f} GiB free; take a smaller batch or fewer tokens"
+        )

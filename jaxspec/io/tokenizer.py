@@ -131,9 +131,14 @@ class Tokenizer:
             [int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def stream(self) -> Detokenizer:
-        """Text piece by piece, for one sequence of tokens."""
-        return Detokenizer(self)
+    def stream(self, after: Sequence[int] = ()) -> Detokenizer:
+        """Text piece by piece, for one sequence of tokens.
+
+        Args:
+          after: ids that stand before it, such as a prompt. Their text is not given out, but it decides
+            whether the first piece begins with a space.
+        """
+        return Detokenizer(self, after)
 
     def _is_text(self, index: int) -> bool:
         """Whether `decode` gives an id any say: it drops special tokens and ids without a token."""
@@ -151,12 +156,16 @@ class Detokenizer:
     run of SentencePiece bytes at the end, for one bad byte turns the whole run into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Starts an empty text."""
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
+        """Starts an empty text; see `Tokenizer.stream`."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the window: the latest ids, from a place where no character is cut
         self._settled = 0  # so many of them, from the left, ended a piece with nothing held back
         self._emitted = 0  # characters of the window's text already given out
+        if after:
+            self.push(after[-_WINDOW // 4 :])
+            # What the end of a prompt holds back belongs to the prompt, but for half a character.
+            self._emitted = len(tokenizer.decode(self._ids).rstrip(_REPLACEMENT))
 
     def push(self, ids: Iterable[int]) -> str:
         """Adds ids and returns the text that became final, possibly none."""

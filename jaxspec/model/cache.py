@@ -39,13 +39,11 @@ class KVCache:
       layers: L pairs (keys, values); the layout is private to this file.
       rope_length: int32[B], the length of each row's prompt. Dynamic RoPE rotates a token for the longer of
         this and its own position; nothing else reads it.
-      batch_size: B, static.
       merged: the layout, static.
     """
 
     layers: list[Layer]
     rope_length: jax.Array
-    batch_size: int = struct.field(pytree_node=False)
     merged: bool = struct.field(pytree_node=False)
 
     @property
@@ -59,7 +57,7 @@ def create(config: LlamaConfig, batch_size: int, capacity: int, dtype, merged: b
     heads = (batch_size * config.num_kv_heads,) if merged else (batch_size, config.num_kv_heads)
     shape = (*heads, capacity, config.head_dim)
     layers = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
-    return KVCache(layers, jnp.zeros(batch_size, jnp.int32), batch_size, merged)
+    return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged)
 
 
 def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype) -> int:

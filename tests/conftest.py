@@ -1,0 +1,33 @@
+"""Settings that hold for every test."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+import pytest
+
+# The ordinary tests ask whether the mathematics is right, and compile far more than they compute.
+FAST_COMPILE = "--xla_backend_optimization_level=0"
+# XLA ends the process at a flag that it does not know, and these come and go.
+KNOWN_IN_0_10 = (
+    " --xla_cpu_use_fusion_emitters=false --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+
+
+def pytest_configure(config):
+    """Compiles quickly; the slow tier and the peers get what users get."""
+    if "not slow" in config.option.markexpr:
+        flags = FAST_COMPILE
+        if importlib.metadata.version("jaxlib").startswith("0.10."):
+            flags += KNOWN_IN_0_10
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
+@pytest.fixture(scope="session")
+def lm():
+    """A tiny model with a tokenizer, whose executables all tests of the engine share."""
+    from tests import tiny  # imports JAX, which must not happen before the flags are set
+
+    return tiny.language_model()

@@ -1,0 +1,294 @@
+"""The acceptors on tables: their law by exact enumeration, and drawn at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import acceptance
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.protocol import Acceptance, Proposal
+from jaxspec.sampling import Greedy, Sampling
+from tests import tiny
+
+V, K, TEXT = 3, 2, 3
+GRID = 64
+# A threshold that falls inside a cell of the grid is off by half a cell at most, once per draft token.
+TOLERANCE = K / 2 / GRID
+DRAFTS = list(itertools.product(range(V), repeat=K))
+
+
+def table(
+    seed: int, depth: int, zeros: bool = False, spread: float = 1.5
+) -> dict[tuple[int, ...], np.ndarray]:
+    """A random law of the next token after every prefix of up to `depth` tokens."""
+    rng = np.random.default_rng(seed)
+    law = {}
+    for length in range(depth + 1):
+        for prefix in itertools.product(range(V), repeat=length):
+            weights = np.exp(spread * rng.standard_normal(V))
+            if zeros and sum(prefix) % 2 == 0:
+                weights[rng.integers(V)] = 0
+            law[prefix] = weights / weights.sum()
+    return law
+
+
+def certain(seed: int) -> dict[tuple[int, ...], np.ndarray]:
+    """A drafter that leaves nothing to chance."""
+    rng = np.random.default_rng(seed)
+    return {prefix: np.eye(V)[rng.integers(V)] for prefix in table(0, K - 1)}
+
+
+TARGETS = {"full": table(1, TEXT), "zeros": table(2, TEXT, zeros=True)}
+DRAFTERS = {
+    "soft": table(3, K - 1),
+    "zeros": table(4, K - 1, zeros=True),
+    "close": {prefix: 0.9 * TARGETS["full"][prefix] + 0.1 / V for prefix in table(0, K - 1)},
+    "certain": certain(5),
+}
+LIKELY = int(np.argmax(DRAFTERS["soft"][()]))
+# How many tokens are drafted; a stop rule may look at those drafted so far.
+ENDINGS = {
+    "all": lambda draft: K,
+    "one": lambda draft: 1,
+    "none": lambda draft: 0,
+    "stopped": lambda draft: 1 if draft[0] == LIKELY else K,
+}
+
+
+def proposal_of(draft_law, drafts, counts, point_mass: bool) -> Proposal:
+    """Rows of drafts; what lies beyond a row's count is nonsense."""
+    beyond = np.arange(K)[None] >= np.asarray(counts)[:, None]
+    if point_mass:
+        return Proposal(jnp.asarray(np.where(beyond, 2, drafts)), jnp.asarray(counts), None)
+    with np.errstate(divide="ignore"):
+        laws = np.log([[draft_law[tuple(draft[:i])] for i in range(K)] for draft in drafts])
+    laws = np.where(beyond[..., None], 0.0, laws).astype(np.float32)
+    return Proposal(jnp.asarray(np.where(beyond, 2, drafts)), jnp.asarray(counts), jnp.asarray(laws))
+
+
+def logits_of(target, drafts) -> jnp.ndarray:
+    with np.errstate(divide="ignore"):
+        return jnp.log(
+            jnp.array([[target[tuple(draft[:i])] for i in range(K + 1)] for draft in drafts], jnp.float32)
+        )
+
+
+def enumerated(monkeypatch, acceptor, target, draft_law, ending, point_mass=False):
+    """The exact law of the first tokens of a text whose first round goes through the acceptor.
+
+    Every draft, with its probability; every cell of a grid over the acceptor's uniform numbers; and the law
+    it redraws from, instead of a draw.
+
+    Returns:
+      The law of the text, and the mean number of accepted tokens.
+    """
+    cells = (np.array(list(itertools.product(range(GRID), repeat=K))) + 0.5) / GRID
+    drafts = np.repeat(np.array(DRAFTS, np.int32), len(cells), axis=0)
+    counts = np.array([ending(tuple(draft)) for draft in DRAFTS], np.int32)
+    uniforms = jnp.asarray(np.tile(cells, (len(DRAFTS), 1)), jnp.float32)
+    monkeypatch.setattr(acceptance, "_uniforms", lambda keys, width: uniforms[:, :width])
+    monkeypatch.setattr(acceptance, "categorical", lambda keys, logits: jax.nn.softmax(logits, axis=-1))
+    one_each = proposal_of(draft_law, np.array(DRAFTS, np.int32), counts, point_mass)
+    proposal = jax.tree.map(lambda leaf: jnp.repeat(leaf, len(cells), axis=0), one_each)
+    logits = jnp.repeat(logits_of(target, DRAFTS), len(cells), axis=0)
+    keys = jax.random.split(jax.random.key(0), len(drafts))
+    decided = acceptor.accept(keys, proposal, logits, Sampling(jnp.ones(len(drafts))))
+    accepted = np.asarray(decided.count).reshape(len(DRAFTS), -1)
+    redrawn = np.asarray(decided.token, np.float64).reshape(len(DRAFTS), -1, V)
+
+    law: dict[tuple[int, ...], float] = {}
+    mean = 0.0
+    for row, draft in enumerate(DRAFTS):
+        kept = draft[: counts[row]]
+        if any(draft[len(kept) :]):
+            continue  # the same draft as the one with zeros there
+        chance = np.prod([draft_law[kept[:i]][kept[i]] for i in range(len(kept))])
+        for count in range(len(kept) + 1):
+            here = accepted[row] == count
+            mass = chance * here.mean()
+            if mass == 0:
+                continue
+            mean += mass * count
+            for token, prob in enumerate(redrawn[row][here].mean(axis=0)):
+                start = (*kept[:count], token)
+                rest = tiny.text_law(lambda prefix, start=start: target[start + prefix], TEXT - len(start))
+                for ending_text, tail in rest.items():
+                    law[start + ending_text] = law.get(start + ending_text, 0.0) + mass * prob * tail
+    return law, mean
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+def test_the_text_follows_the_target_exactly(monkeypatch, acceptor, target, drafter, ending):
+    expected = tiny.text_law(TARGETS[target].__getitem__, TEXT)
+    law, _ = enumerated(monkeypatch, acceptor, TARGETS[target], DRAFTERS[drafter], ENDINGS[ending])
+    assert sum(law.values()) == pytest.approx(1, abs=1e-5)
+    assert tiny.distance(law, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+def test_a_point_mass_needs_no_log_probs(monkeypatch, acceptor):
+    arguments = (acceptor, TARGETS["full"], DRAFTERS["certain"], ENDINGS["stopped"])
+    without, mean = enumerated(monkeypatch, *arguments, point_mass=True)
+    with_laws, same_mean = enumerated(monkeypatch, *arguments)
+    assert without == pytest.approx(with_laws, abs=1e-6)
+    assert mean == pytest.approx(same_mean, abs=1e-6)
+
+
+class WrongDraftLaw(RejectionAcceptor):
+    """Believes the draft drew every token with the same probability."""
+
+    def accept(self, keys, proposal, logits, law):
+        flat = jnp.full_like(proposal.log_probs, -np.log(V))
+        return super().accept(keys, dataclasses.replace(proposal, log_probs=flat), logits, law)
+
+
+class NoResidual(RejectionAcceptor):
+    """Redraws from p."""
+
+    def accept(self, keys, proposal, logits, law):
+        decided = super().accept(keys, proposal, logits, law)
+        here = jnp.take_along_axis(jax.nn.softmax(logits), decided.count[:, None, None], axis=1)
+        return Acceptance(decided.count, here[:, 0])
+
+
+class AllOfIndices(RejectionAcceptor):
+    """Takes a block whole unless its first token is rejected, as a test of index values with all() does."""
+
+    def accept(self, keys, proposal, logits, law):
+        decided = super().accept(keys, proposal, logits, law)
+        return Acceptance(jnp.where(decided.count > 0, proposal.count, 0), decided.token)
+
+
+class Withdrawing(RejectionAcceptor):
+    """Drops the token that made the draft stop."""
+
+    def accept(self, keys, proposal, logits, law):
+        kept = jnp.where(proposal.count == 1, 0, proposal.count)
+        return super().accept(keys, dataclasses.replace(proposal, count=kept), logits, law)
+
+
+@pytest.mark.parametrize("wrong", [WrongDraftLaw, NoResidual, AllOfIndices, Withdrawing])
+def test_a_wrong_acceptor_is_noticed(monkeypatch, wrong):
+    expected = tiny.text_law(TARGETS["full"].__getitem__, TEXT)
+    law, _ = enumerated(monkeypatch, wrong(), TARGETS["full"], DRAFTERS["soft"], ENDINGS["stopped"])
+    assert tiny.distance(law, expected) > 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_how_many_are_accepted(monkeypatch, drafter, ending):
+    """Rejection: Σ min(p, q) a token, one after the other. Block: Σ E w, which is never less."""
+    target, draft_law = TARGETS["full"], DRAFTERS[drafter]
+    one_by_one = block = 0.0
+    for draft in DRAFTS:
+        kept = draft[: ENDINGS[ending](draft)]
+        if any(draft[len(kept) :]):
+            continue
+        chance = stands = weight = 1.0
+        for i, token in enumerate(kept):
+            chance *= draft_law[kept[:i]][token]
+        for i, token in enumerate(kept):
+            if chance == 0:
+                break
+            ratio = target[kept[:i]][token] / draft_law[kept[:i]][token]
+            stands, weight = stands * min(1, ratio), min(1, weight * ratio)
+            one_by_one += chance * stands
+            block += chance * weight
+    means = [
+        enumerated(monkeypatch, acceptor, target, draft_law, ENDINGS[ending])[1]
+        for acceptor in (RejectionAcceptor(), BlockAcceptor())
+    ]
+    assert means == pytest.approx([one_by_one, block], abs=2 * TOLERANCE)
+    assert block >= one_by_one - 1e-12
+
+
+def test_a_redraw_without_residual_is_from_the_target(monkeypatch):
+    """Where p = q a rejection can only be a rounding error."""
+    monkeypatch.setattr(acceptance, "_uniforms", lambda keys, width: jnp.full((1, width), 2.0))
+    monkeypatch.setattr(acceptance, "categorical", lambda keys, logits: jax.nn.softmax(logits, axis=-1))
+    logits, law = logits_of(TARGETS["full"], [(0, 1)]), Sampling(jnp.ones(1))
+    proposal = Proposal(jnp.array([[0, 1]]), jnp.array([K]), law.log_probs(logits)[:, :K])
+    decided = RejectionAcceptor().accept(jax.random.split(jax.random.key(0), 1), proposal, logits, law)
+    assert decided.count[0] == 0
+    np.testing.assert_allclose(decided.token[0], TARGETS["full"][()], atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["all", "stopped"])
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+def test_drawn_texts_follow_the_target(acceptor, ending):
+    """The real thing, keys and all: χ² over many rows."""
+    rows, rng = 60_000, np.random.default_rng(7)
+    target, draft_law = TARGETS["zeros"], DRAFTERS["soft"]
+    whole = tiny.text_law(draft_law.__getitem__, K)
+    drafts = rng.choice(len(DRAFTS), rows, p=[whole[draft] for draft in DRAFTS])
+    counts = np.array([ENDINGS[ending](draft) for draft in DRAFTS], np.int32)
+    each = proposal_of(draft_law, np.array(DRAFTS, np.int32), counts, False)
+    proposal = jax.tree.map(lambda leaf: leaf[drafts], each)
+    keys = jax.random.split(jax.random.key(1), rows)
+    law = Sampling(jnp.ones(rows))
+    decided = jax.jit(acceptor.accept)(keys, proposal, logits_of(target, DRAFTS)[drafts], law)
+    texts = []
+    columns = drafts, np.asarray(decided.count), np.asarray(decided.token), rng.random((rows, TEXT))
+    for draft, count, token, u in zip(*columns, strict=True):
+        text = (*DRAFTS[draft][:count], int(token))
+        while len(text) < TEXT:
+            text += (int(np.searchsorted(np.cumsum(target[text]), u[len(text)])),)
+        texts.append(text)
+    assert tiny.chi_square(texts, tiny.text_law(target.__getitem__, TEXT)) > 1e-3
+
+
+def test_greedy_keeps_what_the_target_would_say():
+    target = TARGETS["full"]
+    logits = logits_of(target, DRAFTS)
+    keys = jax.random.split(jax.random.key(0), len(DRAFTS))
+    for drafted in range(K + 1):
+        proposal = Proposal(jnp.array(DRAFTS), jnp.full(len(DRAFTS), drafted))
+        decided = GreedyAcceptor().accept(keys, proposal, logits, Greedy())
+        for row, draft in enumerate(DRAFTS):
+            count = 0
+            while count < drafted and draft[count] == np.argmax(target[draft[:count]]):
+                count += 1
+            assert (decided.count[row], decided.token[row]) == (count, np.argmax(target[draft[:count]]))
+
+
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+@pytest.mark.parametrize("point_mass", [True, False])
+def test_a_row_of_temperature_zero_is_greedy(acceptor, point_mass):
+    """Beside rows that are drawn, for any key."""
+    rows = len(DRAFTS)
+    counts = np.arange(rows, dtype=np.int32) % (K + 1)
+    proposal = Proposal(jnp.array(DRAFTS), jnp.asarray(counts))
+    if not point_mass:
+        proposal = dataclasses.replace(proposal, log_probs=jnp.log(jax.nn.one_hot(jnp.array(DRAFTS), V)))
+    logits = logits_of(TARGETS["full"], DRAFTS)
+    law = Sampling(jnp.zeros(rows).at[0].set(1.0))
+    keys = jax.random.split(jax.random.key(0), rows)
+    expected = GreedyAcceptor().accept(keys, proposal, logits, Greedy())
+    for seed in range(5):
+        decided = acceptor.accept(jax.random.split(jax.random.key(seed), rows), proposal, logits, law)
+        assert (decided.count[1:] == expected.count[1:]).all()
+        assert (decided.token[1:] == expected.token[1:]).all()
+
+
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+def test_rows_do_not_depend_on_their_neighbours(acceptor):
+    target, draft_law = TARGETS["full"], DRAFTERS["soft"]
+    rows = len(DRAFTS)
+    counts = np.arange(rows, dtype=np.int32) % (K + 1)
+    proposal = proposal_of(draft_law, np.array(DRAFTS, np.int32), counts, False)
+    arguments = (jax.random.split(jax.random.key(3), rows), proposal, logits_of(target, DRAFTS))
+    temperature = jnp.linspace(0.0, 2.0, rows)
+    whole = acceptor.accept(*arguments, Sampling(temperature))
+    order = np.random.default_rng(0).permutation(rows)
+    turned = acceptor.accept(*jax.tree.map(lambda leaf: leaf[order], arguments), Sampling(temperature[order]))
+    assert (turned.count == whole.count[order]).all()
+    assert (turned.token == whole.token[order]).all()

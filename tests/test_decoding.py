@@ -1,0 +1,286 @@
+"""The loop with a drafter that follows a script: what is committed, counted and frozen, round by round."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxspec import decoding
+from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.decoding import Parts
+from jaxspec.protocol import Acceptance, Proposal, Weights, halving_widths
+from jaxspec.sampling import Greedy
+from tests import reference, tiny
+
+V, K, CAPACITY = tiny.TARGET.vocab_size, tiny.K, tiny.CAPACITY
+PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
+LONGEST = 16
+
+
+@struct.dataclass
+class Scripted:
+    """Proposes what a script says: int32[B, N] texts, and int32[B] how many tokens at a time."""
+
+    script: jax.Array
+    count: jax.Array
+
+    @property
+    def num_draft_tokens(self):
+        return K
+
+    @property
+    def verify_widths(self):
+        return halving_widths(K)
+
+    def init(self, params, view, prefill):
+        return ()
+
+    def propose(self, keys, params, state, view, law):
+        columns = jnp.minimum(view.length[:, None] + jnp.arange(K), self.script.shape[1] - 1)
+        return Proposal(jnp.take_along_axis(self.script, columns, axis=1), self.count), state, view.cache
+
+    def observe(self, params, state, outcome):
+        return state
+
+
+@functools.cache
+def truth(row: int) -> list[int]:
+    """Prompt and greedy text, more of it than any test needs."""
+    return [*PROMPTS[row], *tiny.greedy(PROMPTS[row], LONGEST + K + 2)]
+
+
+def scripted(wrong=(), count=(K, K, K), prompts=range(3)) -> tiny.Loop:
+    """Drafts the true text, but for the positions of `wrong` in it."""
+    script = np.zeros((len(prompts), CAPACITY), np.int32)
+    for row, prompt in enumerate(prompts):
+        script[row, : len(truth(prompt))] = truth(prompt)
+    script[:, list(wrong)] = (script[:, list(wrong)] + 1) % V
+    drafter = Scripted(jnp.asarray(script), jnp.array(count[: len(prompts)], jnp.int32))
+    return tiny.Loop(Parts(drafter, GreedyAcceptor(), Greedy()), Weights(tiny.params()))
+
+
+@dataclasses.dataclass
+class Counts:
+    """What one row must come to."""
+
+    tokens: list[int]
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = dataclasses.field(default_factory=lambda: [0] * (K + 1))
+
+
+def simulated(row: int, wrong, count: int, budget: int, eos) -> Counts:
+    """The same rounds, one token at a time."""
+    text, start = truth(row), len(PROMPTS[row])
+    counts = Counts([text[start]])
+    while len(counts.tokens) < budget and counts.tokens[-1] not in eos:
+        at = start + len(counts.tokens)
+        drafted = min(count, budget - len(counts.tokens) - 1)
+        accepted = 0
+        counts.num_rounds += 1
+        for position in range(at, at + drafted):
+            if position in wrong or counts.tokens[-1] in eos:
+                break
+            counts.tokens.append(text[position])
+            accepted += 1
+        if counts.tokens[-1] in eos:
+            drafted = accepted  # what was drafted after the end was never verified
+        else:
+            counts.tokens.append(text[start + len(counts.tokens)])
+        counts.num_drafts += drafted > 0
+        counts.num_draft_tokens += drafted
+        counts.num_accepted_tokens += accepted
+        counts.acceptance_histogram[accepted] += drafted > 0
+    return counts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wrong=st.frozensets(st.integers(0, CAPACITY - 1), max_size=12),
+    count=st.tuples(*[st.integers(0, K)] * 3),
+    budgets=st.tuples(*[st.integers(1, LONGEST)] * 3),
+    eos=st.frozensets(st.integers(0, V - 1), max_size=2),
+)
+@example(frozenset(), (K, K, K), (1, 2, K), frozenset())
+@example(frozenset(), (K, K, K), (K + 1, K + 2, K + 3), frozenset())
+@example(frozenset(), (0, 0, 0), (3, 3, 3), frozenset())
+@example(frozenset(), (K, K, K), (LONGEST, LONGEST, LONGEST), frozenset({3, 9}))
+@example(frozenset(), (K, K, 1), (LONGEST, LONGEST, LONGEST), frozenset({8, 1}))
+def test_what_is_committed_and_counted(wrong, count, budgets, eos):
+    """Whatever is right or wrong in the drafts, wherever the end of text or of the budget falls."""
+    loop = scripted(wrong, count)
+    state, first = loop.begin(PROMPTS, budgets, eos=sorted(eos), log_probs=True)
+    state, emitted = loop.go_on(state, log_probs=True)
+    assert state.done.all()
+    for row in range(3):
+        expected = simulated(row, wrong, count[row], budgets[row], eos)
+        found = tiny.generated(state, PROMPTS)[row]
+        assert found == expected.tokens
+        size = int(emitted.count[row])
+        assert [int(first.tokens[row, 0]), *emitted.tokens[row, :size].tolist()] == found
+        for name in ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert getattr(state.stats, name)[row] == getattr(expected, name), name
+        assert state.stats.acceptance_histogram[row].tolist() == expected.acceptance_histogram
+        assert emitted.drafted[row, :size].sum() == expected.num_accepted_tokens
+        logits = reference_logits(row)[: len(found)]
+        laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        reported = [float(first.log_probs[row, 0]), *emitted.log_probs[row, :size].tolist()]
+        np.testing.assert_allclose(reported, laws[range(len(found)), found], atol=1e-4)
+
+
+@functools.cache
+def reference_logits(row: int) -> np.ndarray:
+    text = truth(row)
+    return reference.forward(tiny.TARGET, tiny.params(), text)[len(PROMPTS[row]) - 1 :]
+
+
+def rounds_of(loop: tiny.Loop, state, rounds: int, **options):
+    return loop.go_on(state, rounds, log_probs=True, **options)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_chunks_add_up(step):
+    """The same tokens, counts and state however the rounds are cut into calls."""
+    loop = scripted(wrong={5, 9, 10, 14}, count=(K, 2, 1))
+    begun, _ = loop.begin(PROMPTS, (LONGEST, 9, 12), log_probs=True)
+    whole, everything = rounds_of(loop, begun, 99)
+    state, pieces = begun, [[], [], []]
+    for _ in range(40):
+        before = state.length
+        state, emitted = rounds_of(loop, state, step)
+        assert (emitted.count == state.length - before).all()
+        assert (emitted.count <= step * (K + 1)).all()
+        for row in range(3):
+            pieces[row] += emitted.tokens[row, : int(emitted.count[row])].tolist()
+    assert pieces == [row[:n].tolist() for row, n in zip(everything.tokens, everything.count, strict=True)]
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(plain(one), plain(other))
+
+
+def plain(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(
+        jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    )
+
+
+def test_a_finished_row_is_frozen():
+    """While its neighbours go on: tokens, length, counts, and what its cache had committed."""
+    loop = scripted()
+    state, _ = loop.begin(PROMPTS, (3, LONGEST, LONGEST), log_probs=True)
+    state, _ = rounds_of(loop, state, 1)
+    assert state.done.tolist() == [True, False, False]
+    after, emitted = rounds_of(loop, state, 99)
+    assert after.done.all()
+    assert emitted.count[0] == 0
+    length = int(state.length[0])
+    assert after.length[0] == length == len(PROMPTS[0]) + 3
+    np.testing.assert_array_equal(after.tokens[0], state.tokens[0])
+    for before, now in zip(jax.tree.leaves(state.stats), jax.tree.leaves(after.stats), strict=True):
+        np.testing.assert_array_equal(before[0], now[0])
+    kept = tiny.committed(state.cache, 0, length - 1), tiny.committed(after.cache, 0, length - 1)
+    for before, now in zip(*kept, strict=True):
+        np.testing.assert_array_equal(before, now)
+
+
+def test_a_halted_row_ends_before_the_next_round():
+    loop = scripted()
+    state, _ = loop.begin(PROMPTS, LONGEST, log_probs=True)
+    state, emitted = rounds_of(loop, state, 99, halt=[False, True, False])
+    assert emitted.count.tolist() == [LONGEST - 1, 0, LONGEST - 1]
+    assert state.done.all()
+
+
+def test_a_round_runs_only_if_it_fits():
+    """length + K + 1 ≤ capacity, exactly, in every row; then `grow` lets it go on."""
+    loop = scripted(count=(0, 0, 0))
+    state, _ = loop.begin(PROMPTS, 99, log_probs=True)
+    state, _ = loop.go_on(state, log_probs=True)
+    assert not state.done.any()
+    assert int(state.length.max()) + K == CAPACITY
+    again, emitted = rounds_of(loop, state, 99)
+    assert emitted.count.tolist() == [0, 0, 0]
+    assert again.stats.num_rounds.tolist() == state.stats.num_rounds.tolist()
+    larger = decoding.grow(state, 2 * CAPACITY)
+    assert (larger.capacity, larger.cache.capacity) == (2 * CAPACITY, 2 * CAPACITY)
+    larger, _ = loop.go_on(larger, 3, log_probs=True)
+    assert (larger.length == state.length + 3).all()
+    for prompt, found in zip(PROMPTS, tiny.generated(larger, PROMPTS), strict=True):
+        assert found == tiny.greedy(prompt, len(found))
+
+
+def test_prompt_and_budget_may_fill_the_capacity():
+    """Up to the last round that fits: a prompt of one token, and one that leaves room for one."""
+    budget = CAPACITY - K - 1
+    text = tiny.greedy(PROMPTS[1], budget)
+    rows = [PROMPTS[1], [*PROMPTS[1], *text[:-1]], PROMPTS[0]]
+    loop = scripted(count=(0, 0, 0))
+    state, _ = loop.begin(rows, [budget, 1, 1], log_probs=True)
+    state, _ = loop.go_on(state, log_probs=True)
+    assert state.done.all()
+    assert tiny.generated(state, rows) == [text, text[-1:], tiny.greedy(PROMPTS[0], 1)]
+
+
+def test_a_chunk_reports_no_more_than_its_window():
+    loop = scripted()
+    state, _ = loop.begin(PROMPTS, LONGEST)
+    small = jax.jit(decoding.chunk, static_argnames=("config", "window"))
+    pieces, halt = [], jnp.zeros(3, bool)
+    while not state.done.all():
+        state, emitted = small(
+            loop.config, loop.weights, loop.parts, state, jnp.int32(99), halt, window=K + 2
+        )
+        assert 0 < emitted.count.max() <= K + 2
+        pieces += emitted.tokens[1, : int(emitted.count[1])].tolist()
+    assert pieces == tiny.greedy(PROMPTS[1], LONGEST)[1:]
+
+
+@struct.dataclass
+class TellingWidth:
+    """Accepts nothing, and says how many rows of logits it was given."""
+
+    def accept(self, keys, proposal, logits, law):
+        return Acceptance(jnp.zeros_like(proposal.count), jnp.full_like(proposal.count, logits.shape[1]))
+
+
+@pytest.mark.parametrize("count", [(0, 0, 0), (0, 1, 0), (K, 0, 0), (K, 1, 0)])
+def test_a_round_is_as_wide_as_its_longest_live_draft(count):
+    """One row where nothing is drafted; a finished row's draft counts for nothing, nor one beyond the budget."""
+    loop = scripted(count=count)
+    loop = dataclasses.replace(loop, parts=loop.parts.replace(acceptor=TellingWidth()))
+    budgets = (3, 9, 9)
+    state, _ = loop.begin(PROMPTS, budgets)
+    state, _ = loop.go_on(state)
+    for row, found in enumerate(tiny.generated(state, PROMPTS)):
+        for made, width in enumerate(found[1:], start=1):
+            drafted = [min(c, b - made - 1) for c, b in zip(count, budgets, strict=True) if b > made]
+            assert width == min(w for w in halving_widths(K) if w > max(drafted)), (row, made)
+
+
+def test_insert_into_a_running_batch():
+    """The new row comes out as alone, the others as if nothing had happened."""
+    loop, alone = scripted(wrong={6, 13}, prompts=[0, 2, 2]), scripted(wrong={6, 13}, prompts=[1])
+    rows = [PROMPTS[0], PROMPTS[2], PROMPTS[2]]
+    state, _ = loop.begin(rows, (2, LONGEST, 6), log_probs=True)
+    state, _ = rounds_of(loop, state, 1)
+    assert state.done.tolist() == [True, False, False]
+    single, _ = alone.begin([PROMPTS[1]], 11, seeds=[5], log_probs=True)
+    state = jax.jit(decoding.insert)(state, jnp.int32(0), single)
+    state, _ = rounds_of(loop, state, 99)
+    found = tiny.generated(state, [PROMPTS[1], *rows[1:]])
+    assert found == [
+        tiny.greedy(PROMPTS[1], 11),
+        tiny.greedy(PROMPTS[2], LONGEST),
+        tiny.greedy(PROMPTS[2], 6),
+    ]
+    single, _ = rounds_of(alone, single, 99)
+    assert tiny.generated(single, [PROMPTS[1]]) == found[:1]

@@ -1,0 +1,150 @@
+"""Imports point down only, and only the upper layers touch the world outside."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the bottom up; a module may import what stands below its own line, and the `SHARED` ones among themselves.
+LAYERS = (
+    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics",
+    "jaxspec.model.rope",
+    "jaxspec.model.cache",
+    "jaxspec.model.llama",
+    "jaxspec.model.sharding",
+    "jaxspec.sampling",
+    "jaxspec.protocol",
+    "jaxspec.stopping jaxspec.acceptance",
+    "jaxspec.drafting.chain jaxspec.decoding",
+    "jaxspec.drafting",
+    "jaxspec.selection jaxspec.io",
+    "jaxspec.method_options",
+    "jaxspec.methods",
+    "jaxspec.engine",
+    "jaxspec",
+    "jaxspec.bench",
+    "jaxspec.cli",
+    "jaxspec.__main__",
+    "training",
+)
+SHARED = ("jaxspec.selection", "jaxspec.io", "jaxspec.engine", "jaxspec.bench", "jaxspec.cli", "training")
+# What a module may not import although it stands below.
+NEVER = {
+    "jaxspec.drafting": ("jaxspec.decoding",),
+    "jaxspec.decoding": ("jaxspec.drafting", "jaxspec.stopping", "jaxspec.acceptance"),
+    "jaxspec.acceptance": ("jaxspec.stopping",),
+    "jaxspec.io": ("jaxspec.drafting", "jaxspec.decoding", "jaxspec.stopping", "jaxspec.acceptance"),
+    "jaxspec": ("training", "torch"),
+    "training": ("torch",),
+}
+# These talk to the host; everything else is pure functions over pytrees.
+HOST = ("jaxspec.io", "jaxspec.methods", "jaxspec.engine", "jaxspec.bench", "jaxspec.cli", "jaxspec.__main__")
+HOST_MODULES = {
+    *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),
+    *("subprocess", "threading", "socket", "rich", "tyro", "transformers", "huggingface_hub", "safetensors"),
+}
+HOST_CALLS = {"open", "print", "input", "exec", "eval"}
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for package in ("jaxspec", "training"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of what is imported, inside functions too; of a package's name that is a module, the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def layer(name: str) -> int:
+    """The line that names a module, or else its package; the longest name decides."""
+    if name == "jaxspec":
+        return LAYERS.index(name)
+    lines = [(one, number) for number, line in enumerate(LAYERS) for one in line.split() if one != "jaxspec"]
+    named = [(len(one), number) for one, number in lines if within(name, one)]
+    assert named, f"{name} has no layer; add it to LAYERS"
+    return max(named)[1]
+
+
+def violations(name: str, tree: ast.AST) -> list[str]:
+    """What a module imports or calls that it should not."""
+    wrong = []
+    for other in imports(tree):
+        if within(other, "jaxspec") or within(other, "training"):
+            together = any(within(name, package) and within(other, package) for package in SHARED)
+            initialiser = within(name, other)  # a package's own, empty or at the top
+            if not together and not initialiser and layer(other) >= layer(name):
+                wrong.append(f"{name} imports {other}, which is not below it")
+        for upper, forbidden in NEVER.items():
+            if within(name, upper) and any(within(other, one) for one in forbidden):
+                wrong.append(f"{name} must not import {other}")
+        pure = within(name, "jaxspec") and name != "jaxspec" and not any(within(name, host) for host in HOST)
+        if pure and other.split(".")[0] in HOST_MODULES:
+            wrong.append(f"{name} is pure and must not import {other}")
+        if pure:
+            wrong += [f"{name} is pure and must not call {call}" for call in host_calls(tree)]
+    return wrong
+
+
+def host_calls(tree: ast.AST) -> set[str]:
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {function.id for function in called if isinstance(function, ast.Name)} & HOST_CALLS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    assert violations(name, MODULES[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("jaxspec.decoding", "from jaxspec.drafting import ngram"),
+        ("jaxspec.decoding", "from jaxspec.acceptance import GreedyAcceptor"),
+        ("jaxspec.drafting.ngram", "from jaxspec.drafting.draft_model import DraftModel"),
+        ("jaxspec.drafting.ngram", "from jaxspec.decoding import Parts"),
+        ("jaxspec.model.llama", "def f():\n    import time"),
+        ("jaxspec.model.cache", "from jaxspec.model import llama"),
+        ("jaxspec.sampling", "import jax\nprint(1)"),
+        ("jaxspec.protocol", "from pathlib import Path"),
+        ("jaxspec.engine.session", "from training import step"),
+        ("jaxspec.io.files", "import torch"),
+        ("jaxspec.io.files", "from jaxspec.engine.text import RowText"),
+        ("jaxspec.stopping", "from jaxspec.acceptance import GreedyAcceptor"),
+        ("training.loop", "from torch import nn"),
+        ("jaxspec.engine.session", "from jaxspec import bench\nfrom jaxspec.bench import timing"),
+    ],
+)
+def test_a_wrong_import_is_noticed(name, line):
+    assert violations(name, ast.parse(line)) != []
+
+
+def test_siblings_share_only_the_chain():
+    drafters = [name for name in MODULES if within(name, "jaxspec.drafting")]
+    assert len(drafters) > 3
+    for name in drafters:
+        siblings = {other for other in imports(MODULES[name]) if within(other, "jaxspec.drafting")}
+        assert siblings <= {"jaxspec.drafting.chain"}, name

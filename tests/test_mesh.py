@@ -1,0 +1,61 @@
+"""Eight simulated devices, 2 × 4, decode the same tokens as one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import LanguageModel
+from jaxspec.model.sharding import param_shardings
+from tests import reference, tiny
+
+assert jax.device_count() == 8
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+config = dataclasses.replace(tiny.TARGET, vocab_size=16, num_kv_heads=4)
+small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_heads=4, num_kv_heads=4)
+spread = [
+    LanguageModel(one, jax.device_put(tiny.params(one), param_shardings(mesh, one)), mesh=mesh, name=name)
+    for one, name in ((config, "target"), (small, "draft"))
+]
+weights = spread[0].params["layers"][0]["attention"]["qkv"]
+assert weights.sharding.spec[0] == "model" and len(weights.sharding.device_set) == 8
+prompts = [[5], [7, 1, 7, 1, 7, 1, 7, 2]]
+expected = [reference.greedy(config, tiny.params(config), prompt, 10) for prompt in prompts]
+for options in (
+    {"method": "autoregressive"},
+    {"method": "ngram", "num_draft_tokens": 2},
+    {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
+):
+    rows = spread[0].generate(prompts, max_new_tokens=10, **options)
+    assert [row.tokens for row in rows] == expected, options
+    print(options["method"])
+"""
+
+
+def test_a_mesh_decodes_as_one_device():
+    root = Path(__file__).parents[1]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "autoregressive",
+        "ngram",
+        "draft-model",
+    ]

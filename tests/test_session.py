@@ -1,0 +1,249 @@
+"""The engine with token ids: batches, buckets, refilling, seeds and statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.acceptance import BlockAcceptor
+from jaxspec.engine import session as engine
+from jaxspec.engine.executables import Executables
+from jaxspec.engine.session import RowRequest, Session, bucket
+from jaxspec.protocol import Weights
+from tests import reference, tiny
+
+PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))
+each_method = pytest.mark.parametrize("method", tiny.METHODS)
+
+
+def generate(lm, prompts, method="autoregressive", **options):
+    return lm.generate([list(prompt) for prompt in prompts], **tiny.options(method), **options)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """Batches start in the smallest bucket instead of the one they end in."""
+    monkeypatch.setattr(engine, "START_CAPACITY", engine.MIN_CAPACITY)
+
+
+@each_method
+def test_alone_in_a_batch_and_streamed(lm, method):
+    """All of it the text of the slow decoder."""
+    budgets = (14, 18)
+    batch = generate(lm, PROMPTS, method, max_new_tokens=budgets, ignore_eos=True)
+    for prompt, budget, row in zip(PROMPTS, budgets, batch, strict=True):
+        assert row.tokens == tiny.greedy(prompt, budget)
+        alone = generate(lm, [prompt], method, max_new_tokens=budget, ignore_eos=True)[0]
+        assert (alone.tokens, alone.finish_reason) == (row.tokens, "length")
+    pieces = list(generate(lm, PROMPTS, method, max_new_tokens=budgets, ignore_eos=True, stream=True))
+    for index, row in enumerate(batch):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert [token for piece in mine for token in piece.tokens] == row.tokens
+        assert [piece.result is not None for piece in mine] == [False] * (len(mine) - 1) + [True]
+        assert mine[-1].result.tokens == row.tokens
+
+
+@each_method
+def test_end_of_text(lm, method):
+    """The end is among the tokens, even within an accepted draft; `ignore_eos` goes on."""
+    budget = 18
+    whole = [tiny.greedy(prompt, budget) for prompt in PROMPTS]
+    assert any(tiny.EOS in text[:-1] for text in whole)
+    for prompt, row in zip(PROMPTS, generate(lm, PROMPTS, method, max_new_tokens=budget), strict=True):
+        assert row.tokens == tiny.greedy(prompt, budget, (tiny.EOS,))
+        assert row.finish_reason == ("eos" if tiny.EOS in row.tokens else "length")
+
+
+@each_method
+def test_statistics(lm, method):
+    """Each round commits what was accepted, and one token more."""
+    for row in generate(lm, PROMPTS, method, max_new_tokens=18, ignore_eos=True):
+        stats = row.statistics
+        assert stats.num_tokens == len(row.tokens) == 18
+        assert stats.num_tokens == 1 + stats.num_rounds + stats.num_accepted_tokens
+        assert sum(row.drafted) == stats.num_accepted_tokens <= stats.num_draft_tokens
+        assert sum(stats.acceptance_histogram) == stats.num_drafts <= stats.num_rounds
+        accepted = sum(count * rounds for count, rounds in enumerate(stats.acceptance_histogram))
+        assert accepted == stats.num_accepted_tokens
+        assert stats.mean_acceptance_length == pytest.approx(17 / stats.num_rounds)
+        if method == "autoregressive":
+            assert (stats.num_rounds, stats.num_drafts, stats.draft_acceptance_rate) == (17, 0, None)
+        else:
+            assert stats.num_accepted_tokens > 0
+            assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
+        assert stats.compile_ms <= stats.decode_ms <= stats.elapsed_ms
+
+
+def test_a_single_token(lm):
+    row = generate(lm, PROMPTS[:1], max_new_tokens=1)[0]
+    assert row.tokens == tiny.greedy(PROMPTS[0], 1)
+    assert (row.statistics.mean_acceptance_length, row.statistics.tokens_per_second) == (None, None)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft-exit"])
+def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
+    found = generate(lm, PROMPTS[:1], method, max_new_tokens=80, ignore_eos=True)[0]
+    assert found.tokens == tiny.greedy(PROMPTS[0], 80)
+    assert found.statistics.num_tokens == 80
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "draft-exit"])
+def test_finished_rows_make_room(lm, method):
+    """More prompts than rows: every text is what it would have been alone, in the order of the prompts."""
+    prompts, budgets = [*PROMPTS, (1, 2, 3), (4,), (9, 9)], [3, 16, 1, 12, 7]
+    rows = generate(lm, prompts, method, max_new_tokens=budgets, ignore_eos=True, max_batch=2)
+    for prompt, budget, row in zip(prompts, budgets, rows, strict=True):
+        assert row.tokens == tiny.greedy(prompt, budget)
+        assert row.statistics.num_tokens == 1 + row.statistics.num_rounds + row.statistics.num_accepted_tokens
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_room_for_a_longer_prompt(lm, small_buckets, max_batch):
+    """A prompt that does not fit the bucket its row ran in, with and without a neighbour."""
+    longer = tuple(tiny.greedy(PROMPTS[0], 40))
+    prompts, budgets = [PROMPTS[0], PROMPTS[1], longer], [3, 20, 4]
+    rows = generate(lm, prompts, max_new_tokens=budgets, ignore_eos=True, max_batch=max_batch)
+    for prompt, budget, row in zip(prompts, budgets, rows, strict=True):
+        assert row.tokens == tiny.greedy(prompt, budget)
+
+
+def test_prompt_and_budget_may_fill_the_context():
+    context = 40
+    lm = tiny.language_model(max_position_embeddings=context)
+    whole = tiny.greedy(PROMPTS[0], context - 1)
+    row = lm.generate(
+        [*PROMPTS[0]], max_new_tokens=context - 1, ignore_eos=True, method="ngram", num_draft_tokens=3
+    )
+    assert row.tokens == whole
+    almost = [*PROMPTS[0], *whole[:-1]]
+    assert len(almost) == context - 1
+    row = lm.generate(almost, max_new_tokens=1, ignore_eos=True, method="ngram", num_draft_tokens=3)
+    assert row.tokens == whole[-1:]
+    with pytest.raises(ValueError, match=r"exceed the model's context of 40"):
+        lm.generate(almost, max_new_tokens=2)
+
+
+@each_method
+def test_log_probs_are_the_targets(lm, method):
+    budget = 10
+    row = generate(lm, PROMPTS[:1], method, max_new_tokens=budget, ignore_eos=True, logprobs=True)[0]
+    text = [*PROMPTS[0], *row.tokens]
+    logits = reference.forward(tiny.TARGET, tiny.params(), text)[len(PROMPTS[0]) - 1 : -1]
+    laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    np.testing.assert_allclose(row.log_probs, laws[range(budget), row.tokens], atol=1e-4)
+
+
+# Randomness
+
+
+def session_of(lm, requests, **options) -> dict[int, list[int]]:
+    """Texts by stream."""
+    drafter, weights = tiny.drafter_of("draft-exit", "any_of")
+    session = Session(
+        lm.executables, lm.config, Weights(lm.params, weights), drafter, BlockAcceptor(), requests, **options
+    )
+    texts: dict[int, list[int]] = {request.stream: [] for request in requests}
+    while not session.done:
+        for update in session.step(3):
+            texts[requests[update.index].stream] += update.tokens
+    return texts
+
+
+def test_order_and_neighbours_do_not_matter(lm):
+    """A stream is drawn alike whichever row it is in and whoever is beside it; temperatures are per row."""
+    first = RowRequest(PROMPTS[0], 12, temperature=1.0, seed=7, stream=0)
+    second = RowRequest(PROMPTS[1], 16, temperature=0.0, seed=7, stream=1)
+    third = RowRequest(PROMPTS[1], 9, temperature=1.5, seed=7, stream=2)
+    one = session_of(lm, [first, second, third], max_batch=2)
+    other = session_of(lm, [third, first, second], max_batch=2)
+    assert one == other
+    assert one[1] == tiny.greedy(PROMPTS[1], 16)
+    assert [len(one[stream]) for stream in range(3)] == [12, 16, 9]
+
+
+def test_seeds(lm):
+    options = {"max_new_tokens": 16, "temperature": 1.0, "ignore_eos": True}
+    prompts = [PROMPTS[0]] * 2
+    texts = {seed: [row.tokens for row in generate(lm, prompts, **options, seed=seed)] for seed in (0, 1)}
+    assert texts[0] == [row.tokens for row in generate(lm, prompts, **options, seed=0)]
+    distinct = {tuple(text) for both in texts.values() for text in both}
+    assert len(distinct) == 4
+
+
+def test_a_seed_of_its_own_makes_a_row_independent_of_its_place(lm):
+    options = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    first, second = generate(lm, PROMPTS, **options, seed=[3, 4])
+    turned = generate(lm, PROMPTS[::-1], **options, seed=[4, 3])
+    assert [row.tokens for row in turned] == [second.tokens, first.tokens]
+
+
+def test_numbers_per_row(lm):
+    """Rows of one batch with their own temperature and filters; top-k of 1 is greedy too."""
+    rows = generate(
+        lm, [PROMPTS[0]] * 2, max_new_tokens=12, ignore_eos=True, temperature=[0.0, 1.0], top_k=[0, 1]
+    )
+    assert [row.tokens for row in rows] == [tiny.greedy(PROMPTS[0], 12)] * 2
+
+
+# Compilation
+
+
+@each_method
+def test_nothing_recompiles_within_a_bucket(lm, method):
+    """By the engine's count, and by JAX's own events."""
+    generate(lm, PROMPTS, method, max_new_tokens=8)
+    generate(lm, PROMPTS, method, max_new_tokens=8, temperature=0.5)
+    jax.random.fold_in(jax.random.key(3), 1)
+    count, events = lm.executables.num_compilations, []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        generate(lm, ((1, 2, 3, 4, 5), (3,)), method, max_new_tokens=[15, 2], seed=4)
+        generate(
+            lm, ((9,), (3, 3)), method, max_new_tokens=[1, 20], seed=5, temperature=[0.0, 1.3], stop="ab"
+        )
+        list(generate(lm, ((9,), (3, 3)), method, max_new_tokens=3, ignore_eos=True, stream=True))
+        assert lm.executables.num_compilations == count
+        assert not events
+        jax.jit(lambda x: x + math.pi)(jnp.zeros(17))
+        assert events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_failed_compilation_is_tried_again():
+    """And told to whoever asked, not kept."""
+    executables, wrong = Executables(), [True]
+
+    @jax.jit
+    def function(x):
+        if wrong.pop() if wrong else False:
+            raise RuntimeError("interrupted")
+        return x + 1
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        executables.call(function, jnp.zeros(3))
+    executables.prepare(function, jax.ShapeDtypeStruct((3,), jnp.float32))
+    executables.wait()
+    assert executables.call(function, jnp.zeros(3)).tolist() == [1, 1, 1]
+    assert executables.num_compilations == 1
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket(size) for size in (1, 32, 33, 64, 65, 1000)] == [32, 32, 64, 64, 128, 1024]
+    assert bucket(3, 2) == 4
+
+
+def test_requests_are_values():
+    request = RowRequest((1,), 2)
+    assert dataclasses.replace(request, seed=1) != request

@@ -1,0 +1,324 @@
+"""Small models, the parts of every method, and the loop compiled without the engine around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats
+
+from jaxspec import decoding
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant
+from tests import reference
+
+TARGET = LlamaConfig(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_position_embeddings=512,
+)
+# A draft of the same vocabulary.
+SMALL = dataclasses.replace(TARGET, num_layers=1, num_heads=2, num_kv_heads=2)
+K = 3
+CAPACITY = 32
+
+
+@functools.cache
+def params(config: LlamaConfig = TARGET, seed: int = 2) -> llama.Params:
+    """Random parameters on the device; a large embedding that all of a seed share makes drafts often agree."""
+    drawn = reference.random_params(config, seed)
+    shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
+    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.float32([[[1.5]], [[0.6]]])
+    return jax.tree.map(jnp.asarray, drawn)
+
+
+# Parts
+
+RULES: dict[str, Callable[[], Any]] = {
+    "constant": Constant,
+    "confidence": lambda: ConfidenceBelow(jnp.float32(0.3)),
+    "adaptive": lambda: AdaptiveLength(jnp.int32(2), jnp.int32(2), jnp.int32(1)),
+    "any_of": lambda: AnyOf((ConfidenceBelow(jnp.float32(0.2)), RULES["adaptive"]())),
+}
+ACCEPTORS = {"greedy": GreedyAcceptor, "rejection": RejectionAcceptor, "block": BlockAcceptor}
+REFERENCE = np.array([*range(13), BREAK, 4, 4, 9, 1, 7, 2, 2, 5, BREAK, BREAK], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """Names of a drafter, a stop rule (`-` for drafters without) and an acceptor."""
+
+    drafter: str
+    rule: str
+    acceptor: str
+
+    def __str__(self) -> str:
+        return "-".join(name for name in (self.drafter, self.rule, self.acceptor) if name != "-")
+
+
+def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tuple[Any, Any]:
+    """A drafter and its parameters."""
+    if name == "autoregressive":
+        return Autoregressive(), None
+    if name == "ngram-reference":
+        tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
+        return NGram(jnp.asarray(tokens), num_draft_tokens=K), None
+    if name.startswith("ngram"):
+        return NGram(match=name.partition("-")[2] or "latest", num_draft_tokens=K), None
+    made: Any = RULES["constant" if rule == "-" else rule]()
+    if name == "draft-exit":
+        return DraftModel(config.truncated(1), made, K), llama.truncate(params(config), 1)
+    small = dataclasses.replace(config, num_layers=1, num_heads=2, num_kv_heads=2)
+    return DraftModel(small, made, K), params(small)
+
+
+def full_product() -> list[Combination]:
+    """Every drafter with every stop rule and acceptor."""
+    plain = ["autoregressive", "ngram", "ngram-earliest", "ngram-longest", "ngram-random", "ngram-reference"]
+    drafters = [(name, "-") for name in plain]
+    drafters += list(itertools.product(["draft-model", "draft-exit"], RULES))
+    return [Combination(*drafter, acceptor) for drafter in drafters for acceptor in ACCEPTORS]
+
+
+def pairwise() -> list[Combination]:
+    """Every pair of method, rule and acceptor at least once; each method's variants take turns."""
+    chosen = []
+    for turn, acceptor in enumerate(ACCEPTORS):
+        chosen.append(Combination("autoregressive", "-", acceptor))
+        chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
+        for number, rule in enumerate(RULES):
+            chosen.append(Combination(("draft-model", "draft-exit")[(turn + number) % 2], rule, acceptor))
+    return chosen
+
+
+# The loop
+
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece", "merged", "log_probs"))
+# Not donated: tests look at a state before and after.
+chunk = jax.jit(decoding.chunk, static_argnames=("config", "window", "log_probs"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A method on a model, one row a prompt."""
+
+    parts: Parts
+    weights: Weights
+    config: LlamaConfig = TARGET
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        budgets: int | Sequence[int] = 12,
+        *,
+        eos: Collection[int] = (),
+        seeds: Sequence[int] | None = None,
+        capacity: int = CAPACITY,
+        log_probs: bool = False,
+    ) -> tuple[DecodeState, Emitted]:
+        """Prefills the prompts."""
+        batch = len(prompts)
+        tokens, eos_ids = np.zeros((batch, capacity), np.int32), np.full((batch, 2), -1, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            eos_ids[row, : len(eos)] = list(eos)
+        length = np.array([len(prompt) for prompt in prompts], np.int32)
+        keys = jax.vmap(jax.random.key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
+        limit = np.asarray(length + np.asarray(budgets), np.int32)
+        request = Request(*map(jnp.asarray, (tokens, length, limit, eos_ids)), keys)
+        return prefill(self.config, self.weights, self.parts, request, piece=8, log_probs=log_probs)
+
+    def go_on(
+        self,
+        state: DecodeState,
+        rounds: int = 99,
+        halt: Sequence[bool] | None = None,
+        log_probs: bool = False,
+    ) -> tuple[DecodeState, Emitted]:
+        """One chunk."""
+        stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
+        return chunk(
+            self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
+            window=CAPACITY, log_probs=log_probs,
+        )  # fmt: skip
+
+    def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
+        """What each row generates."""
+        state, _ = self.begin(prompts, *args, **options)
+        state, _ = self.go_on(state)
+        assert state.done.all(), "the rows did not fit the capacity"
+        return generated(state, prompts)
+
+
+def loop(combination: Combination, law: Law | None = None, config: LlamaConfig = TARGET) -> Loop:
+    """The loop of a combination: under its acceptor's usual law if none is given."""
+    drafter, weights = drafter_of(combination.drafter, combination.rule, config)
+    if law is None:
+        law = Greedy() if combination.acceptor == "greedy" else mixed_law()
+    return Loop(
+        Parts(drafter, ACCEPTORS[combination.acceptor](), law), Weights(params(config), weights), config
+    )
+
+
+def mixed_law() -> Sampling:
+    """For three rows, of which the first is greedy."""
+    return Sampling(jnp.array([0.0, 1.0, 0.7]))
+
+
+def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens after each prompt."""
+    rows = zip(np.asarray(state.tokens), np.asarray(state.length), prompts, strict=True)
+    return [row[len(prompt) : length].tolist() for row, length, prompt in rows]
+
+
+def greedy(prompt: Sequence[int], budget: int, eos: Collection[int] = ()) -> list[int]:
+    """What plain greedy decoding of the target must give."""
+    return list(_greedy(tuple(prompt), budget, tuple(eos)))
+
+
+@functools.cache
+def _greedy(prompt: tuple[int, ...], budget: int, eos: tuple[int, ...]) -> list[int]:
+    return reference.greedy(TARGET, params(), prompt, budget, eos)
+
+
+def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
+    """A copy of what a cache holds of a row's first `length` positions, whatever its layout."""
+    arrays = [np.asarray(array) for array in jax.tree.leaves(cache.layers)]
+    return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]
+
+
+# The engine
+
+EOS = 7
+TOKENS = ["<s>", " ", "a", "b", "c", "d", "e", "</s>", "ba", "cd", "e ", "ab", "ab "]
+MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
+# What `generate` is told, by method.
+METHODS: dict[str, dict[str, Any]] = {
+    "autoregressive": {"method": "autoregressive"},
+    "ngram": {"method": "ngram", "num_draft_tokens": K},
+    "draft-model": {"method": "draft-model", "num_draft_tokens": K},
+    "draft-exit": {
+        "method": "draft-model",
+        "draft_exit": 1,
+        "num_draft_tokens": K,
+        "stop_rule": ("confidence", "adaptive-length"),
+        "gamma": 0.3,
+    },
+}
+
+
+def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
+    """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters."""
+    config = dataclasses.replace(config, eos_token_ids=(EOS,), **changes)
+    weights = params(TARGET) if config.num_layers == TARGET.num_layers else params(SMALL)
+    return LanguageModel(config, weights, tokenizer(), name=name)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Merges letters into pairs, so that a text does not tell where its tokens end."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE({token: index for index, token in enumerate(TOKENS)}, MERGES))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+
+
+def options(method: str) -> dict[str, Any]:
+    """What `LanguageModel.generate` is told for a name in `METHODS`."""
+    return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})
+
+
+@functools.cache
+def small_model() -> LanguageModel:
+    """The draft of `draft-model`."""
+    return language_model(SMALL, "small")
+
+
+# Laws
+
+
+def warp(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step."""
+    logits = np.asarray(logits, np.float64)
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    probs = _normalised(np.exp((logits - logits.max()) / temperature))
+    if top_k > 0:
+        probs = _normalised(np.where(probs >= np.sort(probs)[::-1][min(top_k, len(probs)) - 1], probs, 0))
+    if top_p < 1:
+        kept, mass = np.zeros(len(probs), bool), 0.0
+        for token in np.argsort(-probs, kind="stable"):
+            if mass < top_p:
+                kept[token] = True
+            mass += probs[token]
+        probs = _normalised(np.where(kept, probs, 0))
+    return _normalised(np.where(probs >= min_p * probs.max(), probs, 0))
+
+
+def _normalised(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum()
+
+
+def text_law(
+    next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens, or ended by one of `eos` before."""
+
+    def texts(prefix: tuple[int, ...], mass: float) -> Iterator[tuple[tuple[int, ...], float]]:
+        if len(prefix) == length or (prefix and prefix[-1] in eos):
+            yield prefix, mass
+            return
+        for token, prob in enumerate(next_probs(prefix)):
+            if prob > 0:
+                yield from texts((*prefix, token), mass * prob)
+
+    return dict(texts((), 1.0))
+
+
+def distance(law: dict[Any, float], other: dict[Any, float]) -> float:
+    """Total variation."""
+    return sum(abs(law.get(text, 0.0) - other.get(text, 0.0)) for text in {*law, *other}) / 2
+
+
+def chi_square(samples: Sequence[Any], law: dict[Any, float]) -> float:
+    """The p-value of samples under a law, rare outcomes taken together."""
+    counts: dict[Any, int] = {}
+    for sample in samples:
+        counts[sample] = counts.get(sample, 0) + 1
+    assert set(counts) <= set(law), "an impossible outcome"
+    cells = sorted((len(samples) * prob, counts.get(text, 0)) for text, prob in law.items())
+    pooled = [[0.0, 0]]
+    for expected, count in cells:
+        if pooled[-1][0] >= 8:
+            pooled.append([0.0, 0])
+        pooled[-1][0] += expected
+        pooled[-1][1] += count
+    statistic = sum((count - expected) ** 2 / expected for expected, count in pooled)
+    return float(stats.chi2.sf(statistic, max(len(pooled) - 1, 1)))
