@@ -165,6 +165,30 @@ class Drafter(Protocol):
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
 
 
+class StatelessRule:
+    """What a stop rule that remembers nothing has in common with others; it supplies `stop`."""
+
+    def init(self, batch_size: int) -> State:
+        """No state."""
+        return ()
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        """Learns nothing."""
+        return state
+
+
+class StatelessDrafter:
+    """The same for a drafter; it supplies `propose`."""
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
+        """No state."""
+        return ()
+
+    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
+        """Learns nothing."""
+        return state
+
+
 class Acceptor(Protocol):
     """Compares a proposal with the target's logits; stateless.
 

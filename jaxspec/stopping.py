@@ -6,28 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.protocol import Outcome, Signal, State, StopRule
+from jaxspec.protocol import Outcome, Signal, State, StatelessRule, StopRule
 
 
 @struct.dataclass
-class Constant:
+class Constant(StatelessRule):
     """Never stops by itself: every draft has K tokens (Chen et al. 2023, Leviathan et al. 2023)."""
-
-    def init(self, batch_size: int) -> State:
-        """No state."""
-        return ()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """False for every row, bool[B]."""
         return jnp.zeros(signal.token.shape, bool), state
 
-    def observe(self, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
-        return state
-
 
 @struct.dataclass
-class ConfidenceBelow:
+class ConfidenceBelow(StatelessRule):
     """Stops after a token whose raw draft probability is below γ; the token itself is kept.
 
     The exit of Draft & Verify (Zhang et al. 2023, §3.3). Raw: before temperature and filters.
@@ -38,19 +30,11 @@ class ConfidenceBelow:
 
     gamma: jax.Array
 
-    def init(self, batch_size: int) -> State:
-        """No state."""
-        return ()
-
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """Whether the token was doubtful, bool[B]."""
         log_probs = jax.nn.log_softmax(signal.logits, axis=-1)
         drawn = jnp.take_along_axis(log_probs, signal.token[:, None], axis=-1)[:, 0]
         return jnp.exp(drawn) < self.gamma, state
-
-    def observe(self, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
-        return state
 
 
 @struct.dataclass

@@ -23,7 +23,7 @@ from jaxspec.io.memory import check_fits
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
 from jaxspec.sampling import Greedy, Law
 
 ROWS = (1, 2, 5, 9)
@@ -42,7 +42,7 @@ SHAPES: dict[str, LlamaConfig] = {
 
 
 @struct.dataclass
-class WrongDrafts:
+class WrongDrafts(StatelessDrafter):
     """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
 
     Attributes:
@@ -56,10 +56,6 @@ class WrongDrafts:
         """Always all rows."""
         return (self.num_draft_tokens + 1,)
 
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """No state."""
-        return ()
-
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
     ) -> tuple[Proposal, State, KVCache]:
@@ -69,10 +65,6 @@ class WrongDrafts:
         tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
         count = jnp.full_like(view.length, self.num_draft_tokens)
         return Proposal(tokens.astype(jnp.int32), count), state, view.cache
-
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
-        return state
 
 
 def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights
 from jaxspec.sampling import Law
 
 
 @struct.dataclass
-class Autoregressive:
+class Autoregressive(StatelessDrafter):
     """K = 0: each round feeds the pending token and yields one."""
 
     @property
@@ -25,17 +25,9 @@ class Autoregressive:
         """One row."""
         return (1,)
 
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """No state."""
-        return ()
-
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
     ) -> tuple[Proposal, State, KVCache]:
         """An empty proposal."""
         batch = view.length.shape[0]
         return Proposal(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)), state, view.cache
-
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
-        return state

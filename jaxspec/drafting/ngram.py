@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights, halving_widths
+from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, halving_widths
 from jaxspec.sampling import Law, categorical
 
 Match = Literal["latest", "earliest", "longest", "random"]
@@ -18,7 +18,7 @@ BREAK = -1
 
 
 @struct.dataclass
-class NGram:
+class NGram(StatelessDrafter):
     """Finds an earlier place that ends in the same tokens, and proposes what followed there.
 
     The last n committed tokens are looked for, n from `ngram_max` down to `ngram_min`; the first n with a
@@ -44,10 +44,6 @@ class NGram:
         """One row where nothing was found."""
         return halving_widths(self.num_draft_tokens)
 
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """No state: the text is in the view."""
-        return ()
-
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
     ) -> tuple[Proposal, State, KVCache]:
@@ -68,10 +64,6 @@ class NGram:
         columns = jnp.minimum(end[:, None] + 1 + jnp.arange(self.num_draft_tokens)[None], text.shape[1] - 1)
         tokens = jnp.maximum(jnp.take_along_axis(text, columns, axis=1), 0)
         return Proposal(tokens, count), state, view.cache
-
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
-        return state
 
     def _match_lengths(self, text: jax.Array, view: View) -> jax.Array:
         """int32[B, N]: how many tokens up to and including each place equal the text's last ones."""
