@@ -18,7 +18,7 @@ from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.protocol import Acceptance, Proposal, Weights, halving_widths
 from jaxspec.sampling import Greedy
-from tests import reference, tiny
+from tests import tiny
 
 V, K, CAPACITY = tiny.TARGET.vocab_size, tiny.K, tiny.CAPACITY
 PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
@@ -132,16 +132,13 @@ def test_what_is_committed_and_counted(wrong, count, budgets, eos):
             assert getattr(state.stats, name)[row] == getattr(expected, name), name
         assert state.stats.acceptance_histogram[row].tolist() == expected.acceptance_histogram
         assert emitted.drafted[row, :size].sum() == expected.num_accepted_tokens
-        logits = reference_logits(row)[: len(found)]
-        laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         reported = [float(first.log_probs[row, 0]), *emitted.log_probs[row, :size].tolist()]
-        np.testing.assert_allclose(reported, laws[range(len(found)), found], atol=1e-4)
+        np.testing.assert_allclose(reported, laws_of(row)[: len(found)], atol=1e-4)
 
 
 @functools.cache
-def reference_logits(row: int) -> np.ndarray:
-    text = truth(row)
-    return reference.forward(tiny.TARGET, tiny.params(), text)[len(PROMPTS[row]) - 1 :]
+def laws_of(row: int) -> np.ndarray:
+    return tiny.log_probs(PROMPTS[row], truth(row)[len(PROMPTS[row]) :])
 
 
 def rounds_of(loop: tiny.Loop, state, rounds: int, **options):
@@ -212,22 +209,24 @@ def test_a_round_runs_only_if_it_fits():
     assert again.stats.num_rounds.tolist() == state.stats.num_rounds.tolist()
     larger = decoding.grow(state, 2 * CAPACITY)
     assert (larger.capacity, larger.cache.capacity) == (2 * CAPACITY, 2 * CAPACITY)
-    larger, _ = loop.go_on(larger, 3, log_probs=True)
-    assert (larger.length == state.length + 3).all()
-    for prompt, found in zip(PROMPTS, tiny.generated(larger, PROMPTS), strict=True):
-        assert found == tiny.greedy(prompt, len(found))
+    larger, emitted = loop.go_on(larger, 6, log_probs=True)
+    assert emitted.count.tolist() == [6, 6, 6]
+    for row, found in enumerate(tiny.generated(larger, PROMPTS)):
+        assert found == tiny.greedy(PROMPTS[row], len(found))
+        expected = tiny.log_probs(PROMPTS[row], found)[-6:]
+        np.testing.assert_allclose(emitted.log_probs[row, :6], expected, atol=1e-4)
 
 
 def test_prompt_and_budget_may_fill_the_capacity():
     """Up to the last round that fits: a prompt of one token, and one that leaves room for one."""
     budget = CAPACITY - K - 1
     text = tiny.greedy(PROMPTS[1], budget)
-    rows = [PROMPTS[1], [*PROMPTS[1], *text[:-1]], PROMPTS[0]]
+    rows = [PROMPTS[1], [*PROMPTS[1], *text[:-2]], PROMPTS[0]]
     loop = scripted(count=(0, 0, 0))
     state, _ = loop.begin(rows, [budget, 1, 1], log_probs=True)
     state, _ = loop.go_on(state, log_probs=True)
     assert state.done.all()
-    assert tiny.generated(state, rows) == [text, text[-1:], tiny.greedy(PROMPTS[0], 1)]
+    assert tiny.generated(state, rows) == [text, text[-2:-1], tiny.greedy(PROMPTS[0], 1)]
 
 
 def test_a_chunk_reports_no_more_than_its_window():
@@ -275,8 +274,12 @@ def test_insert_into_a_running_batch():
     assert state.done.tolist() == [True, False, False]
     single, _ = alone.begin([PROMPTS[1]], 11, seeds=[5], log_probs=True)
     state = jax.jit(decoding.insert)(state, jnp.int32(0), single)
-    state, _ = rounds_of(loop, state, 99)
+    state, emitted = rounds_of(loop, state, 99)
     found = tiny.generated(state, [PROMPTS[1], *rows[1:]])
+    for row, prompt in enumerate([PROMPTS[1], *rows[1:]]):
+        count = int(emitted.count[row])
+        expected = tiny.log_probs(prompt, found[row])[-count:] if count else []
+        np.testing.assert_allclose(emitted.log_probs[row, :count], expected, atol=1e-4)
     assert found == [
         tiny.greedy(PROMPTS[1], 11),
         tiny.greedy(PROMPTS[2], LONGEST),

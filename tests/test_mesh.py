@@ -21,7 +21,7 @@ from tests import reference, tiny
 assert jax.device_count() == 8
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 config = dataclasses.replace(tiny.TARGET, vocab_size=16, num_kv_heads=4)
-small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_heads=4, num_kv_heads=4)
+small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_kv_heads=4)
 spread = [
     LanguageModel(one, jax.device_put(tiny.params(one), param_shardings(mesh, one)), mesh=mesh, name=name)
     for one, name in ((config, "target"), (small, "draft"))

@@ -40,17 +40,17 @@ TARGET = LlamaConfig(
     max_position_embeddings=512,
 )
 # A draft of the same vocabulary.
-SMALL = dataclasses.replace(TARGET, num_layers=1, num_heads=2, num_kv_heads=2)
+SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=20)
 K = 3
 CAPACITY = 32
 
 
 @functools.cache
-def params(config: LlamaConfig = TARGET, seed: int = 2) -> llama.Params:
-    """Random parameters on the device; a large embedding that all of a seed share makes drafts often agree."""
+def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
+    """Random parameters on the device; what a seed's models share makes their drafts agree now and then."""
     drawn = reference.random_params(config, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
-    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.float32([[[1.5]], [[0.6]]])
+    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.float32([[[1.0]], [[0.6]]])
     return jax.tree.map(jnp.asarray, drawn)
 
 
@@ -59,7 +59,7 @@ def params(config: LlamaConfig = TARGET, seed: int = 2) -> llama.Params:
 RULES: dict[str, Callable[[], Any]] = {
     "constant": Constant,
     "confidence": lambda: ConfidenceBelow(jnp.float32(0.3)),
-    "adaptive": lambda: AdaptiveLength(jnp.int32(2), jnp.int32(2), jnp.int32(1)),
+    "adaptive": lambda: AdaptiveLength(*map(jnp.int32, (2, 2, 1, K))),
     "any_of": lambda: AnyOf((ConfidenceBelow(jnp.float32(0.2)), RULES["adaptive"]())),
 }
 ACCEPTORS = {"greedy": GreedyAcceptor, "rejection": RejectionAcceptor, "block": BlockAcceptor}
@@ -90,7 +90,7 @@ def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tupl
     made: Any = RULES["constant" if rule == "-" else rule]()
     if name == "draft-exit":
         return DraftModel(config.truncated(1), made, K), llama.truncate(params(config), 1)
-    small = dataclasses.replace(config, num_layers=1, num_heads=2, num_kv_heads=2)
+    small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
     return DraftModel(small, made, K), params(small)
 
 
@@ -203,6 +203,13 @@ def _greedy(prompt: tuple[int, ...], budget: int, eos: tuple[int, ...]) -> list[
     return reference.greedy(TARGET, params(), prompt, budget, eos)
 
 
+def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
+    """Of each token of a text after a prompt, under the target's raw law, by the slow decoder."""
+    logits = reference.forward(TARGET, params(), [*prompt, *text])[len(prompt) - 1 : -1]
+    laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return laws[range(len(text)), text]
+
+
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
     """A copy of what a cache holds of a row's first `length` positions, whatever its layout."""
     arrays = [np.asarray(array) for array in jax.tree.leaves(cache.layers)]
@@ -211,8 +218,8 @@ def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
 
 # The engine
 
-EOS = 7
-TOKENS = ["<s>", " ", "a", "b", "c", "d", "e", "</s>", "ba", "cd", "e ", "ab", "ab "]
+EOS = 10
+TOKENS = ["<s>", " ", "a", "b", "c", "d", "e", "e ", "ba", "cd", "</s>", "ab", "ab "]
 MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
 # What `generate` is told, by method.
 METHODS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.loading import resolve_placement
+from jaxspec.engine.session import prefill_piece
 from jaxspec.io.memory import check_fits
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
@@ -79,7 +80,7 @@ def profile(
     dtype: str | None = None,
     device: str | None = None,
     *,
-    repeats: int = 9,
+    repeats: int = 25,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Times a model, or random weights of a named shape, on a device.
@@ -168,7 +169,8 @@ class Steps:
             state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
             return decoding.chunk(lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity)
 
-        self.prefill = lambda: start(params, long, piece=PREFILL)
+        piece = prefill_piece(PREFILL, lm.device.platform)
+        self.prefill = lambda: start(params, long, piece=piece)
         self._rounds = functools.partial(rounds, params)
         self.rounds = ROUNDS
         self._state, _ = start(params, request, piece=LIVE)

@@ -25,8 +25,10 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dic
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; give at least 1")
     taken: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
+    for turn in range(repeats):
+        # There and back: what runs before a function leaves its mark on it.
+        order = list(functions.items())
+        for name, function in order if turn % 2 == 0 else reversed(order):
             began = time.perf_counter()
             function()
             taken[name].append(1e3 * (time.perf_counter() - began))

@@ -24,8 +24,8 @@ from jaxspec.sampling import Greedy, Law, Sampling
 # Below this many tokens in all a batch starts in the bucket it ends in; above, it grows as it goes.
 START_CAPACITY = 512
 MIN_CAPACITY = 32
-# Positions fed at once by a prefill: bounds its memory.
-MAX_PIECE, MIN_PIECE = 256, 16
+# Positions fed at once by a prefill: bounds its memory. A CPU is as fast with few (see `numerics`), and pads less.
+MAX_PIECE, MAX_PIECE_CPU, MIN_PIECE = 256, 32, 16
 # Tokens a row can emit between two looks of the host, beyond the K + 1 of the last round.
 WINDOW = 64
 
@@ -82,6 +82,11 @@ def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
+def prefill_piece(longest: int, platform: str) -> int:
+    """How many positions a prefill feeds at once where the longest prompt has so many tokens."""
+    return min(bucket(longest, MIN_PIECE), MAX_PIECE_CPU if platform == "cpu" else MAX_PIECE)
+
+
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:
     """Whether any row is drawn at random."""
     return any(request.temperature > 0 for request in requests)
@@ -119,6 +124,7 @@ class Session:
         self._call, self._prepare = executables.call, executables.prepare
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = _filters_used(requests) if needs_sampling(requests) else None
         self._drafter, self._acceptor = self._put((drafter, acceptor))
         self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
@@ -216,7 +222,7 @@ class Session:
             parts,
             decoding.Request(**self._put(arrays)),
             config=self._config,
-            piece=min(bucket(longest, MIN_PIECE), MAX_PIECE, capacity),
+            piece=min(prefill_piece(longest, self._platform), capacity),
             merged=self._mesh is None,
             log_probs=self._log_probs,
             mesh=self._mesh,

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 # Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
 FEW_ROWS = 32
+# Numbers in a matrix below which calling the library costs more than streaming it again for a row.
+SMALL_WEIGHT = 2**18
 
 
 def precision_of(dtype) -> jax.lax.Precision:
@@ -43,16 +45,23 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     For one row XLA has a kernel that streams the weights at memory speed, but only for plain matrices. For
     several, its CPU library packs the right operand, and XLA makes that the weights: several rows then cost
     2 to 3 times one. Here the weights are the left operand, kept there by the barrier, and only the few
-    rows are packed, which costs half as much (padded to the widths that its kernels like).
+    rows are packed, which costs half as much (padded to the widths that its kernels like). Weights so
+    small that they stay in the processor's cache are streamed once a row instead.
     """
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
     count, precision = rows.shape[0], precision_of(x.dtype)
+    contract = (((1,), (1,)), ((), ()))
     if count == 1:
-        y = jax.lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), precision=precision)
+        y = jax.lax.dot_general(rows, matrix, contract, precision=precision)
+    elif count <= 4 and matrix.size <= SMALL_WEIGHT:
+        # Without the barrier XLA would put the rows together again.
+        apart = [jax.lax.optimization_barrier(rows[i : i + 1]) for i in range(count)]
+        each = [jax.lax.dot_general(row, matrix, contract, precision=precision) for row in apart]
+        y = jnp.concatenate(each)
     else:
         padded = 4 if count <= 4 else -(-count // 8) * 8
         rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
-        y = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), precision=precision)
+        y = jax.lax.dot_general(matrix, rows, contract, precision=precision)
         y = jax.lax.optimization_barrier(y)[:, :count].T
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
