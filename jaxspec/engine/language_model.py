@@ -66,6 +66,9 @@ def load(
     """
     directory = embedded_model() if model is None else huggingface.resolve(os.fspath(model))
     config = huggingface.read_config(directory)
+    if mesh is not None:
+        # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
+        mesh = Mesh(mesh.devices, mesh.axis_names)
     place_on, kind = resolve_placement(dtype, device, mesh)
     if mesh is None:
         memory.check_fits(config, kind, batch_size=1, capacity=START_CAPACITY, device=place_on)
