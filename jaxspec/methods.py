@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.io.files import read_text
 from jaxspec.method_options import (
     METHODS,
     Method,
@@ -122,12 +122,15 @@ def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple
     if options.reference:
         joined: list[int] = []
         for path in options.reference:
-            joined += [*resources.encode(_read_text(path)), BREAK]
+            joined += [*resources.encode(read_text(path, "--reference wants a text file")), BREAK]
         reference = jnp.asarray(np.array(joined, np.int32))
     longest = options.ngram_max if options.ngram_max is not None else (3 if reference is None else 5)
     shortest = options.ngram_min if options.ngram_min is not None else 1
-    if not 1 <= shortest <= longest:
-        raise ValueError(f"--ngram-min {shortest} and --ngram-max {longest} do not fit; give 1 <= min <= max")
+    if not 1 <= shortest <= longest <= MOST_DRAFT_TOKENS:
+        raise ValueError(
+            f"--ngram-min {shortest} and --ngram-max {longest} do not fit; "
+            f"give 1 <= min <= max <= {MOST_DRAFT_TOKENS}"
+        )
     drafter = NGram(
         reference=reference,
         match=options.match or "latest",
@@ -169,9 +172,3 @@ def _num_draft_tokens(options: MethodOptions, default: int) -> int:
     if count > MOST_DRAFT_TOKENS:
         raise ValueError(f"--num-draft-tokens is {count}; give at most {MOST_DRAFT_TOKENS}")
     return count
-
-
-def _read_text(path: str) -> str:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file {path}; --reference wants a text file")
-    return Path(path).read_text(encoding="utf-8")

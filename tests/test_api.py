@@ -45,6 +45,7 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
         ({"method": "ngram", "match": "best"}, "unknown match 'best'"),
         ({"method": "ngram", "acceptor": "typical"}, "unknown acceptor 'typical'"),
         ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
+        ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
         ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
         ({"seed": -1}, "--seed is -1"),
         ({"top_k": 2**40, "temperature": 1.0}, "--top-k"),

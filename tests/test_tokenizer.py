@@ -212,6 +212,13 @@ def test_bad_input(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_template_that_is_not_text_is_named(tmp_path):
+    """The message says which file."""
+    (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"bad\.jinja is not text in UTF-8"):
+        load_tokenizer(directory("byte_level"), tmp_path / "bad.jinja")
+
+
 def test_a_directory_with_a_tokenizer_config_only():
     if not (MODELS / "random_bf16").is_dir():
         pytest.skip("the shared data is not here")

@@ -56,3 +56,22 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def read_text(path: str | os.PathLike, wish: str) -> str:
+    """The text of a file that a user named.
+
+    Args:
+      path: the file.
+      wish: what wants it, for the message, such as "--reference wants a text file".
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not text in UTF-8.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file {path}; {wish}")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text in UTF-8; {wish}") from None

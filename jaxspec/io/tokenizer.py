@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.io.files import read_text
+
 # Any one of the first makes a tokenizer; all of them travel with a model.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 FILES = (
@@ -46,9 +48,7 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
     directory = Path(directory)
     template = None
     if chat_template is not None:
-        if not Path(chat_template).is_file():
-            raise FileNotFoundError(f"no file {chat_template}; --chat-template wants a Jinja template")
-        template = Path(chat_template).read_text(encoding="utf-8")
+        template = read_text(chat_template, "--chat-template wants a Jinja template")
     if not has_tokenizer(directory):
         raise ValueError(
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
