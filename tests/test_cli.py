@@ -566,7 +566,8 @@ def test_a_process_that_is_interrupted(model):
     ) as child:
         watchdog = threading.Timer(120, child.kill)
         watchdog.start()
-        assert child.stdout.read(1)
+        # Past the first tokens, so past compilation: Python may lose an interrupt inside JAX's finalisers.
+        assert len(child.stdout.read(12)) == 12
         child.send_signal(signal.SIGINT)
         rest, err = child.communicate()
         watchdog.cancel()
