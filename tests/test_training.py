@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import data, export, loop, losses, sft, step, tokenizer
+from training import data, evaluation, export, formats, loop, losses, sft, step, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -44,8 +45,16 @@ def words():
     return tokenizer.train(STORIES, 300)
 
 
-def documents(rng: np.random.Generator, lengths) -> list[np.ndarray]:
-    return [rng.integers(0, CONFIG.vocab_size, length).astype(np.int32) for length in lengths]
+def documents(rng: np.random.Generator, lengths) -> list[data.Encoded]:
+    """Random tokens, of which about one in six is only read."""
+    return [
+        data.Encoded(rng.integers(0, CONFIG.vocab_size, length).astype(np.int32), rng.random(length) > 1 / 6)
+        for length in lengths
+    ]
+
+
+def given(step: int = 0, seed: int = 0) -> losses.Given:
+    return losses.Given(jnp.int32(step), jax.random.key(seed))
 
 
 def batch_of(windows: data.Windows) -> losses.Batch:
@@ -59,7 +68,7 @@ hidden_states = jax.jit(lambda params, batch: losses.layer_outputs(CONFIG, param
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), window=st.integers(2, 17))
+@hypothesis_given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), window=st.integers(2, 17))
 def test_packing_loses_and_repeats_no_token(lengths, window):
     originals = documents(np.random.default_rng(0), lengths)
     windows = data.pack(originals, window)
@@ -69,8 +78,12 @@ def test_packing_loses_and_repeats_no_token(lengths, window):
             here = np.flatnonzero(windows["segments"][row] == segment)
             assert np.array_equal(here, np.arange(here[0], here[0] + len(here)))
             assert np.array_equal(windows["positions"][row, here], np.arange(len(here)))
-            packed.append(tuple(windows["tokens"][row, here]))
-    pieces = [tuple(one[i : i + window]) for one in originals for i in range(0, len(one), window)]
+            packed.append((*windows["tokens"][row, here], *windows["learn"][row, here]))
+    pieces = [
+        (*one.tokens[i : i + window], *one.learn[i : i + window])
+        for one in originals
+        for i in range(0, len(one.tokens), window)
+    ]
     assert sorted(packed) == sorted(pieces)
 
 
@@ -80,20 +93,25 @@ def test_packed_documents_do_not_see_each_other(params):
     windows = data.pack(originals, 16)
     assert windows["tokens"].shape == (1, 16)
     hidden = hidden_states(params, batch_of(windows))[0]
-    for segment, document in enumerate(sorted(originals, key=len, reverse=True), start=1):
+    for segment, document in enumerate(
+        sorted(originals, key=lambda one: len(one.tokens), reverse=True), start=1
+    ):
         alone = data.pack([document], 16)
         expected = hidden_states(params, batch_of(alone))[0]
         here = np.flatnonzero(windows["segments"][0] == segment)
-        np.testing.assert_allclose(hidden[here], expected[: len(document)], atol=1e-5)
+        np.testing.assert_allclose(hidden[here], expected[: len(document.tokens)], atol=1e-5)
 
 
-def test_split_depends_on_the_document_alone():
-    training, held_out = data.split(STORIES, 5)
-    assert sorted(training + held_out) == sorted(STORIES)
-    shuffled = random.Random(0).sample(STORIES, len(STORIES))
-    assert sorted(data.split(shuffled, 5)[1]) == sorted(held_out)
+def test_split_depends_on_the_origin_alone():
+    stories = [formats.plain(story)[0] for story in STORIES]
+    training, held_out = data.split(stories, 5)
+    assert sorted(one.text for one in training + held_out) == sorted(STORIES)
+    shuffled = random.Random(0).sample(stories, len(stories))
+    assert {one.text for one in data.split(shuffled, 5)[1]} == {one.text for one in held_out}
+    made_of_them = [formats.Document((formats.Span("task"),), story) for story in STORIES]
+    assert {one.origin for one in data.split(made_of_them, 5)[1]} == {one.text for one in held_out}
     with pytest.raises(ValueError, match="held out"):
-        data.split(STORIES[:1], 5)
+        data.split(stories[:1], 5)
 
 
 def test_fixed_batches_cover_all_windows_once():
@@ -107,17 +125,27 @@ def test_fixed_batches_cover_all_windows_once():
 
 def test_batches_resume_where_they_stopped_and_cover_every_epoch():
     windows = data.pack(documents(np.random.default_rng(3), [4] * 6), 4)
-    stream = data.batches(windows, batch=1, accumulate=2, seed=7)
+    stream = data.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
     epochs = [np.concatenate([next(stream)["tokens"][:, 0] for _ in range(3)]) for _ in range(2)]
     for epoch in epochs:
         assert sorted(map(tuple, epoch)) == sorted(map(tuple, windows["tokens"]))
     assert not np.array_equal(epochs[0], epochs[1])
     state = json.loads(json.dumps(stream.get_state()))
     following = [next(stream) for _ in range(4)]
-    again = data.batches(windows, batch=1, accumulate=2, seed=7)
+    again = data.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
     again.set_state(state)
     for expected in following:
         assert np.array_equal(next(again)["tokens"], expected["tokens"])
+
+
+def test_kinds_are_mixed_by_weight_and_each_covers_its_epochs():
+    rng = np.random.default_rng(9)
+    kinds = {"rare": data.pack(documents(rng, [4] * 3), 4), "often": data.pack(documents(rng, [4] * 9), 4)}
+    stream = data.batches(kinds, {"rare": 1.0, "often": 3.0}, batch=4, accumulate=1, seed=0)
+    drawn = np.concatenate([next(stream)["tokens"][0] for _ in range(6)])
+    rows = {kind: [tuple(row) for row in windows["tokens"]] for kind, windows in kinds.items()}
+    counts = {kind: [list(map(tuple, drawn)).count(row) for row in own] for kind, own in rows.items()}
+    assert counts == {"rare": [2] * 3, "often": [2] * 9}
 
 
 def test_cache_is_used_while_its_key_stands(tmp_path):
@@ -126,11 +154,11 @@ def test_cache_is_used_while_its_key_stands(tmp_path):
 
     def make():
         calls.append(1)
-        return {"training": windows, "held_out": windows}
+        return {"training": {"a": windows}, "held_out": {"a": windows}}
 
     for key in ("a", "a", "b"):
         got = data.cached(tmp_path / "tokens.npz", key, make)
-        assert np.array_equal(got["training"]["tokens"], windows["tokens"])
+        assert np.array_equal(got["training"]["a"]["learn"], windows["learn"])
     assert len(calls) == 2
 
 
@@ -140,7 +168,7 @@ def test_cache_is_used_while_its_key_stands(tmp_path):
 def test_loss_is_the_one_numpy_computes(params):
     windows = data.pack(documents(np.random.default_rng(5), [9, 4, 3, 6]), 12)
     batch = batch_of(windows)
-    total, weight = step.make_evaluate(losses.next_token(CONFIG))(params, batch)
+    total, weight = jax.jit(losses.next_token(CONFIG))(params, batch, given())
     hidden = hidden_states(params, batch)
     logits = np.asarray(llama.logits(CONFIG, params, hidden), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -149,17 +177,20 @@ def test_loss_is_the_one_numpy_computes(params):
     for row in range(rows):
         for t in range(length - 1):
             segment = windows["segments"][row, t]
-            if segment and segment == windows["segments"][row, t + 1]:
+            if segment and segment == windows["segments"][row, t + 1] and windows["learn"][row, t + 1]:
                 expected -= log_probs[row, t, windows["tokens"][row, t + 1]]
                 count += 1
-    assert float(weight) == count == 8 + 3 + 2 + 5
+    assert float(weight) == count
+    assert 10 < count < 8 + 3 + 2 + 5
     assert float(total) == pytest.approx(expected, rel=1e-5)
 
 
 def test_rematerialisation_changes_no_gradient(params):
     batch = batch_of(data.pack(documents(np.random.default_rng(6), [9, 4]), 12))
     kept, again = (
-        jax.jit(jax.grad(lambda p, remat=remat: losses.next_token(CONFIG, remat)(p, batch, 0)[0]))(params)
+        jax.jit(jax.grad(lambda p, remat=remat: losses.next_token(CONFIG, remat)(p, batch, given())[0]))(
+            params
+        )
         for remat in (False, True)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, again)
@@ -174,7 +205,7 @@ def test_accumulated_micro_batches_are_one_large_batch(params):
         transform = step.optimizer(options, 10)
         state = step.init_state(jax.tree.map(jnp.copy, params), transform)
         batch = {name: array.reshape(micro, rows, -1) for name, array in windows.items()}
-        results.append(step.make_step(losses.next_token(CONFIG), transform)(state, batch)[1])
+        results.append(step.make_step(losses.next_token(CONFIG), transform, 0)(state, batch)[1])
     for name in ("loss", "gradient_norm", "tokens"):
         assert float(results[0][name]) == pytest.approx(float(results[1][name]), rel=1e-5), name
 
@@ -188,19 +219,22 @@ def test_weight_decay_spares_norms_and_biases():
     assert not any(spared)
 
 
-def test_schedule_warms_up_and_ends():
+def test_schedules_warm_up_and_end():
     options = step.OptimizerOptions(learning_rate=0.5, final_fraction=0.1, warmup=10)
     rate = step.schedule(options, 100)
     rates = [float(rate(i)) for i in (0, 10, 100)]
     assert rates == pytest.approx([0, 0.5, 0.05])
     assert all(float(rate(i)) > float(rate(i + 1)) for i in range(10, 100, 7))
+    flat = step.OptimizerOptions(0.5, schedule="constant", decay_steps=20, final_fraction=0.1, warmup=10)
+    rate = step.schedule(flat, 100)
+    assert [float(rate(i)) for i in (5, 10, 80, 90, 100)] == pytest.approx([0.25, 0.5, 0.5, 0.275, 0.05])
 
 
 def test_a_few_steps_learn(params):
     windows = data.pack(documents(np.random.default_rng(8), [12] * 2), 12)
     transform = step.optimizer(step.OptimizerOptions(learning_rate=1e-2, warmup=2), 60)
     state = step.init_state(jax.tree.map(jnp.copy, params), transform)
-    step_fn = step.make_step(losses.next_token(CONFIG), transform)
+    step_fn = step.make_step(losses.next_token(CONFIG), transform, 0)
     batch = {name: array[None] for name, array in windows.items()}
     seen = []
     for _ in range(60):
@@ -214,7 +248,7 @@ def test_a_few_steps_learn(params):
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=("Cs",))))
+@hypothesis_given(text=st.text(st.characters(exclude_categories=("Cs",))))
 def test_any_text_comes_back_from_its_tokens(words, text):
     ids = words.encode(text, add_special_tokens=False).ids
     if not any(mark in text for mark in (tokenizer.BOS, tokenizer.EOS)):
@@ -283,7 +317,7 @@ def losses_of(records: list[dict]) -> list[tuple]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{data.SEPARATOR}\n".join(STORIES))
+    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
     return folder
 
 
@@ -332,17 +366,19 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.BOS_ID, (tokenizer.EOS_ID,))
     params = huggingface.load_params(directory, config, jnp.float32)
     words = tokenizer.load(directory)
-    held_out = data.split(data.read_documents([folder / "text.txt"]), 6)[1]
+    held_out = data.split(formats.read(str(folder / "text.txt"), "text", formats.Chat(), False), 6)[1]
     encoded = tokenizer.encode_documents(words, held_out, tokenizer.BOS_ID, tokenizer.EOS_ID)
-    total, weight = step.make_evaluate(losses.next_token(config))(params, batch_of(data.pack(encoded, 32)))
+    total, weight = losses.next_token(config)(params, batch_of(data.pack(encoded, 32)), given())
     best = min(one[3] for one in whole if one[3] is not None)
     assert float(total / weight) == pytest.approx(best, abs=2e-2)  # the weights were rounded to bfloat16
     text = (directory / "README.md").read_text()
-    assert all(said in text for said in ("Once upon a time", f"{best:.4f}", "python -m training.sft"))
+    assert all(
+        said in text for said in ("Once upon a time", f"{best:.4f}", "python -m training.sft", "| text | ")
+    )
 
 
 def test_training_goes_on_from_a_directory(folder, whole):
-    assert sft.main(arguments(folder, "further", "--steps", "5", "--from", str(folder / "whole"))) == 0
+    assert sft.main(arguments(folder, "further", "--steps", "5", "--start", str(folder / "whole"))) == 0
     assert losses_of(metrics(folder, "further"))[0][1] < whole[0][1] - 0.5
 
 
@@ -356,11 +392,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder,
     """A step that turns to NaN after the first checkpoint."""
     make_step = step.make_step
 
-    def broken(loss, transform):
-        step_fn = make_step(loss, transform)
+    def broken(*arguments):
+        step_fn = make_step(*arguments)
 
-        def then_nan(state, batch):
-            state, measured = step_fn(state, batch)
+        def then_nan(state, *rest):
+            state, measured = step_fn(state, *rest)
             bad = state.step > 6
             return state, {**measured, "loss": jnp.where(bad, jnp.nan, measured["loss"])}
 
@@ -371,20 +407,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder,
     message = capsys.readouterr().err
     assert "at step 7; training stops, the checkpoint of step 5 is intact" in message
     with loop.checkpoint_manager(folder / "run-diverging" / "checkpoints", 1, read_only=True) as manager:
-        found, best, loss = export.best_params(manager)
+        found, best, measured = export.best_params(manager)
     assert best == 5
-    assert np.isfinite(loss)
+    assert np.isfinite(measured["held_out_loss"])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
 
 
 def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
     """Held-out losses that fall, then rise: the best is not among the latest two."""
     falling_then_rising = iter([3.0, 1.0, 2.0, 2.5, 2.7, 2.9])
-    monkeypatch.setattr(loop, "held_out_loss", lambda *_: next(falling_then_rising))
+    monkeypatch.setattr(
+        evaluation, "make_measure", lambda *_: lambda *_: {"held_out_loss": next(falling_then_rising)}
+    )
     assert sft.main(arguments(folder, "kept", "--steps", "30")) == 0
     with loop.checkpoint_manager(folder / "run-kept" / "checkpoints", 2, read_only=True) as manager:
         assert sorted(manager.all_steps()) == [10, 25, 30]
-        assert export.best_step(manager) == (10, 1.0)
+        assert export.best_step(manager) == (10, {"held_out_loss": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -392,7 +430,7 @@ def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
     [
         (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--kv-heads", "3"], "not a multiple"),
-        (["--from", "nowhere"], "no tokenizer.json in nowhere"),
+        (["--start", "nowhere"], "no tokenizer.json in nowhere"),
         (["--batch", "5000"], "give more data or a smaller batch"),
         (["--vocab-size", "200"], "vocab_size is 200"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxspec.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -17,10 +18,18 @@ from training.losses import layer_outputs
 
 TEMPERATURE = 0.7
 PROMPT = "Once upon a time"
+# Tokens written after each prompt of the card.
+SAMPLE_TOKENS = 160
+
+
+def prompts_for(kinds: Sequence[str]) -> list[str]:
+    """One of the project's own prompts for each kind of work it has some of; else the start of a story."""
+    known = prompts.load()
+    return [known[kind][0] for kind in kinds if kind in known] or [PROMPT]
 
 
 def sample(
-    config: LlamaConfig, params: Params, words: Tokenizer, count: int, prompt: str = PROMPT, limit: int = 200
+    config: LlamaConfig, params: Params, words: Tokenizer, count: int, prompt: str = PROMPT
 ) -> list[str]:
     """Texts drawn after `prompt`: the first greedily, the others at `TEMPERATURE`, by whole forward passes.
 
@@ -32,12 +41,14 @@ def sample(
       words: the tokenizer.
       count: how many texts.
       prompt: how they begin.
-      limit: most tokens of each, prompt included.
+
+    Returns:
+      the texts without the prompt.
     """
     if count < 1:
         return []
-    start = words.encode(prompt).ids
-    limit = min(max(limit, len(start)), config.context_length)
+    start = words.encode(prompt).ids[: config.context_length - 1]
+    limit = min(len(start) + SAMPLE_TOKENS, config.context_length)
 
     @jax.jit
     def draw(key: jax.Array, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -59,17 +70,17 @@ def sample(
         tokens[:, length] = np.where(done, config.eos_token_ids[0], following)
         done |= np.isin(tokens[:, length], config.eos_token_ids)
         length += 1
-    return [words.decode(row[:length].tolist(), skip_special_tokens=True) for row in tokens]
+    return [words.decode(row[len(start) : length].tolist(), skip_special_tokens=True) for row in tokens]
 
 
 def write(
     name: str,
     config: LlamaConfig,
-    record: dict[str, Any],
-    metrics: Sequence[dict[str, float]],
+    record: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, float]],
     step: int,
-    loss: float,
-    stories: Sequence[str],
+    measured: Mapping[str, float],
+    texts: Mapping[str, Sequence[str]],
 ) -> str:
     """The card as Markdown.
 
@@ -79,30 +90,29 @@ def write(
       record: what the training command wrote into run.json.
       metrics: the records of metrics.jsonl.
       step: of the exported checkpoint.
-      loss: its held-out loss, nats a token.
-      stories: samples; the first is the greedy one.
+      measured: what was measured there: `held_out_loss` (nats a token), and more by name and kind.
+      texts: samples by prompt; the first of each is the greedy one.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
     seen = int(sum(entry["tokens"] for entry in until))
-    files = ", ".join(str(file).rsplit("/", 1)[-1] for file in record["options"]["data"]["data"])
-    tokens = record["tokens"]
+    loss = measured["held_out_loss"]
     lines = [
         f"# {name}",
         "",
         f"A Llama of {record['parameters'] / 1e6:.1f} million parameters, trained from "
-        f"`{record['options']['source']}` by this project's own trainer.",
+        f"`{record['options']['start']}` by this project's own trainer.",
         "",
         "| | |",
         "|---|---|",
         f"| shape | {config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads "
         f"({config.num_kv_heads} key/value) of {config.head_dim}, MLP {config.intermediate_size}, "
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings} |",
-        f"| data | {files}: {record['documents']:,} documents, {tokens['training']:,} tokens to train on; "
-        f"{tokens['held_out']:,} tokens held out (documents chosen by hash) |",
         f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
         f"| held-out loss | {loss:.4f} nats a token (perplexity {np.exp(loss):.2f}) |",
         "| weights | bfloat16, trained in float32 |",
+        "",
+        *_kinds_table(record, measured),
         "",
         "Made by"
         if len(record["commands"]) == 1
@@ -112,11 +122,39 @@ def write(
         *record["commands"],
         "```",
         "",
-        f"## Samples after “{PROMPT}”",
+        "## Samples",
         "",
     ]
-    for index, story in enumerate(stories):
-        how = "greedy" if index == 0 else f"temperature {TEMPERATURE}"
-        body = story.strip().replace("\n", "\n> ")
-        lines += [f"*{how}*", "", f"> {body}", ""]
+    for prompt, drawn in texts.items():
+        lines += ["After", "", *_quoted(prompt), ""]
+        for index, text in enumerate(drawn):
+            lines += [f"*{'greedy' if index == 0 else f'temperature {TEMPERATURE}'}*", "", *_quoted(text), ""]
     return "\n".join(lines)
+
+
+def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> list[str]:
+    """Data and held-out figures, a row for each kind of work; documents are held out by their hash."""
+    columns = {"held-out loss": "held_out_loss/{}"}
+    for layers in record["exits"]:
+        columns[f"acceptance, exit {layers}"] = f"acceptance/{layers}/{{}}"
+        columns[f"tokens a round, exit {layers}"] = f"mean_acceptance_length/{layers}/{{}}"
+    columns = {title: key for title, key in columns.items() if any(key[:-3] in name for name in measured)}
+    tokens = record["tokens"]
+    lines = [
+        "| data | documents | tokens | held-out tokens | " + " | ".join(columns) + " |",
+        "|" + "---|" * (4 + len(columns)),
+    ]
+    for kind, documents in record["documents"].items():
+        figures = [f"{measured.get(key.format(kind), float('nan')):.3f}" for key in columns.values()]
+        lines.append(
+            f"| {kind} | {documents:,} | {tokens['training'][kind]:,} | {tokens['held_out'][kind]:,} | "
+            + " | ".join(figures)
+            + " |"
+        )
+    return lines
+
+
+def _quoted(text: str) -> list[str]:
+    """As a code block: a sample may hold anything, Markdown included."""
+    fence = "````"
+    return [fence + "text", *text.strip("\n").splitlines(), fence]

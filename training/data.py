@@ -1,8 +1,7 @@
-"""Plain text to packed windows: documents are split off, held out, tokenised, packed, shuffled, batched.
+"""Documents to packed windows: held out, packed, mixed by weight, shuffled, batched.
 
-A text file holds documents with `<|endoftext|>` between them. Every document is laid whole into one window
-where it fits (best fit, longest first); a longer one is cut into windows. Segments tell documents apart, so
-that none attends to another, and positions start anew with each.
+Every document is laid whole into one window where it fits (best fit, longest first); a longer one is cut into
+windows. Segments tell documents apart, so that none attends to another, and positions start anew with each.
 """
 
 from __future__ import annotations
@@ -10,56 +9,46 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain.python as grain
 import numpy as np
 
-SEPARATOR = "<|endoftext|>"
-# Windows of packed documents, int32[N, T] each:
-#   tokens     padded with 0 at the end of a window
-#   segments   1, 2, … for the documents of a window; 0 is padding
-#   positions  0, 1, … within each document (or its piece)
+from training.formats import Document
+
+# Windows of packed documents, [N, T] each:
+#   tokens     int32, padded with 0 at the end of a window
+#   segments   int32, 1, 2, … for the documents of a window; 0 is padding
+#   positions  int32, 0, 1, … within each document (or its piece)
+#   learn      bool, whether the token is to be predicted
 Windows = dict[str, np.ndarray]
 
 
-def read_documents(files: Sequence[Path]) -> list[str]:
-    """The documents of all files, in order, without the blank lines around them; empty ones are dropped.
+class Encoded(NamedTuple):
+    """A document in tokens: int32[n], and which of them are to be learned, bool[n]."""
 
-    Raises:
-      ValueError: a file cannot be read as UTF-8 text, or nothing is in them.
-    """
-    documents: list[str] = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot read {file} ({error.strerror}); give an existing text file") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 at byte {error.start}; convert it first") from None
-        documents += [part.strip() for part in text.split(SEPARATOR) if part.strip()]
-    if not documents:
-        names = ", ".join(map(str, files)) or "no file"
-        raise ValueError(f"no document in {names}; expected text with {SEPARATOR} between documents")
-    return documents
+    tokens: np.ndarray
+    learn: np.ndarray
 
 
-def is_held_out(document: str, one_in: int) -> bool:
-    """Whether a document belongs to the held-out part: by its own hash, whatever else is in the data."""
-    digest = hashlib.sha256(document.encode()).digest()
+def is_held_out(origin: str, one_in: int) -> bool:
+    """Whether a document belongs to the held-out part: by a hash of its own, whatever else is in the data."""
+    digest = hashlib.sha256(origin.encode()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def split(documents: Sequence[str], one_in: int) -> tuple[list[str], list[str]]:
+def split(documents: Sequence[Document], one_in: int) -> tuple[list[Document], list[Document]]:
     """(training documents, held-out documents), about one in `one_in` held out.
 
     Raises:
       ValueError: one of the parts is empty.
     """
-    held_out = [document for document in documents if is_held_out(document, one_in)]
-    training = [document for document in documents if not is_held_out(document, one_in)]
+    parts: tuple[list[Document], list[Document]] = ([], [])
+    for document in documents:
+        parts[is_held_out(document.origin, one_in)].append(document)
+    training, held_out = parts
     if not held_out or not training:
         raise ValueError(
             f"of {len(documents)} documents, {len(held_out)} are held out by one in {one_in}, "
@@ -68,40 +57,43 @@ def split(documents: Sequence[str], one_in: int) -> tuple[list[str], list[str]]:
     return training, held_out
 
 
-def pack(documents: Sequence[np.ndarray], window: int) -> Windows:
-    """Lays documents (int32[n] each) into windows of `window` tokens; no token is lost or repeated.
+def pack(documents: Sequence[Encoded], window: int) -> Windows:
+    """Lays documents into windows of `window` tokens; no token is lost or repeated.
 
     A document longer than a window is cut; its pieces count as documents of their own.
     """
     pieces = [
-        document[start : start + window]
+        Encoded(document.tokens[start : start + window], document.learn[start : start + window])
         for document in documents
-        for start in range(0, len(document), window)
+        for start in range(0, len(document.tokens), window)
     ]
-    pieces.sort(key=len, reverse=True)
-    contents: list[list[np.ndarray]] = []
+    pieces.sort(key=lambda piece: len(piece.tokens), reverse=True)
+    contents: list[list[Encoded]] = []
     # Open windows by free space, ascending: the first that is large enough fits best.
     open_windows: list[tuple[int, int]] = []
     for piece in pieces:
-        place = bisect.bisect_left(open_windows, (len(piece), -1))
+        length = len(piece.tokens)
+        place = bisect.bisect_left(open_windows, (length, -1))
         if place < len(open_windows):
             free, index = open_windows.pop(place)
         else:
             free, index = window, len(contents)
             contents.append([])
         contents[index].append(piece)
-        if free > len(piece):
-            bisect.insort(open_windows, (free - len(piece), index))
+        if free > length:
+            bisect.insort(open_windows, (free - length, index))
     shape = (len(contents), window)
     windows = {name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")}
+    windows["learn"] = np.zeros(shape, bool)
     for row, parts in enumerate(contents):
         begin = 0
         for segment, part in enumerate(parts, start=1):
-            here = slice(begin, begin + len(part))
-            windows["tokens"][row, here] = part
+            here = slice(begin, begin + len(part.tokens))
+            windows["tokens"][row, here] = part.tokens
             windows["segments"][row, here] = segment
-            windows["positions"][row, here] = np.arange(len(part))
-            begin += len(part)
+            windows["positions"][row, here] = np.arange(len(part.tokens))
+            windows["learn"][row, here] = part.learn
+            begin += len(part.tokens)
     return windows
 
 
@@ -125,11 +117,15 @@ class PackedSource:
         return f"PackedSource({len(self)} windows)"
 
 
-def batches(windows: Windows, batch: int, accumulate: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches int32[A, B, T], each epoch in its own order; `get_state` and `set_state` resume it.
+def batches(
+    kinds: Mapping[str, Windows], weights: Mapping[str, float], batch: int, accumulate: int, seed: int
+) -> grain.DatasetIterator:
+    """Endless batches [A, B, T]; `get_state` and `set_state` resume it.
 
     Args:
-      windows: the packed training data.
+      kinds: the packed training data by kind. Each kind is gone through in an order of its own, anew each
+        time it is through.
+      weights: how often a window of each kind is drawn; only their ratios count.
       batch: B, windows a micro-batch.
       accumulate: A, micro-batches a step.
       seed: of the shuffling.
@@ -137,14 +133,18 @@ def batches(windows: Windows, batch: int, accumulate: int, seed: int) -> grain.D
     Raises:
       ValueError: fewer windows than one step takes.
     """
-    source = PackedSource(windows)
-    if len(source) < batch * accumulate:
+    total = sum(len(windows["tokens"]) for windows in kinds.values())
+    if total < batch * accumulate:
         raise ValueError(
-            f"{len(source)} windows of training data, one step takes {batch} × {accumulate}; "
+            f"{total} windows of training data, one step takes {batch} × {accumulate}; "
             "give more data or a smaller batch"
         )
-    dataset = grain.MapDataset.source(source).shuffle(seed=seed).repeat(None)
-    dataset = dataset.batch(batch, drop_remainder=True).batch(accumulate, drop_remainder=True)
+    shuffled = [
+        grain.MapDataset.source(PackedSource(windows)).shuffle(seed=seed + number).repeat(None)
+        for number, windows in enumerate(kinds.values())
+    ]
+    mixed = grain.MapDataset.mix(shuffled, [weights[kind] for kind in kinds])
+    dataset = mixed.batch(batch, drop_remainder=True).batch(accumulate, drop_remainder=True)
     # No reading threads: the windows lie in memory, and the cores are the step's.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
@@ -163,22 +163,28 @@ def fixed_batches(windows: Windows, batch: int, limit: int) -> list[Windows]:
     return parts
 
 
-def cached(file: Path, key: str, make: Callable[[], dict[str, Windows]]) -> dict[str, Windows]:
-    """What `make()` gives, windows by the name of their part, kept in `file` as long as `key` is the same."""
+def cached(
+    file: Path, key: str, make: Callable[[], Mapping[str, Mapping[str, Windows]]]
+) -> dict[str, dict[str, Windows]]:
+    """What `make()` gives, windows by part and kind, kept in `file` as long as `key` is the same."""
     if file.is_file():
         with np.load(file) as stored:
             if str(stored["key"]) == key:
-                names = [name.split("/") for name in stored.files if "/" in name]
-                parts: dict[str, Windows] = {part: {} for part, _ in names}
-                for part, name in names:
-                    parts[part][name] = stored[f"{part}/{name}"]
-                return parts
-    made = make()
+                found: dict[str, dict[str, Windows]] = {}
+                for path in stored.files:
+                    if path != "key":
+                        part, kind, name = path.split("|")
+                        found.setdefault(part, {}).setdefault(kind, {})[name] = stored[path]
+                return found
+    made = {part: dict(kinds) for part, kinds in make().items()}
     flat: dict[str, Any] = {
-        f"{part}/{name}": array for part, windows in made.items() for name, array in windows.items()
+        f"{part}|{kind}|{name}": array
+        for part, kinds in made.items()
+        for kind, windows in kinds.items()
+        for name, array in windows.items()
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial.npz")
-    np.savez_compressed(partial, **flat, key=np.array(key))
+    np.savez(partial, **flat, key=np.array(key))
     partial.replace(file)
     return made

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import tyro
 from orbax import checkpoint as ocp
 
+from jaxspec.io import files, huggingface
 from jaxspec.model.llama import Params
 from training import card, loop, tokenizer
 
@@ -29,36 +30,38 @@ class Options:
     Attributes:
       run: the run directory of a training command, finished or in progress.
       output: the directory to write.
-      samples: stories to write into the card.
+      samples: texts to write into the card after each prompt.
     """
 
     run: Path
     output: Path
-    samples: int = 4
+    samples: int = 2
 
 
-def best_step(manager: ocp.CheckpointManager) -> tuple[int, float]:
-    """(step, held-out loss) of the best checkpoint.
+def best_step(manager: ocp.CheckpointManager) -> tuple[int, dict[str, float]]:
+    """(step, what was measured there) of the checkpoint with the lowest held-out loss.
 
     Raises:
       ValueError: there is no checkpoint.
     """
-    losses = {step: manager.metrics(step)["held_out_loss"] for step in manager.all_steps()}
-    if not losses:
+    measured = {step: dict(manager.metrics(step)) for step in manager.all_steps()}
+    if not measured:
         raise ValueError(f"no checkpoint in {manager.directory}; train first")
-    step = min(losses, key=lambda step: losses[step])
-    return step, losses[step]
+    step = min(measured, key=lambda step: measured[step]["held_out_loss"])
+    return step, measured[step]
 
 
-def best_params(manager: ocp.CheckpointManager) -> tuple[Params, int, float]:
-    """(float32 parameters, step, held-out loss) of the best checkpoint."""
-    step, loss = best_step(manager)
+def best_params(manager: ocp.CheckpointManager) -> tuple[Params, int, dict[str, float]]:
+    """(float32 parameters, step, what was measured there) of the best checkpoint."""
+    step, measured = best_step(manager)
     restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-    return restored["state"]["params"], step, loss
+    return restored["state"]["params"], step, measured
 
 
 def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
     """Writes config, bfloat16 weights, tokenizer and card of the best checkpoint.
+
+    A checkpoint from before the model was grown to its full depth is written as the shallower model it is.
 
     Returns:
       its step and held-out loss (nats a token).
@@ -66,20 +69,27 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
     Raises:
       ValueError: `run` is no run directory, or has no checkpoint yet.
     """
-    from jaxspec.io import huggingface
-
     record = read_run(run)
     config = huggingface.read_config(run)
     with loop.checkpoint_manager(run / "checkpoints", keep=1, read_only=True) as manager:
-        params, step, loss = best_params(manager)
+        params, step, measured = best_params(manager)
+    config = config.truncated(len(params["layers"]))
     huggingface.save(output, config, params, dtype=jnp.bfloat16)
+    extra = files.read_json(run / "config.json").get("jaxspec")
+    if extra is not None:
+        files.write_json(output / "config.json", files.read_json(output / "config.json") | {"jaxspec": extra})
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(run / name, output / name)
+        if (run / name).is_file():
+            shutil.copyfile(run / name, output / name)
     rounded = huggingface.load_params(output, config, jnp.float32)
-    stories = card.sample(config, rounded, tokenizer.load(output), count=samples)
-    text = card.write(output.name, config, record, read_metrics(run), step, loss, stories)
-    (output / "README.md").write_text(text)
-    return step, loss
+    words = tokenizer.load(output)
+    texts = {
+        prompt: card.sample(config, rounded, words, samples, prompt)
+        for prompt in card.prompts_for(list(record["documents"]))
+    }
+    text = card.write(output.name, config, record, read_metrics(run), step, measured, texts)
+    files.write_atomic(output / "README.md", text)
+    return step, measured["held_out_loss"]
 
 
 def read_run(run: Path) -> dict[str, Any]:

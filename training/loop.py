@@ -8,22 +8,27 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import grain.python as grain
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.data import Windows
+from training import growth, sharding
 from training.losses import Batch
 from training.step import TrainState
 
 METRICS_FILE = "metrics.jsonl"
+
+
+# (state, batch on the devices) -> (state, metrics); the state given is donated
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +98,19 @@ def _held_out_loss(metrics: Any) -> float:
     return metrics["held_out_loss"]
 
 
+def with_shardings(mesh: Mesh, shapes: TrainState) -> TrainState:
+    """The shapes of a state, each with where it belongs on the mesh."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        sharding.state_shardings(mesh, shapes),
+    )
+
+
 def restore(
     manager: ocp.CheckpointManager, step: int, state: TrainState
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Reads a checkpoint: the state, shaped as `state`, and the record of the data iterator.
+    """Reads a checkpoint: the state, shaped and placed as `state` says, and the data iterator's record.
 
     Raises:
       ValueError: the checkpoint was made with another model or optimiser.
@@ -107,19 +121,9 @@ def restore(
             f"the checkpoint of step {step} in {manager.directory} holds another model or optimiser; "
             "give the options it was started with, or another run directory"
         )
-    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), data=ocp.args.JsonRestore())
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(state), data=ocp.args.JsonRestore())
     got = manager.restore(step, args=args)
     return got["state"], got["data"]
-
-
-def held_out_loss(
-    evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]], params: Any, parts: Sequence[Windows]
-) -> float:
-    """Mean loss over all held-out batches, nats a token."""
-    sums = [evaluate(params, part) for part in parts]
-    total, weight = (sum(float(pair[i]) for pair in sums) for i in range(2))
-    return total / max(weight, 1.0)
 
 
 class _Metrics:
@@ -172,10 +176,12 @@ def train(
     directory: Path,
     manager: ocp.CheckpointManager,
     state: TrainState,
-    step_fn: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]],
+    step_fn: StepFn,
     batches: grain.DatasetIterator,
-    measure: Callable[[TrainState], float],
+    measure: Callable[[TrainState], dict[str, float]],
     console: Console,
+    stages: growth.Stages | None = None,
+    mesh: Mesh | None = None,
 ) -> Result:
     """Runs steps until `options.steps`, the time limit or a signal; every way ends with a checkpoint.
 
@@ -189,15 +195,29 @@ def train(
       state: the initial state; donated.
       step_fn: see `training.step.make_step`.
       batches: endless training batches with `get_state` and `set_state`.
-      measure: the held-out loss of a state, nats a token.
+      measure: what is measured at each checkpoint: `held_out_loss`, nats a token, and more by name.
       console: where progress is shown.
+      stages: how the depth grows; None where it does not.
+      mesh: over which state and batches are divided; None for all devices.
 
     Raises:
       ValueError: the loss is no longer finite. Nothing is saved then; the last good checkpoint stands.
     """
+    mesh = sharding.make_mesh() if mesh is None else mesh
+
+    def deepened(state: TrainState, finished: int) -> TrainState:
+        """As deep as the step after `finished` ones wants it."""
+        if stages is None or stages.layers_at(finished) == len(state.params["layers"]):
+            return state
+        return growth.grow(state, stages.layers_at(finished))
+
     latest = manager.latest_step()
-    if latest is not None:
-        state, position = restore(manager, latest, state)
+    if latest is None:
+        state = sharding.place_state(mesh, state)
+    else:
+        # Written after the step before, at that step's depth.
+        wanted = jax.eval_shape(lambda: deepened(state, max(0, latest - 1)))
+        state, position = restore(manager, latest, with_shardings(mesh, wanted))
         batches.set_state(position)
         console.print(f"resumed from step {latest}")
     begin = time.monotonic()
@@ -209,11 +229,11 @@ def train(
         TextColumn("{task.fields[figures]}"), console=console, disable=not console.is_terminal,
     )  # fmt: skip
 
-    def save(loss: float) -> None:
+    def save(measured: dict[str, float]) -> None:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(batches.get_state())
         )
-        manager.save(step, args=items, metrics={"held_out_loss": loss})
+        manager.save(step, args=items, metrics=measured)
 
     try:
         with _StopSignal() as stop, progress:
@@ -221,7 +241,11 @@ def train(
             recent_tokens, recent_begin = 0.0, begin
             while step < options.steps:
                 step_begin = time.monotonic()
-                state, measured = step_fn(state, next(batches))
+                grown = deepened(state, step)
+                if grown is not state:
+                    state = sharding.place_state(mesh, grown)
+                    console.print(f"{len(state.params['layers'])} layers from step {step + 1} on")
+                state, measured = step_fn(state, sharding.place_batch(mesh, next(batches), rows_axis=1))
                 step += 1
                 record = {name: float(value) for name, value in measured.items()}
                 if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
@@ -239,9 +263,10 @@ def train(
                     reason = "interrupted" if stop.received else "minutes"
                 last = reason != "steps" or step == options.steps
                 if step % options.every == 0 or last:
-                    record["held_out_loss"] = measure(state)
+                    held_out = measure(state)
+                    record |= held_out
                     record["tokens_per_second"] = recent_tokens / (now - recent_begin)
-                    save(record["held_out_loss"])
+                    save(held_out)
                     left = (options.steps - step) * (now - begin) / (step - first)
                     console.print(_line(step, options.steps, record, left))
                     recent_tokens, recent_begin = 0.0, time.monotonic()

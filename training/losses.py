@@ -1,28 +1,53 @@
-"""Losses as pure functions of (params, batch, step): a sum over tokens and the weight it is to be divided by.
+"""Losses as pure functions of (params, batch, given): a sum over tokens and the weight it is divided by.
 
-Sums, not means, so that accumulated micro-batches give exactly the gradient of one large batch.
+Sums, not means, so that accumulated micro-batches give exactly the gradient of one large batch. The number of
+layers is that of the parameters, so that one loss serves a model whose depth grows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
-# tokens, segments and positions, int32[B, T] each; see `training.data`.
+# tokens, segments, positions and learn, [B, T] each; see `training.data`.
 Batch = Mapping[str, Any]
-# (params, batch, step int32[]) -> sum of losses in nats, float32[], and the number of tokens in it, float32[]
-Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def layer_outputs(config: LlamaConfig, params: Params, batch: Batch, remat: bool = False) -> list[jax.Array]:
+@struct.dataclass
+class Given:
+    """What a loss may know beside parameters and batch.
+
+    Attributes:
+      step: int32[], how many steps were taken before.
+      key: of what the loss draws at random.
+      target: parameters of another model that is not trained, or None.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    target: Params | None = None
+
+
+# -> sum of losses in nats, float32[], and the number of tokens in it, float32[]
+Loss = Callable[[Params, Batch, Given], tuple[jax.Array, jax.Array]]
+
+
+def layer_outputs(
+    config: LlamaConfig,
+    params: Params,
+    batch: Batch,
+    remat: bool = False,
+    keep: Sequence[jax.Array] | None = None,
+) -> list[jax.Array]:
     """The residual stream after every layer, L arrays [B, T, D] before the final norm.
 
     Args:
@@ -30,13 +55,15 @@ def layer_outputs(config: LlamaConfig, params: Params, batch: Batch, remat: bool
       params: its parameters.
       batch: packed documents; none attends to another.
       remat: whether the backward pass computes each layer anew instead of keeping its inner values.
+      keep: per layer bool[B], the rows for which the layer runs; it is the identity for the others.
     """
     hidden = llama.embed(params, batch["tokens"])
     outputs = []
     for layer, p in enumerate(params["layers"]):
         block = functools.partial(llama.run_block, config, window=config.window(layer))
         run = jax.checkpoint(block) if remat else block
-        hidden = run(p, hidden, batch["positions"], batch["segments"])
+        after = run(p, hidden, batch["positions"], batch["segments"])
+        hidden = after if keep is None else jnp.where(keep[layer][:, None, None], after, hidden)
         outputs.append(hidden)
     return outputs
 
@@ -45,11 +72,12 @@ def next_token_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
     """What each position is to predict: int32[B, T], and whether it has anything to predict, bool[B, T].
 
     The last position of a segment has no target: what follows belongs to another document or to another
-    window. Neither has padding, whose segment is 0.
+    window. Neither has padding, whose segment is 0, nor a position before a token that is only read.
     """
     tokens, segments = batch["tokens"], batch["segments"]
     following = jnp.roll(segments, -1, axis=1).at[:, -1].set(0)
-    return jnp.roll(tokens, -1, axis=1), (segments == following) & (segments > 0)
+    mask = (segments == following) & (segments > 0) & jnp.roll(batch["learn"], -1, axis=1)
+    return jnp.roll(tokens, -1, axis=1), mask
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
@@ -64,14 +92,62 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax
     return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
 
+def divergence(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum over the masked positions of KL(softmax(wanted) ‖ softmax(logits)), in nats, float32[].
+
+    Args:
+      wanted: float32[B, T, V], the target's logits.
+      logits: float32[B, T, V].
+      mask: bool[B, T].
+    """
+    law, other = jax.nn.log_softmax(wanted, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+    return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(law) * (law - other), axis=-1), 0.0))
+
+
+def head_of(params: Params) -> Params:
+    """The parameters that turn a residual stream into logits: final norm and head (or tied embedding)."""
+    return {name: params[name] for name in ("norm", "head" if "head" in params else "embed")}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def head_loss(
+    config: LlamaConfig, head: Params, hidden: jax.Array, targets: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Sum of cross-entropies of residual streams [B, T, D] through the final norm and head, float32[].
+
+    The gradient is taken in the forward pass, while the logits are at hand: what is kept for the backward
+    pass has the size of `hidden` and the head, not of the logits, of which every exit would keep its own.
+    """
+    return cross_entropy(llama.logits(config, head, hidden), targets, mask)
+
+
+def _head_loss_forward(config, head, hidden, targets, mask):
+    def total(head, hidden):
+        return cross_entropy(llama.logits(config, head, hidden), targets, mask)
+
+    return jax.value_and_grad(total, argnums=(0, 1))(head, hidden)
+
+
+def _head_loss_backward(config, gradients, cotangent):
+    del config
+    return *jax.tree.map(lambda g: g * cotangent, gradients), None, None
+
+
+head_loss.defvjp(_head_loss_forward, _head_loss_backward)
+
+
+def num_targets(mask: jax.Array) -> jax.Array:
+    """How many positions have something to predict, float32[]."""
+    return jnp.sum(mask, dtype=jnp.float32)
+
+
 def next_token(config: LlamaConfig, remat: bool = False) -> Loss:
     """The ordinary language-model loss: cross-entropy of every next token within its document."""
 
-    def loss(params: Params, batch: Batch, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        del step
+    def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
+        del given
         targets, mask = next_token_targets(batch)
         hidden = layer_outputs(config, params, batch, remat)[-1]
-        total = cross_entropy(llama.logits(config, params, hidden), targets, mask)
-        return total, jnp.sum(mask, dtype=jnp.float32)
+        return head_loss(config, head_of(params), hidden, targets, mask), num_targets(mask)
 
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 from flax import struct
 
 from jaxspec.model.llama import Params
-from training.losses import Batch, Loss
+from training.losses import Batch, Given, Loss
 
 
 @struct.dataclass
@@ -32,10 +32,13 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW with linear warm-up, cosine decay and clipping.
+    """AdamW with linear warm-up, decay and clipping.
 
     Attributes:
       learning_rate: the peak, reached after warm-up.
+      schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
+        cosine, over the last `decay_steps` only, so that a run may be made longer until then.
+      decay_steps: of the `constant` schedule.
       final_fraction: the learning rate at the last step, as a fraction of the peak.
       warmup: steps of linear warm-up.
       b1: decay of Adam's first moment, a step.
@@ -46,6 +49,8 @@ class OptimizerOptions:
     """
 
     learning_rate: float = 3e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    decay_steps: int = 500
     final_fraction: float = 0.02
     warmup: int = 100
     b1: float = 0.9
@@ -57,18 +62,25 @@ class OptimizerOptions:
     def __post_init__(self):
         if self.accumulate < 1:
             raise ValueError(f"accumulate is {self.accumulate}; give the micro-batches a step, at least 1")
+        if self.decay_steps < 1:
+            raise ValueError(f"decay_steps is {self.decay_steps}; give a whole number of at least 1")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
 
 
 def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
     """The learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=options.learning_rate,
-        warmup_steps=min(options.warmup, max(1, steps // 2)),
-        decay_steps=max(2, steps),
-        end_value=options.learning_rate * options.final_fraction,
+    warmup = min(options.warmup, max(1, steps // 2))
+    decay = steps - warmup
+    if options.schedule == "constant":
+        decay = min(decay, options.decay_steps)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, options.learning_rate, warmup),
+            optax.constant_schedule(options.learning_rate),
+            optax.cosine_decay_schedule(options.learning_rate, max(1, decay), options.final_fraction),
+        ],
+        [warmup, steps - decay],
     )
 
 
@@ -103,33 +115,35 @@ def init_state(params: Params, transform: optax.GradientTransformation) -> Train
 
 
 def make_step(
-    loss: Loss, transform: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """The jitted step: (state, batch) → (state, metrics). The state passed in is donated.
+    loss: Loss, transform: optax.GradientTransformation, seed: int
+) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, dict[str, jax.Array]]]:
+    """The jitted step: (state, batch, target) → (state, metrics). The state passed in is donated.
 
-    The batch's leaves are [A, B, T]: A micro-batches, one after another. Metrics are float32 scalars: `loss`
-    (nats a token, mean over all micro-batches), `tokens` (how many it averages over), `gradient_norm` (before
-    clipping).
+    The batch's leaves are [A, B, T]: A micro-batches, one after another. What the loss draws at random follows
+    from `seed`, the step and the micro-batch alone. The target is another model's parameters, for losses that
+    want them, or None. Metrics are float32 scalars: `loss` (nats a token, mean
+    over all micro-batches), `tokens` (how many it averages over), `gradient_norm` (before clipping).
     """
+    gradient = jax.value_and_grad(loss, has_aux=True)
 
-    def summed(params, batch, step):
-        total, weight = loss(params, batch, step)
-        return total, weight
+    def step_fn(
+        state: TrainState, batch: Batch, target: Params | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
 
-    gradient = jax.value_and_grad(summed, has_aux=True)
+        def measured(number, micro_batch):
+            given = Given(state.step, jax.random.fold_in(key, number), target)
+            (total, weight), grads = gradient(state.params, micro_batch, given)
+            return total, weight, grads
 
-    def step_fn(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        def micro(carry, micro_batch):
-            (total, weight), grads = gradient(state.params, micro_batch, state.step)
-            return jax.tree.map(jnp.add, carry, (total, weight, grads)), None
+        def micro(carry, numbered):
+            return jax.tree.map(jnp.add, carry, measured(*numbered)), None
 
         count = batch["tokens"].shape[0]
-        first = jax.tree.map(lambda x: x[0], batch)
-        (total, weight), grads = gradient(state.params, first, state.step)
-        carry = (total, weight, grads)
+        total, weight, grads = measured(0, jax.tree.map(lambda x: x[0], batch))
         if count > 1:
-            carry, _ = jax.lax.scan(micro, carry, jax.tree.map(lambda x: x[1:], batch))
-        total, weight, grads = carry
+            others = (jnp.arange(1, count), jax.tree.map(lambda x: x[1:], batch))
+            (total, weight, grads), _ = jax.lax.scan(micro, (total, weight, grads), others)
         weight = jnp.maximum(weight, 1.0)
         grads = jax.tree.map(lambda g: g / weight, grads)
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
@@ -138,8 +152,3 @@ def make_step(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(step_fn, donate_argnums=0)
-
-
-def make_evaluate(loss: Loss) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """The jitted measure: (params, batch [B, T]) → (sum of losses in nats, tokens), without gradients."""
-    return jax.jit(lambda params, batch: loss(params, batch, jnp.zeros((), jnp.int32)))

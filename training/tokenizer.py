@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from training.data import Encoded
+from training.formats import Document
+
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 # 256 bytes and the two special tokens: below this some text could not be written.
@@ -28,8 +31,11 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
             f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}"
         )
     tokenizer = Tokenizer(models.BPE())
-    # The regular expression of GPT-2, which keeps a word with the space before it.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Digits one by one, so that numbers are read alike whatever was frequent; then the regular expression of
+    # GPT-2, which keeps a word with the space before it.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -71,7 +77,25 @@ def load(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[str], bos: int, eos: int) -> list[np.ndarray]:
-    """Tokens of every document, `bos` before and `eos` after it: int32[n] each."""
-    encoded = tokenizer.encode_batch(list(documents), add_special_tokens=False)
-    return [np.array([bos, *one.ids, eos], np.int32) for one in encoded]
+def encode_documents(
+    tokenizer: Tokenizer, documents: Sequence[Document], bos: int, eos: int
+) -> list[Encoded]:
+    """Tokens of every document, `bos` before and `eos` after it, and which of them are to be learned.
+
+    A span's tokens are its own: spans are encoded apart, so that none reaches into the next. A document whose
+    text spells out its end, as chat templates do, gets no second one.
+    """
+    spans = [span for document in documents for span in document.spans]
+    encoded = iter(tokenizer.encode_batch_fast([span.text for span in spans], add_special_tokens=False))
+    made = []
+    for document in documents:
+        ids, learn = [bos], [True]
+        for span in document.spans:
+            own = next(encoded).ids
+            ids += own
+            learn += [span.learn] * len(own)
+        if ids[-1] != eos:
+            ids.append(eos)
+            learn.append(document.spans[-1].learn)
+        made.append(Encoded(np.array(ids, np.int32), np.array(learn, bool)))
+    return made

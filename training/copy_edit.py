@@ -1,0 +1,104 @@
+"""A copy-and-edit task made of stories: "Replace Tim by Sam in: …" and the passage with the name replaced.
+
+Copying with small changes is the work on which prompt lookup drafts best; the stories give it endless text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import re
+
+_words = str.split
+
+NAMES = _words(
+    "Tim Sam Lily Tom Sue Ben Mia Max Anna Jack Sara Lucy Timmy Spot Amy Bob Jane Emma Mark Sally Daisy Leo "
+    "Kate Billy Molly Joe Ella Fred Rose Jill John Mary Lucas Nina Peter Ruby Susie Tommy Zoe Kim Bella Jim "
+    "Sarah Benny Buddy Fluffy Grace Jimmy Johnny Lila Polly Rex Sammy Tina Toby Bobby"
+)
+# Things of one kind may change places; a story stays readable.
+THINGS = (
+    _words(
+        "ball car doll kite box hat book cake bike boat flower toy drum truck spoon shoe stone key bell cup"
+    ),
+    _words("dog cat bird frog bear fox fish duck mouse rabbit lion pig cow horse monkey squirrel bee owl"),
+    _words("red blue green yellow pink purple white black brown orange"),
+    _words("big small little old new shiny soft pretty happy sad nice good"),
+)
+REPLACE = (
+    "Replace {old} by {new} in:",
+    "Replace {old} with {new} in:",
+    "Change {old} to {new} in this text:",
+    "Write {new} instead of {old} in:",
+    "Copy this text, but replace {old} by {new}:",
+    "Put {new} in the place of {old}:",
+)
+COPY = ("Copy this text:", "Write this again:", "Repeat this text:")
+# Characters of a passage; two of the longest with the instruction fit a window of 512 tokens.
+SHORTEST, LONGEST = 40, 520
+# How often each kind of task is set: replace a name, replace a word, copy.
+_SHARES = (0.6, 0.25, 0.15)
+_PER_STORY = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Attributes:
+      prompt: the instruction, the passage, and `Result:`.
+      answer: the passage after the edit.
+    """
+
+    prompt: str
+    answer: str
+
+
+def prompt(instruction: str, passage: str) -> str:
+    """What stands before the edited passage."""
+    return f"{instruction}\n{passage}\nResult:"
+
+
+def tasks(story: str) -> list[Task]:
+    """At most two tasks made of a story, always the same ones: chance is drawn from the story's own hash."""
+    chance = random.Random(hashlib.sha256(story.encode()).digest())
+    made = []
+    for _ in range(_PER_STORY):
+        passage = _passage(story, chance)
+        kind = chance.choices(("name", "thing", "copy"), _SHARES)[0]
+        if passage is not None:
+            made.append(_task(passage, kind, chance))
+    return made
+
+
+def replace(old: str, new: str, passage: str) -> str:
+    """The passage with every whole word `old` replaced."""
+    return re.sub(rf"\b{re.escape(old)}\b", new, passage)
+
+
+def _passage(story: str, chance: random.Random) -> str | None:
+    """Whole sentences in a row, together `SHORTEST` to `LONGEST` characters and in one paragraph's form."""
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(story.split()))
+    first = chance.randrange(len(sentences))
+    # Short passages as often as long ones.
+    wanted = chance.randint(SHORTEST, LONGEST)
+    taken = ""
+    for sentence in sentences[first:]:
+        longer = f"{taken} {sentence}".strip()
+        if len(longer) > LONGEST or len(taken) >= wanted:
+            break
+        taken = longer
+    return taken if len(taken) >= SHORTEST else None
+
+
+def _task(passage: str, kind: str, chance: random.Random) -> Task:
+    present = set(re.findall(r"\b\w+\b", passage))
+    for groups in {"name": ((NAMES,), THINGS), "thing": (THINGS, (NAMES,)), "copy": ()}[kind]:
+        choices = [(word, group) for group in groups for word in group if word in present]
+        if choices:
+            old, group = chance.choice(choices)
+            new = chance.choice([word for word in group if word not in present])
+            instruction = chance.choice(REPLACE).format(old=old, new=new)
+            return Task(prompt(instruction, passage), replace(old, new, passage))
+    return Task(prompt(chance.choice(COPY), passage), passage)

@@ -1,0 +1,105 @@
+"""Held-out loss by kind of work, and how many tokens an early exit would draft that its target accepts.
+
+Acceptance is measured on held-out text: at each position the exit's most likely token is compared with the
+target's. That is greedy drafting with the text as context, in one forward pass; the decoder's own figure on
+generated text is a little different, and far dearer to take at every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from training.data import Windows
+from training.losses import Batch, cross_entropy, head_of, layer_outputs, next_token_targets, num_targets
+
+# Draft tokens a round for which mean acceptance length is reported; the default of `generate`.
+NUM_DRAFT_TOKENS = 5
+# (params, batch [B, T]) -> sums over the batch, float32[] by name; `tokens` and `rounds` divide the others.
+Measure = Callable[[Params, Batch], dict[str, jax.Array]]
+
+
+def make_measure(
+    config: LlamaConfig,
+    exits: Sequence[int] = (),
+    judged: Sequence[int] = (),
+    target: tuple[LlamaConfig, Params] | None = None,
+) -> Callable[[Params, Mapping[str, Sequence[Windows]], Mapping[str, float]], dict[str, float]]:
+    """Makes the measurement taken at each checkpoint.
+
+    Args:
+      config: the model.
+      exits: how many layers each exit runs; those beyond the present depth are left out.
+      judged: the exits over whose losses `held_out_loss` is the mean; () for the last layer alone.
+      target: the model that is to accept what the exits draft; None for this model's own last layer.
+
+    Returns:
+      (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats
+      a token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
+      `mean_acceptance_length/E` (tokens a round of `NUM_DRAFT_TOKENS` drafts, the target's own included);
+      each also by kind, as `held_out_loss/KIND`.
+    """
+    target_config, target_params = target if target is not None else (config, None)
+
+    @jax.jit
+    def measure(params: Params, given: Params | None, batch: Batch) -> dict[str, jax.Array]:
+        outputs = layer_outputs(config, params, batch)
+        targets, mask = next_token_targets(batch)
+        live = sorted({*exits, *judged, len(outputs)} & set(range(1, len(outputs) + 1)))
+        logits = {n: llama.logits(config, head_of(params), outputs[n - 1]) for n in live}
+        losses = {n: cross_entropy(logits[n], targets, mask) for n in live}
+        wanted = [losses[n] for n in judged] or [losses[len(outputs)]]
+        sums = {"held_out_loss": jnp.mean(jnp.stack(wanted)), "tokens": num_targets(mask)}
+        if not exits:
+            return sums
+        accepting = logits[len(outputs)]
+        if given is not None:
+            last = layer_outputs(target_config, given, batch)[-1]
+            accepting = llama.logits(target_config, head_of(given), last)
+        chosen = jnp.argmax(accepting, axis=-1)
+        rounds = _windows(mask)
+        sums["rounds"] = num_targets(rounds)
+        for layers in sorted(set(exits) & set(live)):
+            sums[f"exit_loss/{layers}"] = losses[layers]
+            drafted = jnp.argmax(logits[layers], axis=-1)
+            agrees = (drafted == chosen) & mask
+            sums[f"acceptance/{layers}"] = num_targets(agrees)
+            # Emitted in a round that begins here: the drafts accepted in a row, and one more.
+            run, accepted = jnp.ones_like(mask), jnp.zeros(mask.shape)
+            for ahead in range(NUM_DRAFT_TOKENS):
+                run = run & jnp.roll(agrees, -ahead, axis=1)
+                accepted += run
+            sums[f"mean_acceptance_length/{layers}"] = jnp.sum(jnp.where(rounds, accepted + 1, 0.0))
+        return sums
+
+    def all_kinds(
+        params: Params, held_out: Mapping[str, Sequence[Windows]], weights: Mapping[str, float]
+    ) -> dict[str, float]:
+        result: dict[str, float] = {}
+        share = sum(weights[kind] for kind in held_out)
+        for kind, batches in held_out.items():
+            sums = [measure(params, target_params, batch) for batch in batches]
+            total = {name: sum(float(one[name]) for one in sums) for name in sums[0]}
+            tokens, rounds = max(total.pop("tokens"), 1.0), max(total.pop("rounds", 0.0), 1.0)
+            part = weights[kind] / share
+            for name, value in total.items():
+                mean = value / (rounds if name.startswith("mean_acceptance_length") else tokens)
+                result[f"{name}/{kind}"] = mean
+                result[name] = result.get(name, 0.0) + part * mean
+        return result
+
+    return all_kinds
+
+
+def _windows(mask: jax.Array) -> jax.Array:
+    """Positions from which a whole round of drafts can be judged, bool[B, T]."""
+    whole = mask
+    for ahead in range(1, NUM_DRAFT_TOKENS):
+        following = jnp.roll(mask, -ahead, axis=1).at[:, -ahead:].set(False)
+        whole = whole & following
+    return whole

@@ -1,0 +1,307 @@
+"""What every training job does around its loss: start a model, pack the data, run the loop, export."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.io import files, hf_config, huggingface
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from training import data, evaluation, export, formats, loop, sharding, step, tokenizer
+from training.losses import Loss
+from training.options import SCRATCH, DataOptions, JobOptions, parse, to_yaml
+
+OPTIONS_FILE = "options.yaml"
+# Characters of each kind on which a tokenizer is learned, in proportion to the kinds' weights.
+TOKENIZER_CHARACTERS = 12_000_000
+
+
+class Objective(NamedTuple):
+    """What sets a job apart.
+
+    Attributes:
+      loss: to be minimised.
+      exits: layers at which acceptance is measured.
+      judged: the exits whose mean held-out loss says which checkpoint is best; () for the last layer.
+      target: the model that is to accept what the exits draft; None for the model's own last layer.
+      extra: what config.json says under `jaxspec`.
+    """
+
+    loss: Loss
+    exits: Sequence[int] = ()
+    judged: Sequence[int] = ()
+    target: tuple[LlamaConfig, Params] | None = None
+    extra: dict[str, Any] | None = None
+
+
+class Start(NamedTuple):
+    """A model before its first step: config at full depth, float32 parameters, tokenizer."""
+
+    config: LlamaConfig
+    params: Params
+    words: Tokenizer
+
+
+Kinds = dict[str, list[formats.Document]]
+
+
+def read_kinds(
+    options: DataOptions, chat: formats.Chat, report: Callable[[str], None]
+) -> tuple[Kinds, Kinds]:
+    """(training, held-out) documents by kind.
+
+    Raises:
+      ValueError: a source cannot be read, or has too little to hold a part of it out.
+    """
+    kinds: Kinds = {}
+    for source in options.data:
+        found = formats.read(source.path, source.format, chat, options.skip_malformed, report)
+        kinds.setdefault(source.kind, []).extend(found)
+    parts: tuple[Kinds, Kinds] = ({}, {})
+    for kind, documents in kinds.items():
+        try:
+            halves = data.split(documents, options.held_out)
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
+        for part, half in zip(parts, halves, strict=True):
+            part[kind] = half
+    return parts
+
+
+def learn_tokenizer(kinds: Kinds, weights: dict[str, float], vocab_size: int) -> Tokenizer:
+    """A tokenizer learned from a share of each kind that follows its weight."""
+    total = sum(weights.values())
+
+    def texts():
+        for kind, documents in kinds.items():
+            left = TOKENIZER_CHARACTERS * weights[kind] / total
+            for document in documents:
+                if left <= 0:
+                    break
+                yield document.text[: int(left)]
+                left -= len(document.text)
+
+    return tokenizer.train(texts(), vocab_size)
+
+
+def start_model(options: JobOptions, kinds: Kinds, run: Path) -> Start:
+    """The model to be trained; the tokenizer's files are put into `run`.
+
+    Raises:
+      ValueError: the shape is impossible, or the given model lacks what training needs.
+    """
+    if options.start != SCRATCH:
+        return _given_model(Path(options.start), options.start_layers, run)
+    shape = options.model
+    if shape.tokenizer is not None:
+        _copy_tokenizer(shape.tokenizer, run)
+    elif not (run / "tokenizer.json").is_file():
+        learned = learn_tokenizer(kinds, options.data.weights, shape.vocab_size)
+        tokenizer.save(learned, run, shape.context)
+    words = tokenizer.load(run)
+    config = LlamaConfig(
+        vocab_size=words.get_vocab_size(),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context,
+        tie_embeddings=True,
+        bos_token_id=tokenizer.BOS_ID,
+        eos_token_ids=(tokenizer.EOS_ID,),
+    )
+    params = init_params(config, options.seed)
+    return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
+
+
+def _given_model(source: Path, layers: int | None, run: Path) -> Start:
+    words = tokenizer.load(source)
+    config = huggingface.read_config(source)
+    if layers is not None:
+        config = config.truncated(layers)
+    _copy_tokenizer(source, run)
+    return Start(config, huggingface.load_params(source, config, jnp.float32), words)
+
+
+def _copy_tokenizer(source: Path, run: Path) -> None:
+    tokenizer.load(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (source / name).is_file():
+            (run / name).write_bytes((source / name).read_bytes())
+
+
+def init_params(config: LlamaConfig, seed: int) -> Params:
+    """Random float32 parameters; the products that write into the residual stream shrink with its depth."""
+    params = llama.init_params(config, jax.random.key(seed))
+    shrink = (2 * config.num_layers) ** -0.5
+    for layer in params["layers"]:
+        layer["attention"]["out"] *= shrink
+        layer["mlp"]["down"] *= shrink
+    return params
+
+
+def document_marks(config: LlamaConfig) -> tuple[int, int]:
+    """The tokens that begin and end every document.
+
+    Raises:
+      ValueError: the config does not name both.
+    """
+    if config.bos_token_id is None or not config.eos_token_ids:
+        raise ValueError("the model's config names no BOS or no EOS token; training marks documents by both")
+    return config.bos_token_id, config.eos_token_ids[0]
+
+
+def packed(
+    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int], run: Path
+) -> tuple[dict[str, data.Windows], dict[str, data.Windows]]:
+    """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory."""
+
+    def make() -> dict[str, dict[str, data.Windows]]:
+        return {
+            name: {
+                kind: data.pack(tokenizer.encode_documents(words, part, *marks), options.window)
+                for kind, part in kinds.items()
+            }
+            for name, kinds in zip(("training", "held_out"), documents, strict=True)
+        }
+
+    texts = hashlib.sha256()
+    for kinds in documents:
+        for kind, part in kinds.items():
+            texts.update(f"\0{kind}\0".encode())
+            for document in part:
+                texts.update(repr(document.spans).encode())
+    about = [words.to_str(), marks, options.window, texts.hexdigest()]
+    parts = data.cached(run / "tokens.npz", hashlib.sha256(json.dumps(about).encode()).hexdigest(), make)
+    return parts["training"], parts["held_out"]
+
+
+def train(
+    options: JobOptions,
+    objective: Callable[[LlamaConfig], Objective],
+    command: str,
+    console: Console,
+) -> None:
+    """Trains, then exports the best checkpoint.
+
+    Raises:
+      ValueError: something given does not fit; the message says what to do.
+    """
+    run = options.run_directory
+    run.mkdir(parents=True, exist_ok=True)
+    documents = read_kinds(options.data, formats.Chat(eos_token=tokenizer.EOS), console.print)
+    start = start_model(options, documents[0], run)
+    windows, held_out = packed(options.data, documents, start.words, document_marks(start.config), run)
+    aim = objective(start.config)
+    mesh = sharding.make_mesh()
+    record_run(options, start.config, aim, windows, held_out, documents, command, console)
+
+    transform = step.optimizer(options.optimizer, options.loop.steps)
+    measure = evaluation.make_measure(start.config, aim.exits, aim.judged, aim.target)
+    parts = {
+        kind: data.fixed_batches(part, options.data.batch, options.data.held_out_rows)
+        for kind, part in held_out.items()
+    }
+    weights = options.data.weights
+    step_fn = step.make_step(aim.loss, transform, options.seed)
+    target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
+    with loop.checkpoint_manager(run / "checkpoints", options.loop.keep) as manager:
+        result = loop.train(
+            options.loop,
+            run,
+            manager,
+            step.init_state(start.params, transform),
+            lambda state, batch: step_fn(state, batch, target),
+            data.batches(windows, weights, options.data.batch, options.optimizer.accumulate, options.seed),
+            lambda state: measure(state.params, parts, weights),
+            console,
+            options.model.stages if options.start == SCRATCH else None,
+            mesh,
+        )
+    if options.output is not None:
+        best, best_loss = export.export(run, options.output, options.samples)
+        console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
+    if result.reason != "steps":
+        console.print(f"stopped early ({result.reason}); the same command goes on from here")
+
+
+def record_run(
+    options: JobOptions,
+    config: LlamaConfig,
+    aim: Objective,
+    windows: dict[str, data.Windows],
+    held_out: dict[str, data.Windows],
+    documents: tuple[Kinds, Kinds],
+    command: str,
+    console: Console,
+) -> None:
+    """Writes what the run is into its directory: the model's config, the resolved options, the record.
+
+    Raises:
+      ValueError: the directory holds a run of another model.
+    """
+    run = options.run_directory
+    earlier = export.read_run(run)["commands"] if (run / export.RUN_FILE).is_file() else []
+    if (run / "config.json").is_file() and hf_config.read_config(run) != config:
+        raise ValueError(
+            f"{run} holds a run of another model; give the options it was started with, or another --run"
+        )
+
+    def tokens(parts: dict[str, data.Windows]) -> dict[str, int]:
+        return {kind: int((part["segments"] > 0).sum()) for kind, part in parts.items()}
+
+    record = {
+        "commands": [*(one for one in earlier if one != command), command],
+        "options": dataclasses.asdict(options),
+        "parameters": llama.num_params(config),
+        "documents": {kind: len(part) for kind, part in documents[0].items()},
+        "tokens": {"training": tokens(windows), "held_out": tokens(held_out)},
+        "exits": list(aim.exits),
+    }
+    content = hf_config.config_json(config, "float32") | ({"jaxspec": aim.extra} if aim.extra else {})
+    files.write_json(run / "config.json", content)
+    files.write_atomic(run / OPTIONS_FILE, to_yaml(options))
+    files.write_atomic(run / export.RUN_FILE, json.dumps(record, indent=2, default=str) + "\n")
+    console.print(
+        f"{record['parameters']:,} parameters, {sum(tokens(windows).values()):,} training and "
+        f"{sum(tokens(held_out).values()):,} held-out tokens of {len(windows)} kinds, run in {run}"
+    )
+
+
+Options = TypeVar("Options", bound=JobOptions)
+
+
+def main(
+    kind: type[Options],
+    objective: Callable[[Options, LlamaConfig], Objective],
+    module: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command line of a job; returns the exit status."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    prog = f"python -m {module}"
+    try:
+        options = parse(kind, given, prog)
+        train(
+            options, lambda config: objective(options, config), shlex.join([*prog.split(), *given]), console
+        )
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", markup=False)
+        return 1
+    return 0

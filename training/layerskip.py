@@ -1,0 +1,52 @@
+"""Trains a Llama by the LayerSkip recipe: `python -m training.layerskip --data FILE --output DIR`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from jaxspec.model.config import LlamaConfig
+from training import job
+from training.exit_losses import LayerSkipOptions, layer_skip
+from training.options import JobOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(JobOptions):
+    """Trains a Llama whose early layers can draft for its last (LayerSkip), by layer dropout and exit losses.
+
+    Attributes:
+      layerskip: the recipe.
+      exits: exit layers whose acceptance is measured at each checkpoint.
+    """
+
+    layerskip: LayerSkipOptions = dataclasses.field(default_factory=LayerSkipOptions)
+    exits: tuple[int, ...] = ()
+
+    __doc__ += JobOptions.__doc__.partition("Attributes:\n")[2]  # type: ignore[union-attr]
+
+
+def objective(options: Options, config: LlamaConfig) -> job.Objective:
+    """The LayerSkip loss; the exits draft for the model itself.
+
+    Raises:
+      ValueError: an exit is not below the last layer.
+    """
+    outside = [layers for layers in options.exits if not 1 <= layers < config.num_layers]
+    if outside:
+        raise ValueError(
+            f"exits {outside} of a model with {config.num_layers} layers; give layers from 1 to "
+            f"{config.num_layers - 1}"
+        )
+    loss = layer_skip(config, options.layerskip, options.loop.steps, options.remat)
+    return job.Objective(loss, options.exits)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return job.main(Options, objective, "training.layerskip", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

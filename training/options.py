@@ -1,0 +1,275 @@
+"""What every training command can be told: frozen dataclasses, from the command line, a YAML file, or both."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+import yaml
+
+from training import formats
+from training.growth import Stages
+from training.loop import LoopOptions
+from training.step import OptimizerOptions
+
+SCRATCH = "scratch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
+
+    Attributes:
+      path: a file, or hf:NAME[:SPLIT]; see `training.formats.read`.
+      kind: the kind of work; held-out loss is told by kind. The file's name if not given.
+      format: one of `training.formats.FORMATS`, or auto.
+      weight: how often it is drawn, relative to the other sources.
+    """
+
+    path: str
+    kind: str = ""
+    format: str = formats.AUTO
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Reads the written form.
+
+        Raises:
+          ValueError: it is not of that form.
+        """
+        path, *settings = text.split(",")
+        values: dict[str, Any] = {}
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals or name not in ("kind", "format", "weight"):
+                raise ValueError(f"{setting!r} in {text!r}; expected PATH[,kind=K][,format=F][,weight=W]")
+            values[name] = value
+        if "weight" in values:
+            values["weight"] = float(values["weight"])
+            if not values["weight"] > 0:
+                raise ValueError(f"weight is {values['weight']} in {text!r}; give a number above 0")
+        kind = values.pop("kind", "") or Path(path.removeprefix("hf:")).stem
+        return cls(path, kind, **values)
+
+    def __str__(self) -> str:
+        return f"{self.path},kind={self.kind},format={self.format},weight={self.weight:g}"
+
+
+_SourceArgument = Annotated[
+    Source,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH[,kind=K][,format=F][,weight=W]",
+        instance_from_str=lambda words: Source.parse(words[0]),
+        is_instance=lambda value: isinstance(value, Source),
+        str_from_instance=lambda source: [str(source)],
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """The shape of a model trained from scratch; `--start` from a directory takes that model's.
+
+    Attributes:
+      vocab_size: tokens, learned from the training part of the data.
+      tokenizer: a directory whose tokenizer.json is taken instead.
+      hidden_size: width of the residual stream.
+      intermediate_size: width of the gated MLP.
+      layers: how many.
+      growth: pairs LAYERS STEP: so many layers until that step; after the last pair, `layers`. New layers are
+        copies of the lower ones.
+      heads: query heads.
+      kv_heads: key/value heads; `heads` is a multiple of it.
+      head_dim: width of a head, even.
+      context: longest text in tokens, written into the config.
+    """
+
+    vocab_size: int = 2048
+    tokenizer: Path | None = None
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    layers: int = 6
+    growth: tuple[tuple[int, int], ...] = ()
+    heads: int = 6
+    kv_heads: int = 6
+    head_dim: int = 32
+    context: int = 512
+
+    def __post_init__(self):
+        self.stages  # noqa: B018  refuses an impossible one
+
+    @property
+    def stages(self) -> Stages:
+        """How deep the model is at each step."""
+        return Stages(self.growth, self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Which text, and how it is laid into batches.
+
+    Attributes:
+      data: the sources; more of the same kind are put together, the first one's weight holds.
+      window: tokens a packed row; longer documents are cut.
+      batch: rows a micro-batch.
+      held_out: one document in so many is held out, chosen by its hash.
+      held_out_rows: how many packed held-out rows of each kind are measured at each checkpoint.
+      skip_malformed: report and leave out records that do not fit their format, instead of ending.
+    """
+
+    data: tuple[_SourceArgument, ...]
+    window: int = 256
+    batch: int = 8
+    held_out: int = 50
+    held_out_rows: int = 64
+    skip_malformed: bool = False
+
+    def __post_init__(self):
+        for name, least in (("window", 2), ("batch", 1), ("held_out", 2), ("held_out_rows", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
+        if not self.data:
+            raise ValueError("no data is given; name at least one source with --data")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each kind."""
+        return {source.kind: source.weight for source in reversed(self.data)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What all training commands share.
+
+    The same command goes on where it was stopped; Ctrl-C stops it with a checkpoint and an export.
+
+    Attributes:
+      output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
+      start: a Hugging Face directory to start from, or `scratch`.
+      start_layers: keep only so many first layers of the given model; all if not given.
+      run: where checkpoints, metrics and the tokenised data are kept; runs/NAME-OF-OUTPUT if not given.
+      seed: of initial weights, of the order of the data and of all that is drawn.
+      remat: compute layers anew in the backward pass: less memory, about a third more time.
+      samples: texts to write into the card after each prompt.
+    """
+
+    data: DataOptions
+    output: Path | None = None
+    start: str = SCRATCH
+    start_layers: int | None = None
+    run: Path | None = None
+    seed: int = 0
+    remat: bool = False
+    samples: int = 2
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
+
+    def __post_init__(self):
+        if self.output is None and self.run is None:
+            raise ValueError("neither output nor run is given; say with --output DIR where the model goes")
+        if self.start == SCRATCH and self.start_layers is not None:
+            raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
+        if self.start != SCRATCH and self.model.growth:
+            raise ValueError(
+                f"growth is for a model from scratch, start is {self.start}; leave one of them out"
+            )
+
+    @property
+    def run_directory(self) -> Path:
+        """Where the run's own files are kept."""
+        if self.run is not None:
+            return self.run
+        assert self.output is not None
+        return Path("runs") / self.output.name
+
+
+Options = TypeVar("Options", bound=JobOptions)
+_CONFIG = "--config"
+
+
+def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
+    """Options from `--config FILE.yaml`, if given, and the command line, which wins.
+
+    A YAML file holds what the command line does: option names (with _ or -) and values; sections are free.
+
+    Raises:
+      ValueError: the file cannot be read.
+      SystemExit: an option is unknown or impossible; tyro has said which.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words: list[str] = []
+    rest: list[str] = []
+    while given:
+        word = given.pop(0)
+        if word == _CONFIG or word.startswith(_CONFIG + "="):
+            file = word[len(_CONFIG) + 1 :] or (given.pop(0) if given else "")
+            words += yaml_words(Path(file))
+        else:
+            rest.append(word)
+    return tyro.cli(kind, args=[*words, *rest], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def yaml_words(file: Path) -> list[str]:
+    """A YAML file as words of the command line.
+
+    Raises:
+      ValueError: it cannot be read, or is no mapping of options.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, expected options by name")
+    return _words(content)
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).replace("_", "-")
+        # A list of mappings is a list of sources.
+        if isinstance(value, dict):
+            words += _words(value)
+        elif isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            words += [option, *map(_word, _flat(value))]
+        else:
+            words += [option, _word(value)]
+    return words
+
+
+def _flat(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _flat(item)] if isinstance(value, list) else [value]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        path, settings = value.get("path"), [f"{k}={v}" for k, v in value.items() if k != "path"]
+        return ",".join([str(path), *settings])
+    return str(value)
+
+
+def to_yaml(options: JobOptions) -> str:
+    """The resolved options as a file that `--config` reads."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Source):
+            return str(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return yaml.safe_dump(plain(options), sort_keys=False)

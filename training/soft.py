@@ -1,0 +1,96 @@
+"""Trains a sorted draft by SoFT: `python -m training.soft --exits 6 9 12 --data FILE --output DIR`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxspec.io import huggingface
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from training import exit_losses, job, tokenizer
+from training.options import SCRATCH, JobOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(JobOptions):
+    """Sorted fine-tuning: one draft whose exits can all draft, for several targets (SoFT, of the S2D paper).
+
+    The draft is the first layers of a given model (`--start TARGET`), another pretrained model, or trained
+    from scratch; it has as many layers as its last exit. `python -m training.sft --start-layers N` with the
+    same data is the baseline.
+
+    Attributes:
+      exits: how many layers each exit runs, rising; the last one is the whole draft.
+      target: a model of the same vocabulary; what share of the exits' tokens it accepts is measured at each
+        checkpoint, and the exits may be distilled from it. The draft's own last exit if not given.
+      distil_weight: the share of the divergence from the target's law in the loss, 0 to 1.
+    """
+
+    exits: tuple[int, ...]
+    target: Path | None = None
+    distil_weight: float = 0.0
+
+    __doc__ += JobOptions.__doc__.partition("Attributes:\n")[2]  # type: ignore[union-attr]
+
+    def __post_init__(self):
+        if not self.exits or sorted(set(self.exits)) != list(self.exits) or self.exits[0] < 1:
+            raise ValueError(f"exits is {self.exits}; give numbers of layers, rising, such as --exits 6 9 12")
+        if not 0 <= self.distil_weight <= 1:
+            raise ValueError(f"distil_weight is {self.distil_weight}; give a share from 0 to 1")
+        if self.distil_weight and self.target is None:
+            raise ValueError("distil_weight wants a model to distil from; name it with --target DIR")
+        if self.start != SCRATCH:
+            if self.start_layers not in (None, self.exits[-1]):
+                raise ValueError(
+                    f"start_layers is {self.start_layers}, the last exit {self.exits[-1]}; a sorted draft ends "
+                    "with its last exit: leave start_layers out"
+                )
+            object.__setattr__(self, "start_layers", self.exits[-1])
+        elif self.model.layers != self.exits[-1]:
+            raise ValueError(
+                f"layers is {self.model.layers}, the last exit {self.exits[-1]}; give --layers {self.exits[-1]}"
+            )
+        super().__post_init__()
+
+
+def load_target(directory: Path, config: LlamaConfig, run: Path) -> tuple[LlamaConfig, Params]:
+    """A target's config and float32 parameters.
+
+    Raises:
+      ValueError: it has another vocabulary than the draft, whose tokenizer lies in `run`.
+    """
+    target = huggingface.read_config(directory)
+    same = tokenizer.load(directory).get_vocab() == tokenizer.load(run).get_vocab()
+    if not same or target.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{directory} has another vocabulary ({target.vocab_size} tokens) than the draft "
+            f"({config.vocab_size}); a draft serves targets of its own tokenizer: train it with --tokenizer "
+            f"{directory}"
+        )
+    return target, huggingface.load_params(directory, target, jnp.float32)
+
+
+def objective(options: Options, config: LlamaConfig) -> job.Objective:
+    """The mean of the exits' losses."""
+    target = None
+    if options.target is not None:
+        target = load_target(options.target, config, options.run_directory)
+    loss = exit_losses.soft(
+        config, options.exits, options.remat, None if target is None else target[0], options.distil_weight
+    )
+    extra = {"exits": list(options.exits)}
+    return job.Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    return job.main(Options, objective, "training.soft", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
