@@ -66,13 +66,15 @@ def grow(tree: Any, layers: int) -> Any:
         # Copies are arrays of their own: the step donates its state, and no buffer may be given twice.
         return {**node, "layers": [*present, *jax.tree.map(lambda x: x + 0, added)]}
 
-    def is_model(node: Any) -> bool:
-        return isinstance(node, dict) and "layers" in node
-
     grown = jax.tree.map(lambda n: deepened(n, False) if is_model(n) else n, tree, is_leaf=is_model)
     if is_model(tree):
         return deepened(tree, True)
     return dataclasses.replace(grown, params=deepened(tree.params, True))
+
+
+def is_model(node: Any) -> bool:
+    """Whether a node of a tree has the form of `jaxspec.model.llama.Params`."""
+    return isinstance(node, dict) and "layers" in node
 
 
 def _scaled_writes(layer: Any) -> Any:
