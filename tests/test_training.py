@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +22,22 @@ from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import data, evaluation, export, formats, loop, losses, sft, step, tokenizer
+from training import (
+    data,
+    evaluation,
+    export,
+    formats,
+    layerskip,
+    loop,
+    losses,
+    plots,
+    sft,
+    soft,
+    step,
+    tokenizer,
+)
+from training import metrics as training_metrics
+from training import options as training_options
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -294,7 +310,10 @@ def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    command = [sys.executable, "-m", "training.sft", *arguments(folder, name, *more)]
+    # Dropout and turning exits are drawn anew at every step, and the depth grows on the way.
+    recipe = "--layers 2 --growth 1 22 --exits 1 --rotation 2 --max-dropout 0.3"
+    given = arguments(folder, name, *recipe.split(), *more)
+    command = [sys.executable, "-m", "training.layerskip", *given]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -324,7 +343,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder):
     """An uninterrupted run of 60 steps."""
-    finish(start(folder, "whole", "--steps", "60"))
+    assert "2 layers from step 23 on" in finish(start(folder, "whole", "--steps", "60", "--plot"))
     return losses_of(metrics(folder, "whole"))
 
 
@@ -339,11 +358,14 @@ def stop_after(folder: Path, name: str, steps: int, number: int) -> subprocess.P
 
 
 def test_a_killed_run_resumes_exactly(folder, whole):
-    process = stop_after(folder, "killed", 12, signal.SIGKILL)
-    process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGKILL
-    assert 12 <= len(metrics(folder, "killed")) < 60
-    assert "resumed from step" in finish(start(folder, "killed", "--steps", "60"))
+    """Killed before it grows, and again after: 22 steps of one layer, then two."""
+    for steps in (12, 33):
+        process = stop_after(folder, "killed", steps, signal.SIGKILL)
+        process.communicate(timeout=200)
+        assert process.returncode == -signal.SIGKILL
+        assert steps <= len(metrics(folder, "killed")) < 60
+    said = finish(start(folder, "killed", "--steps", "60"))
+    assert int(said.split("resumed from step ")[1].split()[0]) > 22
     assert losses_of(metrics(folder, "killed")) == whole
 
 
@@ -373,8 +395,23 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     assert float(total / weight) == pytest.approx(best, abs=2e-2)  # the weights were rounded to bfloat16
     text = (directory / "README.md").read_text()
     assert all(
-        said in text for said in ("Once upon a time", f"{best:.4f}", "python -m training.sft", "| text | ")
+        said in text
+        for said in ("Once upon a time", f"{best:.4f}", "python -m training.layerskip", "| text | ")
     )
+
+
+def test_curves_are_drawn_and_events_written(folder, whole):
+    run = folder / "run-whole"
+    for name in (plots.LOSS_FILE, plots.ACCEPTANCE_FILE):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
+    assert plots.main(["--run", str(run)]) == 0
+    assert plots.main(["--run", str(folder)]) == 1
+    assert list((run / "tensorboard").glob("events.*"))
+    measured = [record for record in training_metrics.read(run) if "acceptance/1" in record]
+    assert measured
+    assert all(0 <= record["acceptance/1"] <= 1 for record in measured)
+    # Alone, the one layer that there is at first is the model.
+    assert measured[0]["mean_acceptance_length/1"] == 1 + evaluation.NUM_DRAFT_TOKENS
 
 
 def test_training_goes_on_from_a_directory(folder, whole):
@@ -423,6 +460,200 @@ def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
     with loop.checkpoint_manager(folder / "run-kept" / "checkpoints", 2, read_only=True) as manager:
         assert sorted(manager.all_steps()) == [10, 25, 30]
         assert export.best_step(manager) == (10, {"held_out_loss": 1.0})
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
+    """From the third checkpoint on no file may grow beyond 20 kB, as if nothing more fitted."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    make_measure = evaluation.make_measure
+    calls = []
+
+    def filling(*arguments):
+        measure = make_measure(*arguments)
+
+        def then_full(*rest):
+            calls.append(1)
+            if len(calls) == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+            return measure(*rest)
+
+        return then_full
+
+    monkeypatch.setattr(evaluation, "make_measure", filling)
+    try:
+        status = sft.main(arguments(folder, "full", "--steps", "30"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
+    message = capsys.readouterr().err
+    assert "File too large" in message
+    with loop.checkpoint_manager(folder / "run-full" / "checkpoints", 1, read_only=True) as manager:
+        found, best, _ = export.best_params(manager)
+    # The second may have been on its way when the disk filled up.
+    assert best in (5, 10)
+    assert f"the checkpoint of step {best} is intact" in message
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    monkeypatch.undo()
+    assert sft.main(arguments(folder, "full", "--steps", "12")) == 0
+    assert f"resumed from step {best}" in capsys.readouterr().err
+
+
+def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
+    """A token that the vocabulary has not, in every batch after the sixth."""
+    batches = data.batches
+
+    class Bad:
+        def __init__(self, *arguments):
+            self.stream, self.count = batches(*arguments), 0
+            self.get_state, self.set_state = self.stream.get_state, self.stream.set_state
+
+        def __next__(self):
+            self.count += 1
+            batch = next(self.stream)
+            return {**batch, "tokens": batch["tokens"] + 1000} if self.count > 6 else batch
+
+    monkeypatch.setattr(data, "batches", Bad)
+    assert sft.main(arguments(folder, "bad", "--steps", "30")) == 1
+    assert "step 7" in (message := capsys.readouterr().err)
+    assert "the checkpoint of step 5 is intact" in message
+
+
+# Sorted drafts
+
+
+def soft_arguments(folder: Path, name: str, *more: str) -> list[str]:
+    given = arguments(folder, name, "--exits", "1", "2", "--layers", "2", "--steps", "6", *more)
+    return [*given, "--batch", "4", "--tokenizer", str(folder / "whole")]
+
+
+def test_a_sorted_draft_names_its_exits_and_is_cut_from_a_model(folder, whole):
+    target = str(folder / "whole")
+    cut = [
+        "--start",
+        target,
+        "--exits",
+        "1",
+        "2",
+        "--target",
+        target,
+        "--distil-weight",
+        "0.5",
+        "--steps",
+        "5",
+    ]
+    assert soft.main(arguments(folder, "sorted", *cut)) == 0
+    content = json.loads((folder / "sorted" / "config.json").read_text())
+    assert content["jaxspec"] == {"exits": [1, 2]}
+    assert content["num_hidden_layers"] == 2
+    record = metrics(folder, "sorted")[-1]
+    assert 0 < record["acceptance/1"] < record["acceptance/2"] <= 1
+    kept = arguments(folder, "baseline", "--start", target, "--start-layers", "1", "--steps", "5")
+    assert sft.main(kept) == 0
+    assert json.loads((folder / "baseline" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--exits", "2", "1"], "exits is (2, 1)"),
+        (["--exits", "1", "3"], "--layers 3"),
+        (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
+        (["--exits", "1", "2", "--distil-weight", "2"], "distil_weight is 2"),
+    ],
+)
+def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
+    with pytest.raises(SystemExit):
+        soft.main([*soft_arguments(folder, "wrong"), *more])
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_target_of_another_vocabulary_is_refused(folder, whole, capsys):
+    given = arguments(folder, "foreign", "--exits", "1", "--layers", "1", "--target", str(folder / "whole"))
+    assert soft.main([*given, "--vocab-size", "280"]) == 1
+    assert "another vocabulary" in capsys.readouterr().err
+
+
+# Options
+
+
+def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        f"""
+        data: [{{path: {folder / "text.txt"}, kind: stories, weight: 2}}]
+        run: {tmp_path / "run"}
+        model: {{layers: 2, growth: [[1, 3]], vocab_size: 300}}
+        optimizer:
+          learning_rate: 0.25
+        remat: true
+        """
+    )
+    options = training_options.parse(sft.Options, ["--config", str(file), "--layers", "3"], "sft")
+    assert options.data.data == (training_options.Source(str(folder / "text.txt"), "stories", "auto", 2.0),)
+    assert (options.model.layers, options.model.growth, options.model.vocab_size) == (3, ((1, 3),), 300)
+    assert (options.optimizer.learning_rate, options.remat, options.run) == (0.25, True, tmp_path / "run")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(training_options.to_yaml(options))
+    assert training_options.parse(sft.Options, [f"--config={resolved}"], "sft") == options
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("- a", "expected options by name"), ("a: [", "not YAML"), (None, "cannot read")]
+)
+def test_a_bad_yaml_file_gets_one_clear_line(tmp_path, content, said, capsys):
+    file = tmp_path / "options.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert sft.main(["--config", str(file)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
+    options = training_options.parse(
+        layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
+    )
+    assert (options.model.growth, options.exits, options.layerskip.rotation) == (((1, 22),), (1,), 2)
+
+
+# Several devices
+
+
+SHARDED = """
+import jax
+from training import job, options, sharding, soft, step
+import sys
+arguments = sys.argv[1:]
+assert len(jax.devices()) == 4
+original = sharding.place_state
+def checked(mesh, state):
+    placed = original(mesh, state)
+    if hasattr(placed, "opt_state"):
+        whole = sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
+        own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+        assert own < 0.27 * whole, (own, whole)
+        print("a quarter each")
+    return placed
+sharding.place_state = checked
+sys.exit(soft.main(arguments))
+"""
+
+
+def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(folder, whole):
+    assert soft.main(soft_arguments(folder, "one")) == 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, *soft_arguments(folder, "four")],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "a quarter each" in done.stdout
+    one, four = (losses_of(metrics(folder, name)) for name in ("one", "four"))
+    np.testing.assert_allclose([x[1:3] for x in one], [x[1:3] for x in four], rtol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from orbax import checkpoint as ocp
 
 from jaxspec.io import files, huggingface
 from jaxspec.model.llama import Params
-from training import card, loop, tokenizer
+from training import card, loop, metrics, tokenizer
 
 RUN_FILE = "run.json"
 
@@ -87,7 +87,7 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
         prompt: card.sample(config, rounded, words, samples, prompt)
         for prompt in card.prompts_for(list(record["documents"]))
     }
-    text = card.write(output.name, config, record, read_metrics(run), step, measured, texts)
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]
 
@@ -102,15 +102,6 @@ def read_run(run: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"no {RUN_FILE} in {run}; give the run directory of a training command")
     return json.loads(file.read_text())
-
-
-def read_metrics(run: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl, one a step; a half-written last line is left out."""
-    file = run / loop.METRICS_FILE
-    if not file.is_file():
-        return []
-    lines = [line for line in file.read_text().split("\n")[:-1] if line]
-    return [json.loads(line) for line in lines]
 
 
 def main(arguments: list[str] | None = None) -> int:

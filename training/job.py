@@ -20,7 +20,7 @@ from jaxspec.io import files, hf_config, huggingface
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training import data, evaluation, export, formats, loop, sharding, step, tokenizer
+from training import data, evaluation, export, formats, loop, plots, sharding, step, tokenizer
 from training.losses import Loss
 from training.options import SCRATCH, DataOptions, JobOptions, parse, to_yaml
 
@@ -236,6 +236,8 @@ def train(
     if options.output is not None:
         best, best_loss = export.export(run, options.output, options.samples)
         console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
+    if options.plot:
+        console.print("drew " + ", ".join(map(str, plots.draw(run))))
     if result.reason != "steps":
         console.print(f"stopped early ({result.reason}); the same command goes on from here")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from training import growth, sharding
 from training.losses import Batch
+from training.metrics import Metrics
 from training.step import TrainState
-
-METRICS_FILE = "metrics.jsonl"
-
 
 # (state, batch on the devices) -> (state, metrics); the state given is donated
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -126,31 +124,6 @@ def restore(
     return got["state"], got["data"]
 
 
-class _Metrics:
-    """metrics.jsonl: one line a step, without what a resumed run is about to repeat."""
-
-    def __init__(self, file: Path, step: int):
-        kept = []
-        if file.is_file():
-            for line in file.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line + "\n")
-                except (json.JSONDecodeError, KeyError):
-                    continue  # the line that was being written when the run was killed
-        partial = file.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(file)
-        self._stream = file.open("a")
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        self._stream.close()
-
-
 class _StopSignal:
     """Within it, the first SIGINT or SIGTERM only sets `received`; a second one acts as usual."""
 
@@ -201,7 +174,8 @@ def train(
       mesh: over which state and batches are divided; None for all devices.
 
     Raises:
-      ValueError: the loss is no longer finite. Nothing is saved then; the last good checkpoint stands.
+      ValueError: the loss is no longer finite, a batch does not fit the model, or a checkpoint could not be
+        written. Nothing more is saved then; the last good checkpoint stands.
     """
     mesh = sharding.make_mesh() if mesh is None else mesh
 
@@ -222,7 +196,7 @@ def train(
         console.print(f"resumed from step {latest}")
     begin = time.monotonic()
     step = first = int(state.step)
-    metrics = _Metrics(directory / METRICS_FILE, step)
+    log = Metrics(directory, step)
     reason: Literal["steps", "minutes", "interrupted"] = "steps"
     progress = Progress(
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
@@ -233,7 +207,8 @@ def train(
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(batches.get_state())
         )
-        manager.save(step, args=items, metrics=measured)
+        with _clear_errors(manager):
+            manager.save(step, args=items, metrics=measured)
 
     try:
         with _StopSignal() as stop, progress:
@@ -245,15 +220,15 @@ def train(
                 if grown is not state:
                     state = sharding.place_state(mesh, grown)
                     console.print(f"{len(state.params['layers'])} layers from step {step + 1} on")
-                state, measured = step_fn(state, sharding.place_batch(mesh, next(batches), rows_axis=1))
+                batch = next(batches)
+                _check_batch(batch, state.params["embed"].shape[0], step + 1, manager)
+                state, measured = step_fn(state, sharding.place_batch(mesh, batch, rows_axis=1))
                 step += 1
                 record = {name: float(value) for name, value in measured.items()}
                 if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
-                    kept = manager.latest_step()
                     raise ValueError(
                         f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {step}; "
-                        f"training stops, the checkpoint of step {kept} is intact. "
-                        "Lower --learning-rate or look at the data"
+                        f"training stops, {_intact(manager)}. Lower --learning-rate or look at the data"
                     )
                 now = time.monotonic()
                 recent_tokens += record["tokens"]
@@ -270,15 +245,47 @@ def train(
                     left = (options.steps - step) * (now - begin) / (step - first)
                     console.print(_line(step, options.steps, record, left))
                     recent_tokens, recent_begin = 0.0, time.monotonic()
-                metrics.write({"step": step, **record})
+                log.write(step, record)
                 rate = recent_tokens / max(now - recent_begin, 1e-9)
                 progress.update(task, completed=step, figures=f"loss {record['loss']:.3f}  {rate:,.0f} tok/s")
                 if last:
                     break
-            manager.wait_until_finished()
+            with _clear_errors(manager):
+                manager.wait_until_finished()
     finally:
-        metrics.close()
+        log.close()
     return Result(state, reason, time.monotonic() - begin)
+
+
+def _intact(manager: ocp.CheckpointManager) -> str:
+    """Which checkpoint stands, once the one on its way is written or has failed."""
+    with contextlib.suppress(Exception):
+        manager.wait_until_finished()
+    steps = manager.all_steps(read=True)
+    return f"the checkpoint of step {max(steps)} is intact" if steps else "there is no checkpoint yet"
+
+
+@contextlib.contextmanager
+def _clear_errors(manager: ocp.CheckpointManager) -> Iterator[None]:
+    """One clear line for whatever the storage below raises, of this checkpoint or of the one before."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"a checkpoint could not be written: {said}. Training stops, {_intact(manager)}. Make room and give "
+            "the same command again"
+        ) from None
+
+
+def _check_batch(batch: Batch, vocab_size: int, step: int, manager: ocp.CheckpointManager) -> None:
+    """Refuses tokens that the model does not have: JAX would read another row in their place."""
+    least, most = int(batch["tokens"].min()), int(batch["tokens"].max())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(
+            f"the batch of step {step} holds tokens from {least} to {most}, the vocabulary has {vocab_size}; "
+            f"training stops, {_intact(manager)}. Is the data packed with another tokenizer?"
+        )
 
 
 def _line(step: int, steps: int, record: dict[str, float], left: float) -> str:

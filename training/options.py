@@ -157,6 +157,7 @@ class JobOptions:
       seed: of initial weights, of the order of the data and of all that is drawn.
       remat: compute layers anew in the backward pass: less memory, about a third more time.
       samples: texts to write into the card after each prompt.
+      plot: draw curves of loss and acceptance into the run directory at the end.
     """
 
     data: DataOptions
@@ -167,6 +168,7 @@ class JobOptions:
     seed: int = 0
     remat: bool = False
     samples: int = 2
+    plot: bool = False
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)

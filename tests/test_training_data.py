@@ -1,0 +1,241 @@
+"""Records of every format become documents; what does not fit is reported; copy-and-edit tasks are right."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxspec.bench import prompts
+from training import copy_edit, formats, options, tokenizer
+
+STORY = (
+    "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
+    "Then Tim and the dog went home. Mom gave them some cake. Tim was happy. The dog was happy too."
+)
+
+
+def read(path, form=formats.AUTO, skip=False, report=print):
+    return formats.read(str(path), form, formats.Chat(), skip, report)
+
+
+def write_lines(path, records):
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    return path
+
+
+def texts(documents):
+    return [document.text for document in documents]
+
+
+def test_plain_text_is_cut_at_its_separators(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(f"one\n{formats.SEPARATOR}\n\n two\nlines \n{formats.SEPARATOR}\n \n")
+    assert texts(read(file)) == ["one", "two\nlines"]
+
+
+def test_the_format_of_a_record_is_known_by_its_keys(tmp_path):
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        [
+            {"text": "a story"},
+            {"question": " How many?", "answer": "1 + 1 = 2\n#### 2"},
+            {"text": "Write a function.", "code": "def f():\r\n\treturn 1 \r\n", "task_id": 1},
+        ],
+    )
+    assert texts(read(file)) == [
+        "a story",
+        "Question: How many?\nAnswer: 1 + 1 = 2\n#### 2",
+        "# Write a function.\ndef f():\n    return 1",
+    ]
+    assert texts(read(file, "text", skip=True, report=lambda _: None)) == ["a story", "Write a function."]
+
+
+def conversation(*turns):
+    return {"conversations": [{"from": who, "value": said} for who, said in turns]}
+
+
+def test_of_a_conversation_only_the_answers_are_learned(tmp_path):
+    talk = conversation(
+        ("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye"), ("gpt", "See you."), ("human", "?")
+    )
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([talk, conversation(("human", "No answer"))], indent=1))
+    (document,) = read(file)
+    assert [span.text for span in document.spans if span.learn] == [" Hello!</s>", " See you.</s>"]
+    assert document.text == "USER: Hi ASSISTANT: Hello!</s>USER: Bye ASSISTANT: See you.</s>"
+
+
+def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_path):
+    talk = conversation(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello!"))
+    file = write_lines(tmp_path / "a.jsonl", [talk])
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (document,) = formats.read(str(file), formats.AUTO, formats.Chat(template, eos_token="<e>"), False)
+    assert [(span.text, span.learn) for span in document.spans] == [
+        ("[system]Be kind.[user]Hi[assistant]", False),
+        ("Hello!<e>", True),
+    ]
+    rewriting = formats.Chat("{{ messages | length }}")
+    with pytest.raises(formats.Malformed, match="rewrites earlier turns"):
+        formats.read(str(file), formats.AUTO, rewriting, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{broken", "not JSON"),
+        ("[1]", "a JSON list, expected an object"),
+        ({"prompt": "x"}, r"no known keys in \(prompt\)"),
+        ({"question": "x", "answer": 3}, "`answer` is not a text"),
+        (conversation(("robot", "x")), "a turn is not from"),
+        ({"conversations": []}, "no list `conversations`"),
+    ],
+)
+def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_asked(tmp_path, line, said):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "good"}, "", line, {"text": "fine"}])
+    with pytest.raises(formats.Malformed, match=rf"a\.jsonl:3: .*{said}.*--skip-malformed"):
+        read(file)
+    reported = []
+    assert texts(read(file, skip=True, report=reported.append)) == ["good", "fine"]
+    assert len(reported) == 1
+    assert "a.jsonl:3" in reported[0]
+
+
+def test_records_of_a_json_list_have_lines_too(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[\n {"text": "a"},\n {"text":\n  4}\n]')
+    with pytest.raises(formats.Malformed, match=r"a\.json:3: `text`"):
+        read(file)
+    file.write_text('[\n {"text": "a"},\n {"text" "b"}]')
+    with pytest.raises(formats.Malformed, match=r"a\.json:3: not JSON"):
+        read(file, skip=True)
+    file.write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match="not a JSON list"):
+        read(file)
+
+
+def test_a_line_that_is_not_utf8_is_one_malformed_record(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(formats.Malformed, match=r"a\.jsonl:2: not UTF-8"):
+        read(file)
+    assert texts(read(file, skip=True, report=lambda _: None)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "said"),
+    [
+        ("nowhere.txt", "auto", "cannot read nowhere.txt"),
+        ("nowhere.txt", "poem", "no data format 'poem'"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_line(path, form, said):
+    with pytest.raises(ValueError, match=said):
+        read(path, form)
+
+
+def test_hugging_face_data_sets_are_read_when_their_package_is_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        read("hf:owner/name")
+    asked = []
+    package = types.SimpleNamespace(
+        load_dataset=lambda name, split: asked.append((name, split)) or [{"text": "a"}, {"question": "b"}]
+    )
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    with pytest.raises(formats.Malformed, match="hf:owner/name:test record 1: no known keys"):
+        read("hf:owner/name:test")
+    assert texts(read("hf:owner/name", skip=True, report=lambda _: None)) == ["a"]
+    assert asked == [("owner/name", "test"), ("owner/name", "train")]
+
+
+# Copy and edit
+
+
+def test_copy_edit_tasks_edit_what_they_say(tmp_path):
+    file = tmp_path / "a.txt"
+    stories = [
+        STORY.replace("Tim", name).replace("dog", animal)
+        for name in ("Tim", "Ann")
+        for animal in ("cat", "ant")
+    ]
+    file.write_text(f"\n{formats.SEPARATOR}\n".join(stories))
+    documents = read(file, "copy-edit")
+    assert {document.origin for document in documents} == set(stories)
+    edited = 0
+    for document in documents:
+        instruction, passage, result = document.text.split("\n")
+        assert " ".join(passage.split()) in " ".join(document.origin.split())
+        answer = result.removeprefix("Result: ")
+        words = [(a, b) for a, b in zip(passage.split(), answer.split(), strict=True) if a != b]
+        assert copy_edit.SHORTEST <= len(passage) <= copy_edit.LONGEST
+        if words:
+            edited += 1
+            ((old, new),) = {(a.strip(".,"), b.strip(".,")) for a, b in words}
+            assert old in instruction
+            assert new in instruction
+            assert old not in answer.replace(".", " ").split()
+    assert edited
+    assert copy_edit.tasks(STORY) == copy_edit.tasks(STORY)
+
+
+def test_only_whole_words_are_replaced():
+    assert copy_edit.replace("cat", "dog", "The cat saw a caterpillar, said the cat.") == (
+        "The dog saw a caterpillar, said the dog."
+    )
+
+
+def test_the_projects_prompts_have_the_form_of_the_training_data():
+    known = prompts.load()
+    assert {kind: len(texts) for kind, texts in known.items()} == {
+        "stories": 10, "mathematics": 10, "code": 10, "copy-edit": 10,
+    }  # fmt: skip
+    assert all(
+        text == formats.gsm8k_prompt(text[len("Question: ") : -len("\nAnswer:")])
+        for text in known["mathematics"]
+    )
+    assert all(text == formats.mbpp_prompt(text[2:-1]) for text in known["code"])
+    for text in known["copy-edit"]:
+        instruction, passage, end = text.split("\n")
+        assert text == copy_edit.prompt(instruction, passage)
+        assert end == "Result:"
+    every = [text for texts in known.values() for text in texts]
+    assert len(set(every)) == len(every)
+
+
+# Tokens of documents
+
+
+def test_spans_keep_their_tokens_apart_and_say_which_to_learn():
+    words = tokenizer.train([STORY], 300)
+    document = formats.Document((formats.Span("Tim ha", learn=False), formats.Span("d a ball.</s>")), "x")
+    (encoded,) = tokenizer.encode_documents(words, [document], tokenizer.BOS_ID, tokenizer.EOS_ID)
+    first = words.encode("Tim ha", add_special_tokens=False).ids
+    second = words.encode("d a ball.", add_special_tokens=False).ids
+    # The end is spelled out by the text, and not put a second time.
+    assert encoded.tokens.tolist() == [tokenizer.BOS_ID, *first, *second, tokenizer.EOS_ID]
+    assert np.array_equal(encoded.learn[1:], [False] * len(first) + [True] * (len(second) + 1))
+
+
+def test_digits_are_tokens_of_their_own():
+    words = tokenizer.train(["1234 1234 1234 1234"] * 50, 300)
+    assert words.encode("1234", add_special_tokens=False).tokens == list("1234")
+
+
+# Sources and YAML
+
+
+def test_a_source_is_read_as_it_is_written():
+    source = options.Source.parse("data/a.jsonl,weight=0.5,kind=code,format=mbpp")
+    assert source == options.Source("data/a.jsonl", "code", "mbpp", 0.5)
+    assert options.Source.parse(str(source)) == source
+    assert options.Source.parse("data/a.txt").kind == "a"
+    for wrong in ("a.txt,colour=red", "a.txt,weight", "a.txt,weight=0"):
+        with pytest.raises(ValueError, match=r"expected PATH|give a number"):
+            options.Source.parse(wrong)
