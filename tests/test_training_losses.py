@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxspec.model import llama
@@ -89,6 +90,19 @@ def test_divergence_is_kullback_leibler():
     mask = np.array([[True, False, True]])
     expected = (p * np.log(p / q)).sum(-1)[mask].sum()
     assert float(losses.divergence(wanted, logits, mask)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_bfloat16_products_leave_float32_gradients_close_to_the_exact_ones(params, batch):
+    loss = exit_losses.soft(CONFIG, (1, LAYERS))
+    (exact, _), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given())
+    rounded = losses.in_dtype(loss, jnp.bfloat16)
+    (total, _), grads = jax.jit(jax.value_and_grad(rounded, has_aux=True))(params, batch, given())
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert total.dtype == jnp.float32
+    assert float(total) == pytest.approx(float(exact), rel=0.02)
+    assert float(total) != float(exact)
+    size = optax.tree.norm(expected)
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, grads, expected))) < 0.1 * float(size)
 
 
 # LayerSkip

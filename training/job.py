@@ -20,7 +20,7 @@ from jaxspec.io import files, hf_config, huggingface
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training import data, evaluation, export, formats, loop, plots, sharding, step, tokenizer
+from training import data, evaluation, export, formats, loop, losses, plots, sharding, step, tokenizer
 from training.losses import Loss
 from training.options import SCRATCH, DataOptions, JobOptions, parse, to_yaml
 
@@ -218,7 +218,8 @@ def train(
         for kind, part in held_out.items()
     }
     weights = options.data.weights
-    step_fn = step.make_step(aim.loss, transform, options.seed)
+    loss = losses.in_dtype(aim.loss, jnp.dtype(options.compute_dtype))
+    step_fn = step.make_step(loss, transform, options.seed)
     target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
     with loop.checkpoint_manager(run / "checkpoints", options.loop.keep) as manager:
         result = loop.train(

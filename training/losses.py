@@ -130,10 +130,25 @@ def _head_loss_forward(config, head, hidden, targets, mask):
 
 def _head_loss_backward(config, gradients, cotangent):
     del config
-    return *jax.tree.map(lambda g: g * cotangent, gradients), None, None
+    return *jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None, None
 
 
 head_loss.defvjp(_head_loss_forward, _head_loss_backward)
+
+
+def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
+    """The loss with its products in `dtype`: parameters are rounded first, gradients come back in theirs.
+
+    Sums within a product, norms, softmax and the loss itself stay float32.
+    """
+
+    def rounded(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+    def cast(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
+        return loss(rounded(params), batch, Given(given.step, given.key, rounded(given.target)))
+
+    return cast
 
 
 def num_targets(mask: jax.Array) -> jax.Array:

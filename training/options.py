@@ -6,8 +6,9 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import jax
 import tyro
 import yaml
 
@@ -60,7 +61,7 @@ class Source:
         return f"{self.path},kind={self.kind},format={self.format},weight={self.weight:g}"
 
 
-_SourceArgument = Annotated[
+SourceArgument = Annotated[
     Source,
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
@@ -123,7 +124,7 @@ class DataOptions:
       skip_malformed: report and leave out records that do not fit their format, instead of ending.
     """
 
-    data: tuple[_SourceArgument, ...]
+    data: tuple[SourceArgument, ...]
     window: int = 256
     batch: int = 8
     held_out: int = 50
@@ -156,6 +157,8 @@ class JobOptions:
       run: where checkpoints, metrics and the tokenised data are kept; runs/NAME-OF-OUTPUT if not given.
       seed: of initial weights, of the order of the data and of all that is drawn.
       remat: compute layers anew in the backward pass: less memory, about a third more time.
+      compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
+        accelerators and float32 on CPU.
       samples: texts to write into the card after each prompt.
       plot: draw curves of loss and acceptance into the run directory at the end.
     """
@@ -167,6 +170,7 @@ class JobOptions:
     run: Path | None = None
     seed: int = 0
     remat: bool = False
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
     samples: int = 2
     plot: bool = False
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
@@ -184,6 +188,13 @@ class JobOptions:
             )
 
     @property
+    def compute_dtype(self) -> str:
+        """The dtype of the products."""
+        if self.compute != "auto":
+            return self.compute
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+    @property
     def run_directory(self) -> Path:
         """Where the run's own files are kept."""
         if self.run is not None:
@@ -192,7 +203,7 @@ class JobOptions:
         return Path("runs") / self.output.name
 
 
-Options = TypeVar("Options", bound=JobOptions)
+Options = TypeVar("Options")
 _CONFIG = "--config"
 
 
