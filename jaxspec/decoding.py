@@ -163,7 +163,9 @@ def prefill(
     """
     batch, capacity = request.tokens.shape
     cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
-    hidden, cache = llama.prefill(config, params.target, request.tokens, request.length, cache, piece)
+    hidden, similarities, cache = llama.prefill(
+        config, params.target, request.tokens, request.length, cache, piece
+    )
     logits = llama.logits(config, params.target, hidden)
     token, _ = parts.law.draw(_fold_in(request.keys, request.length), logits)
     done = _is_eos(token[:, None], request.eos_ids)[:, 0] | (request.length + 1 >= request.limit)
@@ -180,7 +182,7 @@ def prefill(
         keys=request.keys,
         done=done,
         cache=cache,
-        drafter_state=parts.drafter.init(params, view, Prefill(hidden, piece)),
+        drafter_state=parts.drafter.init(params, view, Prefill(hidden, similarities, piece)),
         stats=Stats(zero, zero, zero, zero, histogram),
     )
     emitted = Emitted(
@@ -333,15 +335,19 @@ def _verify(
     log_probs: bool,
 ) -> tuple[KVCache, Acceptance, jax.Array | None]:
     """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft."""
-    start = view.length - 1
-    pending = jnp.take_along_axis(view.tokens, start[:, None], axis=1)
+    pending, start = view.pending, view.start
     batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
 
     def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, Any]:
         laws = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, laws)
-        fed = jnp.concatenate([pending, kept.tokens], axis=1)
-        logits, _, cache = llama.forward(config, params.target, fed, start, cache)
+        if proposal.exit_hidden is None:
+            hidden = llama.embed(params.target, jnp.concatenate([pending[:, None], kept.tokens], axis=1))
+        else:
+            hidden = proposal.exit_hidden[:, :width]
+        rest = range(proposal.exit_layer, config.num_layers)
+        hidden, cache = llama.run_layers(config, params.target, hidden, start, cache, layers=rest)
+        logits = llama.logits(config, params.target, hidden)
         acceptance = parts.acceptor.accept(keys, kept, logits, parts.law)
         if not log_probs:
             return cache, acceptance, None

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.io import method_files
 from jaxspec.io.files import read_text
+from jaxspec.io.method_files import ASDNumbers
 from jaxspec.method_options import (
+    ADAPTIVE,
     METHODS,
     Method,
     MethodOptions,
@@ -22,12 +30,21 @@ from jaxspec.method_options import (
     option_name,
     options_for,
     options_given,
+    stop_rules,
 )
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Acceptor, Drafter, StopRule
-from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant
+from jaxspec.stopping import (
+    AdaptiveGamma,
+    AdaptiveLength,
+    AnyOf,
+    ConfidenceBelow,
+    Constant,
+    Probe,
+    ProductBelow,
+)
 
 __all__ = [
     "METHODS",
@@ -49,23 +66,30 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model's config and parameters."""
+    """A model's config and parameters, and what it is called."""
 
     config: LlamaConfig
     params: Params
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a method may need from outside; each is called only if the method does.
+    """What a method may need from outside; functions are called only if the method needs them.
 
     Attributes:
       load_draft: name of a model → the model, checked to share the target's vocabulary.
       encode: text → token ids, for references.
+      fingerprint: the target's, see `io.method_files`.
+      directory: the target's, where a method's files lie; None for a model made in memory.
+      laws: the laws that the texts of this batch follow, see `io.method_files.law_name`.
     """
 
     load_draft: Callable[[str], Model]
     encode: Callable[[str], Sequence[int]]
+    fingerprint: Callable[[], str]
+    directory: Path | None = None
+    laws: tuple[str, ...] = ("greedy",)
 
 
 def build(method: str, options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
@@ -77,8 +101,9 @@ def build(method: str, options: MethodOptions, target: Model, resources: Resourc
     name = check_method(method)
     foreign = options_given(options).keys() - options_given(options_for(name, options)).keys()
     if foreign:
-        names = ", ".join(sorted(option_name(field) for field in foreign))
-        raise ValueError(f"method {name} has no option {names}; leave it out or choose another method")
+        names, rules = ", ".join(sorted(map(option_name, foreign))), stop_rules(name, options)
+        under = f" with --stop {' '.join(rules)}" if rules else ""
+        raise ValueError(f"method {name}{under} has no option {names}; leave it out or choose another")
     return _BUILDERS[name](options, target, resources)
 
 
@@ -112,9 +137,89 @@ def _draft_model(options: MethodOptions, target: Model, resources: Resources) ->
         draft = Model(
             draft.config.truncated(options.draft_exit), llama.truncate(draft.params, options.draft_exit)
         )
-    # A rule that ends drafts early wants room for those that go well.
-    most = _num_draft_tokens(options, 5 if set(options.stop_rule) <= {"constant"} else 12)
-    return DraftModel(draft.config, _stop_rule(options, most), most), draft.params
+    rule, most = _stopping("draft-model", options)
+    return DraftModel(draft.config, rule, most), draft.params
+
+
+def _asd(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
+    given = (options.alpha, options.every, options.keep_last)
+    default = _asd_numbers(options, target, resources) if None in given else ASDNumbers(0, 0, 0)
+    alpha, every, keep_last = (
+        usual if number is None else number
+        for number, usual in zip(given, dataclasses.astuple(default), strict=True)
+    )
+    depth = target.config.num_layers
+    if not 0 < alpha <= 1:
+        raise ValueError(f"--alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)")
+    if every < 0:
+        raise ValueError(f"--every is {every}; give 0 (rule off) or a number of layers")
+    if not 0 <= keep_last <= depth:
+        raise ValueError(f"--keep-last is {keep_last}; give a number from 0 to {depth}, the model's layers")
+    if every == 1 and keep_last == 0:
+        raise ValueError("--every 1 with --keep-last 0 skips every layer; a draft must run at least one")
+    rule, most = _stopping("asd", options)
+    numbers = jnp.float32(alpha), jnp.int32(every), jnp.int32(keep_last)
+    return ASD(target.config, *numbers, rule, most, options.shared_mask), None
+
+
+def _asd_numbers(options: MethodOptions, target: Model, resources: Resources) -> ASDNumbers:
+    """As in the file named, else as in the one beside the model, else the paper's for models of this name."""
+    path = _beside(options.asd_numbers, resources, method_files.ASD_NAME)
+    if options.asd_numbers is not None or (path is not None and path.is_file()):
+        assert path is not None
+        return method_files.read_asd(path, resources.fingerprint())
+    code = "codellama" in target.name.lower().replace("-", "")
+    numbers = ASDNumbers(0.985, 4, 3) if code else ASDNumbers(0.985, 3, 2)
+    return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, target.config.num_layers))
+
+
+def _draft_verify(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
+    path = _beside(options.plan, resources, method_files.PLAN_NAME)
+    if path is None or (options.plan is None and not path.is_file()):
+        raise FileNotFoundError(
+            f"method draft-verify needs a plan{f', and there is no {path}' if path else ''}; "
+            "make one with `jaxspec search`, or give --plan FILE"
+        )
+    plan = method_files.read_plan(path, resources.fingerprint(), target.config.num_layers)
+    rule, most = _stopping("draft-verify", options)
+    return DraftVerify(target.config, plan.traced(), rule, most), None
+
+
+def _layerskip(
+    method: Method, options: MethodOptions, target: Model, resources: Resources
+) -> tuple[Drafter, Any]:
+    depth = target.config.num_layers
+    if depth == 1:
+        raise ValueError(f"method {method} exits early, and the model has one layer; choose another method")
+    exit_layer = max(1, depth // 4) if options.exit_layer is None else options.exit_layer
+    if not 1 <= exit_layer < depth:
+        raise ValueError(f"--exit-layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}")
+
+    def probe() -> Probe:
+        if len(set(resources.laws)) > 1:
+            raise ValueError(
+                f"the texts follow different laws ({', '.join(sorted(set(resources.laws)))}), and a probe "
+                "belongs to one; generate them apart"
+            )
+        law, directory = resources.laws[0], resources.directory
+        if options.probe is None and directory is None:
+            raise ValueError("the model is in memory only, no probe lies beside it; give --probe FILE")
+        path = options.probe or method_files.probe_path(directory or Path(), exit_layer, law)
+        read = method_files.read_probe(
+            path, resources.fingerprint(), target.config.hidden_size, exit_layer, law
+        )
+        direction = jnp.asarray(read.v) * target.params["norm"].astype(jnp.float32)
+        return Probe(direction, jnp.float32(read.b), jnp.float32(target.config.rms_norm_eps))
+
+    rule, most = _stopping(method, options, probe)
+    return LayerSkip(target.config, exit_layer, rule, most), None
+
+
+def _beside(named: str | None, resources: Resources, name: str) -> Path | None:
+    """The file that the user named, else `name` beside the model; None for a model made in memory."""
+    if named is not None:
+        return Path(named)
+    return resources.directory / name if resources.directory is not None else None
 
 
 def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
@@ -143,26 +248,72 @@ def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple
 
 _BUILDERS: dict[Method, Callable[[MethodOptions, Model, Resources], tuple[Drafter, Any]]] = {
     "autoregressive": _autoregressive,
-    "draft-model": _draft_model,
     "ngram": _ngram,
+    "draft-model": _draft_model,
+    "asd": _asd,
+    "draft-verify": _draft_verify,
+    "layerskip": functools.partial(_layerskip, "layerskip"),
+    "adaspeed": functools.partial(_layerskip, "adaspeed"),
+    "adaspeed-probe": functools.partial(_layerskip, "adaspeed-probe"),
 }
 
 
-def _stop_rule(options: MethodOptions, most: int) -> StopRule:
-    if options.gamma is not None and "confidence" not in options.stop_rule:
-        raise ValueError("--gamma belongs to --stop confidence; add that or leave --gamma out")
+def _no_probe() -> Probe:
+    raise ValueError(
+        "--stop probe needs a draft that exits early; choose layerskip, adaspeed or adaspeed-probe"
+    )
+
+
+def _stopping(
+    method: Method, options: MethodOptions, probe: Callable[[], Probe] = _no_probe
+) -> tuple[StopRule, int]:
+    """The stop rule, and K: a rule that ends drafts early wants room for those that go well."""
+    names = stop_rules(method, options)
+    most = _num_draft_tokens(options, 5 if set(names) == {"constant"} else 12)
+    thresholds = {"confidence": 0.6, "product": 0.8, "probe": 0.8}
     rules: list[StopRule] = []
-    for name in options.stop_rule:
-        if name == "confidence":
-            gamma = 0.6 if options.gamma is None else options.gamma
-            if not 0 <= gamma <= 1:
-                raise ValueError(f"--gamma is {gamma}; give a probability from 0 to 1")
-            rules.append(ConfidenceBelow(jnp.float32(gamma)))
-        elif name == "adaptive-length":
+    for name in names:
+        if name == "adaptive-length":
             rules.append(AdaptiveLength(jnp.int32(5), jnp.int32(2), jnp.int32(1), jnp.int32(most)))
+        elif name != "constant":
+            gamma = _gamma(options, thresholds[name], most)
+            if name == "confidence":
+                rules.append(ConfidenceBelow(gamma))
+            else:
+                rules.append(ProductBelow(gamma, probe()) if name == "probe" else ProductBelow(gamma))
     if not rules:
-        return Constant()
-    return rules[0] if len(rules) == 1 else AnyOf(tuple(rules))
+        return Constant(), most
+    return rules[0] if len(rules) == 1 else AnyOf(tuple(rules)), most
+
+
+# Field of `AdaptiveGamma` → option.
+_CONSTANTS = {name: f"gamma_{name}" for name in ("alpha", "beta1", "beta2", "epsilon")}
+
+
+def _gamma(options: MethodOptions, usual: float, most: int) -> Any:
+    """γ, fixed or adaptive.
+
+    Raises:
+      ValueError: it, or a constant of its adaptation, is no number from 0 to 1, or is given for nothing.
+    """
+    given = options_given(options)
+    for field in ("gamma", *_CONSTANTS.values()):
+        if not 0 <= given.get(field, 0) <= 1:
+            raise ValueError(f"{option_name(field)} is {given[field]}; give a number from 0 to 1")
+    first = jnp.float32(given.get("gamma", usual))
+    if not options.adaptive_gamma:
+        for field in ADAPTIVE:
+            if field in given:
+                raise ValueError(
+                    f"{option_name(field)} belongs to an adaptive γ; leave out --no-adaptive-gamma"
+                )
+        return first
+    paper = AdaptiveGamma()
+    constants = {
+        field: jnp.float32(given.get(name, getattr(paper, field))) for field, name in _CONSTANTS.items()
+    }
+    edge = jnp.int32(most) if options.gamma_edge == "code" else None
+    return AdaptiveGamma(first, **constants, most=edge, carries=options.carry_gamma)
 
 
 def _num_draft_tokens(options: MethodOptions, default: int) -> int:

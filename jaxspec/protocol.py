@@ -13,10 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import Params
+from jaxspec.model.plan import LayerPlan
 from jaxspec.sampling import Law
 
 State = Any
@@ -47,6 +49,16 @@ class View:
     cache: KVCache
     room: jax.Array
 
+    @property
+    def start(self) -> jax.Array:
+        """int32[B], where the pending token stands."""
+        return self.length - 1
+
+    @property
+    def pending(self) -> jax.Array:
+        """int32[B], the pending token."""
+        return jnp.take_along_axis(self.tokens, self.start[:, None], axis=1)[:, 0]
+
 
 @struct.dataclass
 class Prefill:
@@ -54,10 +66,13 @@ class Prefill:
 
     Attributes:
       hidden: [B, D] of the last prompt token, before the final norm.
+      similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
+        residual stream before and after it, over the prompt; costs nothing to who does not use it.
       piece: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
     """
 
     hidden: jax.Array
+    similarities: jax.Array
     piece: int = struct.field(pytree_node=False)
 
 
@@ -70,11 +85,17 @@ class Proposal:
       count: int32[B], how many of them are proposed, at most K.
       log_probs: float32[B, K, V], the law each token was drawn from given those before it; None where every
         token is certain (a point mass).
+      exit_hidden: [B, K + 1, D], the residual stream of (pending, draft 1, …, draft K) after the target's
+        first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
+        runs only the other layers. None where the draft shares no layers.
+      exit_layer: E, static.
     """
 
     tokens: jax.Array
     count: jax.Array
     log_probs: jax.Array | None = None
+    exit_hidden: jax.Array | None = None
+    exit_layer: int = struct.field(pytree_node=False, default=0)
 
 
 @struct.dataclass
@@ -128,7 +149,8 @@ class StopRule(Protocol):
     """Decides, after each draft token, whether to draft another.
 
     A stopping time: having seen draft token i it decides about token i + 1. Withdrawing a sampled token
-    would bias the text, so a rule cannot.
+    would bias the text, so a rule cannot. `carry`: the rule for the text after this one, given the state, of
+    one row, that this one ended with; itself unless something is to be carried over.
     """
 
     def init(self, batch_size: int) -> State: ...
@@ -136,6 +158,8 @@ class StopRule(Protocol):
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]: ...
 
     def observe(self, state: State, outcome: Outcome) -> State: ...
+
+    def carry(self, state: State) -> StopRule: ...
 
 
 class Drafter(Protocol):
@@ -148,6 +172,8 @@ class Drafter(Protocol):
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
     `observe`: learns what became of the proposal.
+    `carry`: the drafter for the text after this one, given the state, of one row, that this one ended with;
+    itself unless something is to be carried over.
     """
 
     @property
@@ -164,6 +190,20 @@ class Drafter(Protocol):
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
 
+    def carry(self, state: State) -> Drafter: ...
+
+
+class MaskedDrafter(Drafter, Protocol):
+    """A drafter whose mask is data, and that can be specialised to one.
+
+    `plans`: the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B].
+    `specialised`: the same drafter, with the same state, for rows that all have this mask.
+    """
+
+    def plans(self, state: State, live: jax.Array) -> jax.Array: ...
+
+    def specialised(self, plan: LayerPlan) -> Drafter: ...
+
 
 class StatelessRule:
     """What a stop rule that remembers nothing has in common with others; it supplies `stop`."""
@@ -175,6 +215,10 @@ class StatelessRule:
     def observe(self, state: State, outcome: Outcome) -> State:
         """Learns nothing."""
         return state
+
+    def carry(self, state: State) -> StopRule:
+        """Nothing to carry over."""
+        return self  # type: ignore[return-value]
 
 
 class StatelessDrafter:
@@ -188,6 +232,10 @@ class StatelessDrafter:
         """Learns nothing."""
         return state
 
+    def carry(self, state: State) -> Drafter:
+        """Nothing to carry over."""
+        return self  # type: ignore[return-value]
+
 
 class Acceptor(Protocol):
     """Compares a proposal with the target's logits; stateless.
@@ -199,7 +247,7 @@ class Acceptor(Protocol):
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance: ...
 
 
-def halving_widths(num_draft_tokens: int) -> tuple[int, ...]:
-    """Verify widths for a drafter that often proposes less than K, or nothing: 1, about half, K + 1."""
+def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
+    """Verify widths for a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1."""
     full = num_draft_tokens + 1
-    return tuple(sorted({1, (full + 1) // 2, full}))
+    return (1, *(width for width in (4, 8, 16, 32, 64) if width < full), full)

@@ -1,6 +1,13 @@
-"""Stop rules: when to stop drafting and verify. See `protocol.StopRule`."""
+"""Stop rules: when to stop drafting and verify. See `protocol.StopRule`.
+
+A rule that compares an *estimate* (how likely is it that the target accepts?) with a threshold γ takes both as
+parts: the estimate is the draft's own probability or a `Probe`'s, γ a number or an `AdaptiveGamma`.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +25,178 @@ class Constant(StatelessRule):
         return jnp.zeros(signal.token.shape, bool), state
 
 
-@struct.dataclass
-class ConfidenceBelow(StatelessRule):
-    """Stops after a token whose raw draft probability is below γ; the token itself is kept.
+class Estimate(Protocol):
+    """How likely a draft token is to be accepted, as far as the draft can tell."""
 
-    The exit of Draft & Verify (Zhang et al. 2023, §3.3). Raw: before temperature and filters.
+    def log_probability(self, signal: Signal) -> jax.Array: ...
+
+
+@struct.dataclass
+class DraftProbability:
+    """The draft's raw probability of its token: before temperature and filters."""
+
+    def log_probability(self, signal: Signal) -> jax.Array:
+        """float32[B]."""
+        log_probs = jax.nn.log_softmax(signal.logits, axis=-1)
+        return jnp.take_along_axis(log_probs, signal.token[:, None], axis=-1)[:, 0]
+
+
+@struct.dataclass
+class Probe:
+    """A linear probe σ(v·h + b) of an early exit's state h (AdaSPEED, §II.B).
+
+    h is the state as the head sees it, after the final norm; the norm's weight stands in `direction`.
 
     Attributes:
-      gamma: float32, scalar or [B], in [0, 1].
+      direction: [D], the probe's v times the weight of the model's final norm.
+      bias: scalar, b.
+      eps: the final norm's ε.
     """
 
-    gamma: jax.Array
+    direction: jax.Array
+    bias: jax.Array
+    eps: jax.Array | float = 1e-5
+
+    def log_probability(self, signal: Signal) -> jax.Array:
+        """float32[B]."""
+        hidden = signal.hidden.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(hidden * hidden, axis=-1) + self.eps)
+        return jax.nn.log_sigmoid(jnp.sum(hidden * self.direction, axis=-1) * scale + self.bias)
+
+
+@struct.dataclass
+class AdaptiveGamma:
+    """A threshold per row that follows the acceptance rate (Draft & Verify, §3.4).
+
+    After each round that drafted: AR ← β1·AR + (1 − β1)·accepted ÷ drafted; γ̃ = γ + ε where AR ≤ α, else
+    γ − ε; γ ← β2·γ + (1 − β2)·γ̃. AR starts at 0 for each text.
+
+    Attributes:
+      first: γ0, scalar or [B].
+      alpha: α, the acceptance rate aimed at.
+      beta1, beta2: memory of AR and of γ.
+      epsilon: ε.
+      most: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
+        it is where AR ≥ α and all K tokens were drafted.
+      carries: whether the next text starts from the γ that this one ended with, static.
+    """
+
+    first: jax.Array | float = 0.6
+    alpha: jax.Array | float = 0.9
+    beta1: jax.Array | float = 0.5
+    beta2: jax.Array | float = 0.9
+    epsilon: jax.Array | float = 0.01
+    most: jax.Array | int | None = None
+    carries: bool = struct.field(pytree_node=False, default=False)
+
+    def init(self, batch_size: int) -> State:
+        """γ and AR, float32[B] each."""
+        first = jnp.broadcast_to(jnp.asarray(self.first, jnp.float32), (batch_size,))
+        return first, jnp.zeros(batch_size, jnp.float32)
+
+    def value(self, state: State) -> jax.Array:
+        """γ, float32[B]."""
+        return state[0]
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        """Moves both after a round that drafted."""
+        gamma, rate = state
+        newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
+        moved = self.beta1 * rate + (1 - self.beta1) * newest
+        if self.most is None:
+            aim = jnp.where(moved <= self.alpha, gamma + self.epsilon, gamma - self.epsilon)
+        else:
+            lower = jnp.where(outcome.drafted >= self.most, gamma, gamma - self.epsilon)
+            aim = jnp.where(moved < self.alpha, gamma + self.epsilon, lower)
+        drafted = outcome.drafted > 0
+        aim = self.beta2 * gamma + (1 - self.beta2) * aim
+        return jnp.where(drafted, aim, gamma), jnp.where(drafted, moved, rate)
+
+    def carry(self, state: State) -> AdaptiveGamma:
+        """The same, starting where a text of one row ended."""
+        return dataclasses.replace(self, first=state[0][0]) if self.carries else self
+
+
+@struct.dataclass
+class _FixedGamma:
+    """A threshold that stays."""
+
+    gamma: jax.Array | float
+
+    def init(self, batch_size: int) -> State:
+        return ()
+
+    def value(self, state: State) -> jax.Array:
+        return jnp.asarray(self.gamma, jnp.float32)
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        return state
+
+
+class _Threshold:
+    """What rules with a threshold share. Their state is γ's, and the log of what they compare, float32[B]."""
+
+    gamma: Any
+
+    def init(self, batch_size: int) -> State:
+        """γ's state, and nothing seen yet."""
+        return self._threshold.init(batch_size), jnp.zeros(batch_size, jnp.float32)
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        """A verification: γ may move, and what was seen begins anew."""
+        return self._threshold.observe(state[0], outcome), jnp.zeros_like(state[1])
+
+    def carry(self, state: State) -> StopRule:
+        """The rule for the next text."""
+        if not isinstance(self.gamma, AdaptiveGamma):
+            return cast(StopRule, self)
+        return dataclasses.replace(cast(Any, self), gamma=self.gamma.carry(state[0]))
+
+    @property
+    def _threshold(self) -> AdaptiveGamma | _FixedGamma:
+        return self.gamma if isinstance(self.gamma, AdaptiveGamma) else _FixedGamma(self.gamma)
+
+    def _below(self, state: State, seen: jax.Array) -> tuple[jax.Array, State]:
+        return jnp.exp(seen) < self._threshold.value(state[0]), (state[0], seen)
+
+
+@struct.dataclass
+class ConfidenceBelow(_Threshold):
+    """Stops after a token whose estimate is below γ; the token itself is kept.
+
+    The exit of Draft & Verify (Zhang et al. 2023, §3.3).
+
+    Attributes:
+      gamma: a number in [0, 1], scalar or [B], or an `AdaptiveGamma`.
+      estimate: of a token's acceptance.
+    """
+
+    gamma: jax.Array | float | AdaptiveGamma
+    estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """Whether the token was doubtful, bool[B]."""
-        log_probs = jax.nn.log_softmax(signal.logits, axis=-1)
-        drawn = jnp.take_along_axis(log_probs, signal.token[:, None], axis=-1)[:, 0]
-        return jnp.exp(drawn) < self.gamma, state
+        return self._below(state, self.estimate.log_probability(signal))
+
+
+@struct.dataclass
+class ProductBelow(_Threshold):
+    """Stops after the token with which the product of a draft's estimates falls below γ; the token is kept.
+
+    AdaSPEED (§II.A, Algorithm 2): what counts is whether the whole draft stands, and that becomes less likely
+    with each token, however sure each may be. With a `Probe`, AdaSPEED with linear probes (§II.B).
+
+    Attributes:
+      gamma: a number in [0, 1], scalar or [B], or an `AdaptiveGamma`.
+      estimate: of a token's acceptance.
+    """
+
+    gamma: jax.Array | float | AdaptiveGamma
+    estimate: Estimate = DraftProbability()
+
+    def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
+        """Whether the draft as a whole is doubtful, bool[B]."""
+        return self._below(state, state[1] + self.estimate.log_probability(signal))
 
 
 @struct.dataclass
@@ -68,6 +230,10 @@ class AdaptiveLength:
         moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.most)
         return jnp.where(outcome.drafted > 0, moved, state)
 
+    def carry(self, state: State) -> StopRule:
+        """Every text begins with `first`."""
+        return self
+
 
 @struct.dataclass
 class AnyOf:
@@ -96,3 +262,7 @@ class AnyOf:
     def observe(self, state: State, outcome: Outcome) -> State:
         """Lets every rule learn."""
         return tuple(rule.observe(s, outcome) for rule, s in zip(self.rules, state, strict=True))
+
+    def carry(self, state: State) -> StopRule:
+        """What every rule carries over."""
+        return AnyOf(tuple(rule.carry(s) for rule, s in zip(self.rules, state, strict=True)))

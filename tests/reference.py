@@ -117,6 +117,7 @@ def forward(
     rope_length: int | None = None,
     run: Sequence[tuple[bool, bool]] | None = None,
     num_layers: int | None = None,
+    stream: list[np.ndarray] | None = None,
 ) -> np.ndarray:
     """Logits float64[N, V] of every position of one text.
 
@@ -128,10 +129,13 @@ def forward(
         pass over the whole text. A cached decoder has that of its prompt.
       run: for each layer, whether attention and MLP run; a skipped one adds nothing.
       num_layers: stop after so many layers, then the final norm and head.
+      stream: is given the residual stream [N, D] at the start and after each sublayer.
     """
     params = as_float64(params)
     rope_length = len(tokens) if rope_length is None else rope_length
     x = params["embed"][np.asarray(tokens)]
+    stream = [] if stream is None else stream
+    stream.append(x)
     for index in range(config.num_layers if num_layers is None else num_layers):
         p = params["layers"][index]
         run_attention, run_mlp = (True, True) if run is None else run[index]
@@ -139,8 +143,10 @@ def forward(
             window = config.sliding_windows[index] if config.sliding_windows else None
             normed = _norm(x, p["attention"]["norm"], config.rms_norm_eps)
             x = x + _attention(config, p["attention"], normed, window, rope_length)
+        stream.append(x)
         if run_mlp:
             x = x + _mlp(config, p["mlp"], _norm(x, p["mlp"]["norm"], config.rms_norm_eps))
+        stream.append(x)
     head = params["embed"] if config.tie_embeddings else params["head"]
     return _norm(x, params["norm"], config.rms_norm_eps) @ head.T
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.executables import Executables
@@ -88,5 +89,6 @@ def test_a_finished_row_is_never_behind():
     drafter = DraftModel(tiny.SMALL)
     drafted = jnp.array([5, 5, 0])
     outcome = Outcome(jnp.zeros((3, 6), jnp.int32), jnp.array([6, 3, 0]), drafted, jnp.array([5, 2, 0]))
-    _, _, behind = drafter.observe(Weights(None), ((), (), jnp.zeros(3, bool)), outcome)
+    state = ChainState((), ((), jnp.zeros(3, bool)))
+    _, behind = drafter.observe(Weights(None), state, outcome).own
     assert behind.tolist() == [True, False, False]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,13 +15,27 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jax.extend.core import Var
 
+from jaxspec import decoding
+from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.decoding import Parts, Request
+from jaxspec.drafting.asd import ASD
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine import session as engine
+from jaxspec.model import llama, numerics
 from jaxspec.model.cache import KVCache
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy
+from jaxspec.stopping import Constant
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
-each_method = pytest.mark.parametrize("method", tiny.METHODS)
+each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static"])
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 
 
@@ -53,7 +71,7 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     """Of every cache in a chunk's state: they end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
-    assert len(caches) == (1 if state.drafter_state == () else 2)
+    assert len(caches) == (2 if isinstance(call.args[1].drafter, DraftModel) else 1)
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
 
@@ -119,7 +137,7 @@ def all_constants(closed: Any) -> list[Any]:
 
 @each_method
 def test_the_widths_of_verification(lm, method):
-    """One, about half of and all of K + 1 rows, where a draft may be short."""
+    """One to all of K + 1 rows, where a draft may be short."""
     call = calls(lm, method, 2)[engine._chunk]
     text = call.function.trace(*call.args, **call.static).lower().as_text()
     vocabulary = tiny.TARGET.vocab_size
@@ -127,7 +145,7 @@ def test_the_widths_of_verification(lm, method):
     widths = call.args[1].drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
     expected = {"autoregressive": (1,), "draft-model": (4,)}
-    assert widths == expected.get(method, (1, 2, 4))
+    assert widths == expected.get(method, (1, 4))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -147,3 +165,139 @@ def test_every_loop_lowers_for_accelerators(lm, method, platform):
 def as_bfloat16(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     large = shape.dtype == jnp.float32 and shape.size > 2
     return jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16 if large else shape.dtype)
+
+
+# Early exits: what runs over how many rows.
+
+FIVE = dataclasses.replace(tiny.TARGET, num_layers=5)
+MATRICES = ("['attention']['qkv']", "['attention']['out']", "['mlp']['gate_up']", "['mlp']['down']")
+
+
+def products(closed: Any, names: list[str]) -> list[tuple[str, int]]:
+    """For every product of a traced program with a named argument: its name, and rows of the other operand."""
+    found = []
+
+    def walk(jaxpr: Any, known: list[str]) -> None:
+        labels = {var: name for var, name in zip(jaxpr.invars, known, strict=True) if name}
+        for equation in jaxpr.eqns:
+            given = [labels.get(var, "") if isinstance(var, Var) else "" for var in equation.invars]
+            numbers = equation.params
+            if equation.primitive.name == "dot_general" and given[1]:
+                (contracted, _), _ = numbers["dimension_numbers"]
+                shape = equation.invars[0].aval.shape
+                rows = [size for axis, size in enumerate(shape) if axis not in contracted]
+                found.append((given[1], math.prod(rows)))
+            elif equation.primitive.name == "while":
+                held = numbers["cond_nconsts"]
+                walk(numbers["body_jaxpr"].jaxpr, given[held:])
+            elif equation.primitive.name == "jit":
+                walk(numbers["jaxpr"].jaxpr, given)
+            else:
+                assert not any(hasattr(leaf, "eqns") for leaf in jax.tree.leaves(numbers))
+                assert equation.primitive.name == "gather" or not any(given), equation.primitive
+
+    walk(closed.jaxpr, names)
+    return found
+
+
+def products_of_a_round(drafter: Any, monkeypatch) -> dict[str, list[int]]:
+    """Of each matrix of the target, the rows a sequence of every product with it, in a loop of three rows."""
+    # One product for each call of `linear`, however few the rows.
+    monkeypatch.setattr(numerics, "FEW_ROWS", 0)
+    weights = Weights(jax.eval_shape(lambda: llama.init_params(FIVE, jax.random.key(0))))
+    parts = Parts(drafter, GreedyAcceptor(), Greedy())
+    zeros = jnp.zeros(3, jnp.int32)
+    request = Request(
+        jnp.zeros((3, 32), jnp.int32),
+        zeros + 1,
+        zeros + 9,
+        zeros[:, None],
+        jax.random.split(jax.random.key(0), 3),
+    )
+
+    def run(weights, parts, request):
+        state, _ = decoding.prefill(FIVE, weights, parts, request, piece=8)
+        return state
+
+    state = jax.eval_shape(run, weights, parts, request)
+    arguments = weights, parts, state, jnp.int32(9), jnp.zeros(3, bool)
+    closed = jax.make_jaxpr(lambda *args: decoding.chunk(FIVE, *args, window=32))(*arguments)
+    leaves = jax.tree.leaves_with_path(weights)
+    names = [jax.tree_util.keystr(path) if leaf.ndim > 1 else "" for path, leaf in leaves]
+    names += [""] * (len(closed.jaxpr.invars) - len(names))
+    made: dict[str, list[int]] = {}
+    for name, rows in products(closed, names):
+        made.setdefault(name, []).append(rows // 3)
+    return {name: sorted(rows) for name, rows in made.items()}
+
+
+def test_verification_after_an_early_exit_runs_the_other_layers(monkeypatch):
+    """Over K + 1 rows; the first E layers over one: in each draft step, and once for the last draft token."""
+    made = products_of_a_round(LayerSkip(FIVE, 2, Constant(), 4), monkeypatch)
+    for layer, matrix in itertools.product(range(5), MATRICES):
+        assert made.pop(f".target['layers'][{layer}]{matrix}") == ([1, 1] if layer < 2 else [5])
+    assert made == {".target['head']": [1, 5]}
+
+
+def test_verification_runs_every_layer_after_a_draft_of_the_whole_model(monkeypatch):
+    """What the test above would see if nothing was shared; what a static mask skips is not there."""
+    plan = LayerPlan.skipping(5, attention=[1], mlp=[3])
+    made = products_of_a_round(DraftVerify(FIVE, plan, Constant(), 4), monkeypatch)
+    for layer, matrix in itertools.product(range(5), MATRICES):
+        skipped = (layer, matrix[2:5]) in ((1, "att"), (3, "mlp"))
+        assert made.pop(f".target['layers'][{layer}]{matrix}") == ([5] if skipped else [1, 5])
+    assert made == {".target['head']": [1, 5]}
+
+
+# What the similarities cost.
+
+
+def prefill_program(config, drafter, capacity: int, piece: int) -> Any:
+    """The compiled prefill of one row, from shapes alone."""
+    weights = Weights(jax.eval_shape(lambda: llama.init_params(config, jax.random.key(0))))
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tokens, ends = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (capacity, 1))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    request = Request(tokens, one, one, ends, keys)
+    parts = Parts(drafter, GreedyAcceptor(), Greedy())
+
+    def run(weights, parts, request):
+        return decoding.prefill(config, weights, parts, request, piece=piece)
+
+    return jax.jit(run).lower(weights, parts, request).compile()
+
+
+def test_who_needs_no_similarities_does_not_pay_for_them(monkeypatch):
+    """The optimised prefill of plain decoding is the one of a model that has no idea of them."""
+
+    def operations(program) -> collections.Counter:
+        return collections.Counter(re.findall(r"= (\S+) ([\w-]+)\(", program.as_text()))
+
+    program = prefill_program(FIVE, Autoregressive(), 32, 8)
+    used = prefill_program(FIVE, ASD(FIVE), 32, 8)
+    monkeypatch.setattr(llama, "cosine", lambda x, y: jnp.zeros(x.shape[:-1]))
+    unaware = prefill_program(FIVE, Autoregressive(), 32, 8)
+    assert operations(program) == operations(unaware)
+    for name in ("flops", "bytes accessed"):
+        assert program.cost_analysis()[name] == unaware.cost_analysis()[name]
+    assert operations(used) != operations(unaware)
+    assert used.cost_analysis()["flops"] > program.cost_analysis()["flops"]
+
+
+def test_similarities_are_nearly_free():
+    """At the width of a small model, prompts fed as on an accelerator: below one in a hundred operations."""
+    config = dataclasses.replace(
+        FIVE,
+        vocab_size=256,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_layers=2,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+    )
+    plain = prefill_program(config, Autoregressive(), 256, 256).cost_analysis()["flops"]
+    asd = prefill_program(config, ASD(config), 256, 256).cost_analysis()["flops"]
+    matrices = llama.num_params(config) - 2 * 256 * 768
+    assert plain > 2 * 256 * matrices
+    assert plain < asd < 1.01 * plain

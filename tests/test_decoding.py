@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.protocol import Acceptance, Proposal, Weights, halving_widths
+from jaxspec.protocol import Acceptance, Proposal, Weights
 from jaxspec.sampling import Greedy
 from tests import tiny
 
 V, K, CAPACITY = tiny.TARGET.vocab_size, tiny.K, tiny.CAPACITY
 PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
 LONGEST = 16
+WIDTHS = (1, 2, K + 1)
 
 
 @struct.dataclass
@@ -38,7 +39,7 @@ class Scripted:
 
     @property
     def verify_widths(self):
-        return halving_widths(K)
+        return WIDTHS
 
     def init(self, params, view, prefill):
         return ()
@@ -262,7 +263,7 @@ def test_a_round_is_as_wide_as_its_longest_live_draft(count):
     for row, found in enumerate(tiny.generated(state, PROMPTS)):
         for made, width in enumerate(found[1:], start=1):
             drafted = [min(c, b - made - 1) for c, b in zip(count, budgets, strict=True) if b > made]
-            assert width == min(w for w in halving_widths(K) if w > max(drafted)), (row, made)
+            assert width == min(w for w in WIDTHS if w > max(drafted)), (row, made)
 
 
 def test_insert_into_a_running_batch():

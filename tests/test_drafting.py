@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,24 @@ from flax import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.chain import draft_chain
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import BREAK, NGram
-from jaxspec.protocol import Outcome, View, halving_widths
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Outcome, View, rising_widths
 from jaxspec.sampling import Greedy, Sampling
-from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant
+from jaxspec.stopping import (
+    AdaptiveGamma,
+    AdaptiveLength,
+    AnyOf,
+    ConfidenceBelow,
+    Constant,
+    Probe,
+    ProductBelow,
+)
 from tests import reference, tiny
 
 # N-gram: a small vocabulary, so that much repeats.
@@ -102,10 +115,16 @@ def test_a_random_match_may_be_any_of_the_longest():
 
 def test_verify_widths():
     assert Autoregressive().verify_widths == (1,)
-    assert NGram(num_draft_tokens=10).verify_widths == (1, 6, 11)
-    assert [halving_widths(k) for k in (1, 2, 3, 5)] == [(1, 2), (1, 2, 3), (1, 2, 4), (1, 3, 6)]
+    assert NGram(num_draft_tokens=10).verify_widths == (1, 4, 8, 11)
+    assert [rising_widths(k) for k in (1, 3, 4, 15, 16)] == [
+        (1, 2),
+        (1, 4),
+        (1, 4, 5),
+        (1, 4, 8, 16),
+        (1, 4, 8, 16, 17),
+    ]
     assert tiny.drafter_of("draft-model", "constant")[0].verify_widths == (tiny.K + 1,)
-    assert tiny.drafter_of("draft-model", "any_of")[0].verify_widths == halving_widths(tiny.K)
+    assert tiny.drafter_of("draft-model", "any_of")[0].verify_widths == rising_widths(tiny.K)
 
 
 # The chain loop, on a drafter that is a table: next logits for every text of up to K tokens.
@@ -156,6 +175,7 @@ def stops(name: str, draft: tuple[int, ...]) -> bool:
         "confidence": probs[draft[-1]] < 0.4,
         "adaptive": len(draft) >= 2,
         "any_of": probs[draft[-1]] < 0.2 or len(draft) >= 2,
+        "product": math.prod(tiny.warp(logits_after(draft[:i]))[draft[i]] for i in range(len(draft))) < 0.2,
         "counting": draft[-1] == 1,
     }[name]
 
@@ -165,6 +185,7 @@ RULES = {
     "confidence": ConfidenceBelow(0.4),
     "adaptive": AdaptiveLength(2, 1, 1),
     "any_of": AnyOf((ConfidenceBelow(0.2), AdaptiveLength(2, 1, 1))),
+    "product": ProductBelow(0.2),
     "counting": Counting(jnp.int32(1)),
 }
 
@@ -267,4 +288,20 @@ def test_records_are_values():
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert hash(jax.tree.structure(one)) == hash(jax.tree.structure(other))
     assert jax.tree.structure(one) != jax.tree.structure(NGram(num_draft_tokens=9))
-    assert len(jax.tree.leaves(ConfidenceBelow(0.5))) == 1
+    config, all_run, skipping = tiny.DEEP, LayerPlan.skipping(3), LayerPlan.skipping(3, mlp=[1])
+    numbers = {
+        ConfidenceBelow(0.5): 1,
+        ProductBelow(0.5, Probe(0.1, 0.2, 0.3)): 4,
+        AdaptiveGamma(): 5,
+        AdaptiveGamma(most=4): 6,
+        ASD(config, rule=Constant()): 3,
+        DraftVerify(config, all_run, Constant()): 0,
+        DraftVerify(config, 0.5, Constant()): 1,
+        LayerSkip(config, 1, ProductBelow(0.5)): 1,
+    }
+    for part, count in numbers.items():
+        assert len(jax.tree.leaves(part)) == count, part
+    plans = [
+        jax.tree.structure(DraftVerify(config, plan, Constant())) for plan in (all_run, all_run, skipping)
+    ]
+    assert plans[0] == plans[1] != plans[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.model.numerics import cosine
 from jaxspec.model.plan import LayerPlan
 from tests import reference
 
@@ -93,7 +95,7 @@ def test_prefill_in_pieces_then_token_by_token(name):
     @jit
     def prefill(params, tokens, length):
         cache = _cache(config, len(tokens), 0)
-        last, cache = llama.prefill(config, params, tokens, length, cache, piece=4)
+        last, _, cache = llama.prefill(config, params, tokens, length, cache, piece=4)
         return llama.logits(config, params, last), cache
 
     first, cache = prefill(params, np.where(np.arange(16) < length[:, None], texts[:, :16], 0), length)
@@ -105,6 +107,37 @@ def test_prefill_in_pieces_then_token_by_token(name):
     for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):
         expected = reference.forward(config, params, text[: n + 2], rope_length=n)
         np.testing.assert_allclose(np.stack(logits, axis=1)[row], expected[n - 1 :], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+@pytest.mark.parametrize("piece", [4, 16])
+def test_similarities_of_prompts(name, piece):
+    """Per row, over its own tokens only, in several pieces or in one; a prompt of one token has them too."""
+    config, params = CONFIGS[name], _params(name)
+    texts, length = _texts()[:, :16], np.asarray(LENGTHS, np.int32)
+    run = jit(lambda *args: llama.prefill(config, *args, piece=piece)[:2])
+    last, similarities = run(params, texts, length, _cache(config, len(texts), 0))
+    assert (similarities.dtype, similarities.shape) == (jnp.float32, (len(texts), config.num_layers, 2))
+    for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):
+        stream: list[np.ndarray] = []
+        reference.forward(config, params, text[:n], stream=stream)
+        expected = []
+        for before, after in itertools.pairwise(stream):
+            norms = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
+            expected.append(np.mean(np.sum(before * after, axis=1) / norms))
+        found = similarities[row].reshape(-1)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(last[row], stream[-1][-1], atol=TOLERANCE)
+
+
+def test_the_cosine_of_nothing():
+    """Zero, not NaN; and 16-bit numbers are taken in float32."""
+    x = jnp.array([[3.0, 4.0], [0.0, 0.0], [1e-18, 0.0], [200.0, 100.0]])
+    y = jnp.array([[4.0, 3.0], [1.0, 1.0], [1.0, 0.0], [200.0, 100.0]])
+    np.testing.assert_allclose(cosine(x, y), [0.96, 0, 1, 1], rtol=1e-6)
+    half = cosine(x.astype(jnp.float16), y.astype(jnp.float16))
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, [0.96, 0, 0, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from jaxspec.protocol import Outcome, Signal
-from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant
+from jaxspec.stopping import (
+    AdaptiveGamma,
+    AdaptiveLength,
+    AnyOf,
+    ConfidenceBelow,
+    Constant,
+    Probe,
+    ProductBelow,
+)
 
 B, V, D = 3, 4, 2
 PROBS = np.array([[0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.4, 0.5]])
@@ -15,6 +26,10 @@ PROBS = np.array([[0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0
 
 def signal(step: int = 0, token=(0, 0, 0)) -> Signal:
     return Signal(jnp.int32(step), jnp.array(token), jnp.log(PROBS) + 3.0, jnp.zeros((B, D)))
+
+
+def flow(hidden: np.ndarray, token=(0, 0, 0)) -> Signal:
+    return Signal(jnp.int32(0), jnp.array(token), jnp.log(PROBS), jnp.asarray(hidden))
 
 
 def outcome(drafted, accepted) -> Outcome:
@@ -59,3 +74,119 @@ def test_any_of_stops_with_the_first_and_teaches_all():
     state = rule.observe(state, outcome([1, 1, 1], [1, 0, 1]))
     assert state[1].tolist() == [3, 1, 3]
     assert not AnyOf(()).stop((), signal(9))[0].any()
+
+
+def moved(gamma: float, rate: float, drafted: int, accepted: int, k: int | None) -> tuple[float, float]:
+    """One round of Draft & Verify's update as its paper (`k` None) or its code has it, in plain Python."""
+    if drafted == 0:
+        return gamma, rate
+    rate = 0.5 * rate + 0.5 * accepted / drafted
+    if k is None:
+        aim = gamma + 0.01 if rate <= 0.9 else gamma - 0.01
+    elif rate < 0.9:
+        aim = gamma + 0.01
+    elif drafted == k:
+        aim = gamma
+    else:
+        aim = gamma - 0.01
+    return 0.9 * gamma + (1 - 0.9) * aim, rate
+
+
+ROUNDS = st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+@settings(max_examples=40, deadline=None)
+@given(drafted=ROUNDS, missed=ROUNDS)
+@example([(4, 4, 3)] * 8, [(0, 1, 0)] * 8)
+@example([(0, 4, 2)] * 5, [(0, 0, 2)] * 5)
+def test_adaptive_gamma_follows_the_acceptance_rate(most, drafted, missed):
+    """Both edges, with the paper's constants; a round without drafts leaves γ and AR as they are."""
+    rule = AdaptiveGamma(most=most)
+    state, expected = rule.init(B), [(0.6, 0.0)] * B
+    for row_drafted, row_missed in zip(drafted, missed, strict=False):
+        accepted = [max(d - m, 0) for d, m in zip(row_drafted, row_missed, strict=True)]
+        state = rule.observe(state, outcome(row_drafted, accepted))
+        rounds = zip(expected, row_drafted, accepted, strict=True)
+        expected = [moved(*before, d, a, most) for before, d, a in rounds]
+    np.testing.assert_allclose(np.transpose(state), expected, rtol=1e-5)
+    np.testing.assert_array_equal(rule.value(state), state[0])
+
+
+def test_the_edges_of_adaptive_gamma():
+    """AR = α counts as too low in the paper only; all K drafted and accepted leaves γ in the code only."""
+    for most, expected in ((None, [0.7, 0.5, 0.5]), (4, [0.5, 0.6, 0.5])):
+        rule = AdaptiveGamma(0.6, 0.5, 0.0, 0.0, 0.1, most)
+        state = rule.observe(rule.init(B), outcome([2, 4, 3], [1, 4, 3]))
+        np.testing.assert_allclose(rule.value(state), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [ConfidenceBelow, ProductBelow])
+def test_a_rule_compares_with_the_gamma_that_has_moved(make):
+    gamma = AdaptiveGamma(jnp.array([0.6, 0.2, 0.6]), beta2=0.0, epsilon=0.2)
+    rule = make(gamma)
+    state = rule.init(B)
+    verdicts = [rule.stop(state, signal())[0].tolist()]
+    state = rule.observe(state, outcome([1, 2, 0], [0, 1, 0]))
+    verdicts.append(rule.stop(state, signal())[0].tolist())
+    # 0.7, 0.25 and 0.05 against γ of 0.6, 0.2, 0.6, then of 0.8, 0.4, 0.6.
+    assert verdicts == [[False, False, True], [True, True, True]]
+
+
+def test_product_runs_until_the_next_verification():
+    """Each row multiplies its own tokens' probabilities; a verification, even of nothing, begins anew."""
+    rule = ProductBelow(jnp.array([0.3, 0.05, 0.3]))
+    state, product = rule.init(B), np.ones(B)
+    for token in [(0, 1, 3), (0, 2, 3), (0, 0, 1), (0, 0, 3)]:
+        stopped, state = rule.stop(state, signal(0, token))
+        product *= PROBS[range(B), token]
+        assert stopped.tolist() == (product < [0.3, 0.05, 0.3]).tolist()
+        np.testing.assert_allclose(jnp.exp(state[1]), product, rtol=1e-5)
+    state = rule.observe(state, outcome([4, 0, 4], [4, 0, 1]))
+    stopped, _ = rule.stop(state, signal(0, (0, 0, 3)))
+    assert stopped.tolist() == [False, False, False]
+
+
+def test_a_probe_sees_what_the_head_sees():
+    """σ(v · norm(h) + b), with the norm's weight and ε; the token and its logits do not matter."""
+    rng = np.random.default_rng(0)
+    hidden, v, weight = rng.standard_normal((B, 6)) * 3, rng.standard_normal(6), rng.uniform(0.5, 2, 6)
+    normed = hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True) + 0.1) * weight
+    expected = 1 / (1 + np.exp(-(normed @ v - 0.4)))
+    probe = Probe(jnp.asarray(v * weight), jnp.float32(-0.4), 0.1)
+    for token in ((0, 0, 0), (1, 2, 3)):
+        found = jnp.exp(probe.log_probability(flow(hidden, token)))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        for gamma in expected:
+            stopped, _ = ConfidenceBelow(gamma + 1e-6, probe).stop(
+                ConfidenceBelow(gamma, probe).init(B), flow(hidden, token)
+            )
+            assert stopped.tolist() == (expected < gamma + 1e-6).tolist()
+    rule = ProductBelow(float(expected[0] ** 2.5), probe)
+    state, verdicts = rule.init(B), []
+    for _ in range(3):
+        stopped, state = rule.stop(state, flow(hidden))
+        verdicts.append(bool(stopped[0]))
+    assert verdicts == [False, False, True]
+
+
+def test_what_carries_over_to_the_next_text():
+    """γ alone, only if asked; not AR, not the product, not a length."""
+    for make in (ConfidenceBelow, ProductBelow):
+        rule = AnyOf((make(AdaptiveGamma(beta2=0.0, carries=True)), AdaptiveLength(2)))
+        state = rule.init(1)
+        one = Outcome(*(jnp.array([n]) for n in (0, 1, 2, 0)))
+        _, state = rule.stop(
+            state, Signal(jnp.int32(0), jnp.array([0]), jnp.zeros((1, V)), jnp.zeros((1, D)))
+        )
+        state = rule.observe(rule.observe(state, one), one)
+        carried = rule.carry(state)
+        assert jax.tree.structure(carried) == jax.tree.structure(rule)
+        np.testing.assert_allclose(carried.rules[0].gamma.first, 0.62, rtol=1e-6)
+        gamma, product = carried.init(2)[0]
+        np.testing.assert_allclose(gamma[0], [0.62, 0.62], rtol=1e-6)
+        assert (gamma[1].tolist(), product.tolist()) == ([0, 0], [0, 0])
+        assert carried.rules[1] == rule.rules[1]
+        stays = make(AdaptiveGamma(beta2=0.0))
+        assert stays.carry(stays.observe(stays.init(1), one)).gamma.first == 0.6
+        assert make(0.3).carry(make(0.3).init(1)).gamma == 0.3

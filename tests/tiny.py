@@ -16,17 +16,29 @@ from scipy import stats
 from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import BREAK, NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Weights
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
-from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant
+from jaxspec.stopping import (
+    AdaptiveGamma,
+    AdaptiveLength,
+    AnyOf,
+    ConfidenceBelow,
+    Constant,
+    Probe,
+    ProductBelow,
+)
 from tests import reference
 
 TARGET = LlamaConfig(
@@ -41,6 +53,8 @@ TARGET = LlamaConfig(
 )
 # A draft of the same vocabulary.
 SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=20)
+# What drafts for itself.
+DEEP = dataclasses.replace(TARGET, num_layers=3)
 K = 3
 CAPACITY = 32
 
@@ -56,11 +70,27 @@ def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
 
 # Parts
 
-RULES: dict[str, Callable[[], Any]] = {
-    "constant": Constant,
-    "confidence": lambda: ConfidenceBelow(jnp.float32(0.3)),
-    "adaptive": lambda: AdaptiveLength(*map(jnp.int32, (2, 2, 1, K))),
-    "any_of": lambda: AnyOf((ConfidenceBelow(jnp.float32(0.2)), RULES["adaptive"]())),
+
+def probe(width: int = TARGET.hidden_size) -> Probe:
+    """In a random direction."""
+    direction = np.random.default_rng(1).standard_normal(width) / width**0.5
+    return Probe(jnp.asarray(direction, jnp.float32), jnp.float32(0.2), jnp.float32(1e-5))
+
+
+def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
+    """The paper's rule, or that of its code; faster, so that a short text moves it."""
+    numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
+    return AdaptiveGamma(*numbers, most=None if most is None else jnp.int32(most), carries=True)
+
+
+# By the width of the draft's hidden states.
+RULES: dict[str, Callable[[int], Any]] = {
+    "constant": lambda width: Constant(),
+    "confidence": lambda width: ConfidenceBelow(jnp.float32(0.3)),
+    "adaptive": lambda width: AdaptiveLength(*map(jnp.int32, (2, 2, 1, K))),
+    "any_of": lambda width: AnyOf((ConfidenceBelow(gamma(0.2)), RULES["adaptive"](width))),
+    "product": lambda width: ProductBelow(gamma(0.3)),
+    "probe": lambda width: ProductBelow(gamma(0.3, K), probe(width)),
 }
 ACCEPTORS = {"greedy": GreedyAcceptor, "rejection": RejectionAcceptor, "block": BlockAcceptor}
 REFERENCE = np.array([*range(13), BREAK, 4, 4, 9, 1, 7, 2, 2, 5, BREAK, BREAK], np.int32)
@@ -87,19 +117,49 @@ def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tupl
         return NGram(jnp.asarray(tokens), num_draft_tokens=K), None
     if name.startswith("ngram"):
         return NGram(match=name.partition("-")[2] or "latest", num_draft_tokens=K), None
-    made: Any = RULES["constant" if rule == "-" else rule]()
+    made: Any = RULES["constant" if rule == "-" else rule](config.hidden_size)
+    depth = config.num_layers
+    if name.startswith("asd"):
+        # These numbers give the prompts of the tests two masks.
+        asd = ASD(config, jnp.float32(0.84), jnp.int32(2), jnp.int32(0), made, K, name == "asd-shared")
+        plan = LayerPlan.skipping(depth, attention=[0], mlp=[1])
+        return (asd.specialised(plan) if name == "asd-static" else asd), None
+    if name.startswith("draft-verify"):
+        verify = DraftVerify(config, LayerPlan.skipping(depth, [1], [0]).traced(), made, K)
+        plan = LayerPlan.skipping(depth, [0, depth - 1], [1])
+        return (verify.specialised(plan) if name == "draft-verify-static" else verify), None
+    if name.startswith("layerskip"):
+        return LayerSkip(config, depth - 1 if name == "layerskip-late" else 1, made, K), None
     if name == "draft-exit":
         return DraftModel(config.truncated(1), made, K), llama.truncate(params(config), 1)
     small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
     return DraftModel(small, made, K), params(small)
 
 
+PLAIN = ("autoregressive", "ngram", "ngram-earliest", "ngram-longest", "ngram-random", "ngram-reference")
+# Drafters with a stop rule: each method's variants, of which the last is the usual one.
+CHAINS = (
+    ("draft-exit", "draft-model"),
+    ("asd-static", "asd-shared", "asd"),
+    ("draft-verify-static", "draft-verify"),
+    ("layerskip-late", "layerskip"),
+)
+
+
+def config_of(drafter: str) -> LlamaConfig:
+    """The target on which a drafter is tested."""
+    return DEEP if drafter.startswith(("asd", "draft-verify", "layerskip")) else TARGET
+
+
+def with_rules() -> list[tuple[str, str]]:
+    """Every drafter with every stop rule."""
+    drafters = [(name, "-") for name in PLAIN]
+    return drafters + list(itertools.product(itertools.chain(*CHAINS), RULES))
+
+
 def full_product() -> list[Combination]:
     """Every drafter with every stop rule and acceptor."""
-    plain = ["autoregressive", "ngram", "ngram-earliest", "ngram-longest", "ngram-random", "ngram-reference"]
-    drafters = [(name, "-") for name in plain]
-    drafters += list(itertools.product(["draft-model", "draft-exit"], RULES))
-    return [Combination(*drafter, acceptor) for drafter in drafters for acceptor in ACCEPTORS]
+    return [Combination(*drafter, acceptor) for drafter in with_rules() for acceptor in ACCEPTORS]
 
 
 def pairwise() -> list[Combination]:
@@ -108,9 +168,19 @@ def pairwise() -> list[Combination]:
     for turn, acceptor in enumerate(ACCEPTORS):
         chosen.append(Combination("autoregressive", "-", acceptor))
         chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
+    acceptors = list(ACCEPTORS)
+    for method, variants in enumerate(CHAINS):
         for number, rule in enumerate(RULES):
-            chosen.append(Combination(("draft-model", "draft-exit")[(turn + number) % 2], rule, acceptor))
+            variant = variants[-1 - (number + number // 3) % len(variants)]
+            chosen.append(Combination(variant, rule, acceptors[(method + number) % 3]))
     return chosen
+
+
+def every_drafter() -> list[Combination]:
+    """Every drafter and every rule at least once, with one acceptor."""
+    chosen = [("autoregressive", "-"), ("ngram-random", "-")]
+    chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
+    return [Combination(*drafter, "block") for drafter in chosen]
 
 
 # The loop
@@ -172,14 +242,21 @@ class Loop:
         return generated(state, prompts)
 
 
-def loop(combination: Combination, law: Law | None = None, config: LlamaConfig = TARGET) -> Loop:
-    """The loop of a combination: under its acceptor's usual law if none is given."""
+def loop(combination: Combination, law: Law | None = None, config: LlamaConfig | None = None) -> Loop:
+    """The loop of a combination: under its acceptor's usual law and on its usual model if none is given."""
+    config = config or config_of(combination.drafter)
     drafter, weights = drafter_of(combination.drafter, combination.rule, config)
     if law is None:
         law = Greedy() if combination.acceptor == "greedy" else mixed_law()
     return Loop(
         Parts(drafter, ACCEPTORS[combination.acceptor](), law), Weights(params(config), weights), config
     )
+
+
+def view(state: DecodeState) -> View:
+    """What a round shows the drafter."""
+    room = jnp.where(state.done, 0, state.limit - state.length - 1)
+    return View(state.tokens, state.length, state.cache, room)
 
 
 def mixed_law() -> Sampling:
@@ -193,14 +270,16 @@ def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list
     return [row[len(prompt) : length].tolist() for row, length, prompt in rows]
 
 
-def greedy(prompt: Sequence[int], budget: int, eos: Collection[int] = ()) -> list[int]:
+def greedy(
+    prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
+) -> list[int]:
     """What plain greedy decoding of the target must give."""
-    return list(_greedy(tuple(prompt), budget, tuple(eos)))
+    return list(_greedy(config, tuple(prompt), budget, tuple(eos)))
 
 
 @functools.cache
-def _greedy(prompt: tuple[int, ...], budget: int, eos: tuple[int, ...]) -> list[int]:
-    return reference.greedy(TARGET, params(), prompt, budget, eos)
+def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tuple[int, ...]) -> list[int]:
+    return reference.greedy(config, params(config), prompt, budget, eos)
 
 
 def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
@@ -233,12 +312,20 @@ METHODS: dict[str, dict[str, Any]] = {
         "stop_rule": ("confidence", "adaptive-length"),
         "gamma": 0.3,
     },
+    "asd": {},
+    "draft-verify": {},
+    "layerskip": {},
 }
+
+
+def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
+    """As `language_model` has it."""
+    return dataclasses.replace(config, eos_token_ids=(EOS,))
 
 
 def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
     """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters."""
-    config = dataclasses.replace(config, eos_token_ids=(EOS,), **changes)
+    config = dataclasses.replace(engine_config(config), **changes)
     weights = params(TARGET) if config.num_layers == TARGET.num_layers else params(SMALL)
     return LanguageModel(config, weights, tokenizer(), name=name)
 
@@ -259,6 +346,8 @@ def tokenizer() -> Tokenizer:
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
+    if method.startswith(("asd", "draft-verify", "layerskip")):
+        return {"method": drafter_of(method, "confidence", engine_config())[0]}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})
 
 

@@ -1,11 +1,12 @@
 """Is a method as fast as its acceptance allows? `python -m jaxspec.bench.speedup` prints JSON.
 
-A method's speed-up over plain decoding is predicted from what it accepted and from the measured cost of its
-parts:
+A method's speed-up over plain decoding is predicted from what its rounds drafted and accepted, and from the
+cost of their parts, measured apart in the same run:
 
-    predicted = mean acceptance length × step(1 row) ÷ (draft steps a round × draft step + verify step)
+    predicted = tokens × step(1 row) ÷ Σ over rounds (drafted × draft step + last pass + verification(width))
 
-The loop's own overhead, wasted copies and mischosen widths all show as obtained ÷ predicted below 1.
+The loop's own overhead, wasted copies, recompilations and mischosen widths all show as obtained ÷ predicted
+below 1.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,15 +24,21 @@ import tyro
 
 from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES, Steps, WrongDrafts
-from jaxspec.bench.timing import interleaved
+from jaxspec.bench.submodel import SubmodelSteps, only_layers
+from jaxspec.bench.timing import interleaved, median_ratio
+from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import resolve_placement
 from jaxspec.engine.results import Result
 from jaxspec.model import llama
+from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow, ProductBelow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +48,11 @@ class Options:
     Attributes:
       shape: one of profile's shapes.
       scale: the dial: how far the later layers are turned down, see `bench.dial`.
-      exit_layer: layers of the draft; by default a quarter of the target's. ngram runs on a `walk_model`.
-      num_draft_tokens: K of the draft model.
+      exit_layer: layers of the early exits and of the draft model; by default a quarter of the target's.
+      num_draft_tokens: K of constant drafts; those with a stop rule have 12, ngram 10.
       max_new_tokens: of each generation.
       repeats: interleaved turns.
+      methods: which ones, with commas between; by default all.
       dtype, device: as everywhere.
     """
 
@@ -53,17 +62,23 @@ class Options:
     num_draft_tokens: int = 5
     max_new_tokens: int = 96
     repeats: int = 5
+    methods: str | None = None
     dtype: str | None = None
     device: str | None = None
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Runs `draft-model` and `ngram` beside plain decoding; see the module.
+    """Runs each method beside plain decoding; see the module.
+
+    `ngram` runs on a `walk_model`, whose text repeats; the others on a `dial_model`. `draft-verify` skips
+    every other one of the later layers, with a traced and with a static mask.
 
     Returns:
-      `shape`, `device`, `dtype`, `step_ms` by rows, `draft_step_ms`, and per method `speedup`, `predicted`,
-      `obtained_over_predicted`, `mean_acceptance_length`, `draft_acceptance_rate`,
-      `identical_to_autoregressive`.
+      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup`, `predicted`,
+      `obtained_over_predicted`, `mean_acceptance_length`, `draft_acceptance_rate`, `mean_draft_length`,
+      `draft_step_ms`, `identical_to_autoregressive`; where both ran, `traced_over_static`: the time with a
+      traced mask ÷ that with a static one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256
+      tokens that gathers similarities ÷ that of one that does not.
     """
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
@@ -75,42 +90,83 @@ def measure(options: Options) -> dict[str, Any]:
         _, walk = walk_model(shape, jax.random.key(0), dtype)
     lm = LanguageModel(config, params, name=options.shape, device=place)
     walker = LanguageModel(config, walk, name=options.shape, device=place)
-    draft = LanguageModel(config.truncated(depth), llama.truncate(params, depth), device=place)
-    drafter = DraftModel(draft.config, num_draft_tokens=options.num_draft_tokens)
-    start = list(range(3, 35))
     # The walk's own continuation, then its first token again: what follows has been there before.
     walked = walker.generate([[3]], max_new_tokens=options.max_new_tokens, ignore_eos=True)
-    cases = {
-        "draft-model": _Case(lm, start, (drafter, draft.params), options.max_new_tokens),
-        "ngram": _Case(walker, [3, *walked[0].tokens, 3], (NGram(), None), options.max_new_tokens),
-    }
+    again = [3, *walked[0].tokens, 3]
+    cases = _cases(options, lm, walker, again, depth)
 
-    widths = sorted({1} | {w for case in cases.values() for w in case.drafter[0].verify_widths})
-    timed: dict[str, Any] = {
-        f"rows {w}": Steps(lm, Weights(params), WrongDrafts(w - 1) if w > 1 else Autoregressive(), 256)
-        for w in widths
-    }
-    timed["draft"] = Steps(draft, Weights(draft.params), Autoregressive(), 256)
+    plain = Steps(lm, Weights(lm.params), Autoregressive(), 256)
+    timed: dict[str, Any] = {"plain step": plain}
+    if "asd" in cases:
+        gathering = Steps(lm, Weights(lm.params), ASD(lm.config), 256)
+        timed |= {"prefill": _done(plain.prefill), "prefill asd": _done(gathering.prefill)}
     for name, case in cases.items():
         timed |= {name: case.run, f"plain {name}": case.run_plain}
+        case.run()  # shows the widths that its rounds need
+        timed |= {what: part for what, part in case.parts().items() if what not in timed}
     for run in timed.values():
         run()
     for case in cases.values():
         case.forget()
     taken = interleaved(timed, options.repeats)
-    step_ms = {w: statistics.median(taken[f"rows {w}"]) / timed[f"rows {w}"].rounds for w in widths}
-    draft_ms = statistics.median(taken["draft"]) / timed["draft"].rounds
-    return {
+    costs = {
+        what: statistics.median(taken[what]) / part.rounds
+        for what, part in timed.items()
+        if hasattr(part, "rounds")
+    }
+    report: dict[str, Any] = {
         "shape": options.shape,
         "device": lm.device.device_kind,
         "dtype": lm.dtype,
-        "step_ms": step_ms,
-        "draft_step_ms": draft_ms,
-        "results": {
-            name: case.report(step_ms, draft_ms if name == "draft-model" else 0.0)
-            for name, case in cases.items()
-        },
+        "step_ms": costs["plain step"],
+        "results": {name: case.report(costs) for name, case in cases.items()},
     }
+    if {"draft-verify", "draft-verify static"} <= cases.keys():
+        report["traced_over_static"] = median_ratio(taken["draft-verify"], taken["draft-verify static"])
+    if "asd" in cases:
+        report["asd_prefill_over_plain"] = median_ratio(taken["prefill asd"], taken["prefill"])
+    return report
+
+
+def _done(function: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(function())
+
+
+def _cases(
+    options: Options, lm: LanguageModel, walker: LanguageModel, again: list[int], depth: int
+) -> dict[str, _Case]:
+    """Every method to be measured."""
+    config, layers, most = lm.config, lm.config.num_layers, options.num_draft_tokens
+    draft = (config.truncated(depth), llama.truncate(lm.params, depth))
+    skipped = range(depth, layers - 1, 2)
+    mask = LayerPlan.skipping(layers, skipped, skipped)
+    first, rest = only_layers(layers, range(depth)), only_layers(layers, range(depth, layers))
+    start = list(range(3, 35))
+    # On the dial the attention of every later layer looks superfluous to ASD; m spares the others.
+    every, keep_last = depth + 1, 2
+    whole = range(every - 1, layers - keep_last, every)
+    asd_mask = LayerPlan.skipping(layers, [*range(depth, layers - keep_last), *whole], whole)
+    # A random model is sure of nothing: thresholds as low as its probabilities are.
+    confidence, product = ConfidenceBelow(AdaptiveGamma(0.05)), ProductBelow(AdaptiveGamma(0.02))
+    drafters: dict[str, tuple[Drafter, dict[str, Any]]] = {
+        "draft-model": (DraftModel(draft[0], num_draft_tokens=most), {"plan": first, "again": True}),
+        "layerskip": (LayerSkip(config, depth, num_draft_tokens=most), {"plan": first, "rest": rest}),
+        "adaspeed": (LayerSkip(config, depth, product, 12), {"plan": first, "rest": rest}),
+        "draft-verify": (DraftVerify(config, mask.traced(), confidence), {"plan": mask}),
+        "draft-verify static": (DraftVerify(config, mask, confidence), {"plan": mask}),
+        "asd": (ASD(config, 0.985, every, keep_last, confidence), {"plan": asd_mask}),
+    }
+    cases = {"ngram": _Case(walker, again, NGram(), None, options.max_new_tokens)}
+    for name, (drafter, parts) in drafters.items():
+        params = draft[1] if name == "draft-model" else None
+        cases[name] = _Case(lm, start, drafter, params, options.max_new_tokens, **parts)
+    if options.methods is None:
+        return cases
+    named = [name.strip() for name in options.methods.split(",")]
+    unknown = [name for name in named if name not in cases]
+    if unknown:
+        raise ValueError(f"unknown method {unknown[0]!r}; give some of {', '.join(cases)}")
+    return {name: cases[name] for name in named}
 
 
 class _Case:
@@ -119,17 +175,29 @@ class _Case:
     Args:
       lm: the model.
       prompt: token ids.
-      drafter: the method's drafter and its parameters.
+      drafter, params: the method.
       max_new_tokens: of each generation.
+      plan: what a draft step runs; None where drafting costs nothing.
+      rest: what verification runs, where it shares what the draft ran; None where it runs everything.
+      again: whether a draft accepted whole is followed by one more draft step.
     """
 
     def __init__(
-        self, lm: LanguageModel, prompt: list[int], drafter: tuple[Drafter, Any], max_new_tokens: int
+        self,
+        lm: LanguageModel,
+        prompt: list[int],
+        drafter: Drafter,
+        params: Any,
+        max_new_tokens: int,
+        plan: LayerPlan | None = None,
+        rest: LayerPlan | None = None,
+        again: bool = False,
     ) -> None:
-        self.drafter = drafter
-        self._generate = functools.partial(
-            lm.generate, prompt, max_new_tokens=max_new_tokens, ignore_eos=True
-        )
+        self._lm, self._plan, self._rest, self._again = lm, plan, rest, again
+        self._widths = drafter.verify_widths
+        generate = functools.partial(lm.generate, prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
+        self._generate = functools.partial(generate, method=(drafter, params))
+        self._generate_plainly = generate
         self.forget()
 
     def forget(self) -> None:
@@ -139,16 +207,44 @@ class _Case:
 
     def run(self) -> None:
         """Generates by the method."""
-        self._mine.append(self._generate(method=self.drafter))
+        self._mine.append(self._generate())
 
     def run_plain(self) -> None:
         """Generates plainly."""
-        self._plain.append(self._generate())
+        self._plain.append(self._generate_plainly())
 
-    def report(self, step_ms: dict[int, float], draft_step_ms: float) -> dict[str, Any]:
-        """The figures of the method, given what its parts cost."""
+    def _width(self, drafted: int) -> int:
+        return min(width for width in self._widths if width > drafted)
+
+    def _verify_name(self, width: int) -> str:
+        return f"{self._rest or 'all'} over {width}"
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """What the rounds that were seen are made of, by name."""
+        parts: dict[str, Callable[[], None]] = {}
+        for width in {self._width(drafted) for drafted in self._mine[0].draft_lengths}:
+            if self._rest is not None:
+                part: Callable[[], None] = SubmodelSteps(self._lm, self._rest, width)
+            else:
+                drafter = WrongDrafts(width - 1) if width > 1 else Autoregressive()
+                part = Steps(self._lm, Weights(self._lm.params), drafter, 256)
+            parts[self._verify_name(width)] = part
+        if self._plan is not None:
+            parts[f"draft {self._plan}"] = SubmodelSteps(self._lm, self._plan)
+        if self._plan is not None and self._rest is not None:
+            parts[f"last {self._plan}"] = SubmodelSteps(self._lm, self._plan, head=False)
+        return parts
+
+    def report(self, costs: dict[str, float]) -> dict[str, Any]:
+        """The figures of the method, given what each part costs in milliseconds."""
         first = self._mine[0]
-        predicted = _predicted(first, self.drafter[0], step_ms, draft_step_ms)
+        draft_ms = costs[f"draft {self._plan}"] if self._plan is not None else 0.0
+        last_ms = costs[f"last {self._plan}"] if self._rest is not None else 0.0
+        lengths = first.draft_lengths
+        verify_ms = sum(costs[self._verify_name(self._width(drafted))] + last_ms for drafted in lengths)
+        steps = sum(lengths) + (first.statistics.acceptance_histogram[-1] if self._again else 0)
+        plain_ms = (first.statistics.num_tokens - 1) * costs["plain step"]
+        predicted = plain_ms / (verify_ms + steps * draft_ms)
         speedup = statistics.median(
             plain.statistics.decode_ms / mine.statistics.decode_ms
             for mine, plain in zip(self._mine, self._plain, strict=True)
@@ -159,24 +255,10 @@ class _Case:
             "obtained_over_predicted": speedup / predicted,
             "mean_acceptance_length": first.statistics.mean_acceptance_length,
             "draft_acceptance_rate": first.statistics.draft_acceptance_rate,
+            "mean_draft_length": statistics.mean(lengths),
+            "draft_step_ms": draft_ms or None,
             "identical_to_autoregressive": first.tokens == self._plain[0].tokens,
         }
-
-
-def _predicted(result: Result, drafter: Drafter, step_ms: dict[int, float], draft_step_ms: float) -> float:
-    """The speed-up that these counts and costs allow."""
-    counts, full = result.statistics, drafter.num_draft_tokens + 1
-    if drafter.verify_widths == (full,):
-        verify_ms = counts.num_rounds * step_ms[full]
-    else:
-        # Rounds without a draft are one row; those with one are charged for all K + 1.
-        verify_ms = counts.num_drafts * step_ms[full] + (counts.num_rounds - counts.num_drafts) * step_ms[1]
-    # A draft step per draft token, and one more after each draft that was accepted whole.
-    whole = counts.acceptance_histogram[-1]
-    draft_ms = (
-        draft_step_ms * (counts.num_rounds * drafter.num_draft_tokens + whole) if draft_step_ms else 0.0
-    )
-    return (counts.num_tokens - 1) * step_ms[1] / (verify_ms + draft_ms)
 
 
 def main() -> None:

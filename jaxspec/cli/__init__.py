@@ -71,10 +71,21 @@ def _run(arguments: list[str]) -> int:
     from jaxspec.cli.compare import Compare
     from jaxspec.cli.convert import Convert
     from jaxspec.cli.generate import Generate
+    from jaxspec.cli.inspect import Inspect
     from jaxspec.cli.parsing import parse
     from jaxspec.cli.profile import Profile
+    from jaxspec.cli.search import Search
+    from jaxspec.cli.tune import Tune
 
-    commands = {"generate": Generate, "compare": Compare, "profile": Profile, "convert": Convert}
+    commands = {
+        "generate": Generate,
+        "compare": Compare,
+        "profile": Profile,
+        "convert": Convert,
+        "inspect": Inspect,
+        "search": Search,
+        "tune": Tune,
+    }
     command = parse(commands, arguments or ["--help"], DESCRIPTION)
     _quieten()
     from jaxspec.cli import compilation_cache

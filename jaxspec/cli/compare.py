@@ -24,7 +24,8 @@ class Compare(TextOptions):
 
     Attributes:
       methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
-        Default: those that need no file, and draft-model if --draft or --draft-exit is given.
+        Default: those that need no file, draft-model if --draft or --draft-exit is given, draft-verify if
+        --plan is.
       repeats: how often each method runs, timed.
     """
 
@@ -43,7 +44,7 @@ class Compare(TextOptions):
             report = compare(
                 lm,
                 prompt,
-                named if named is not None else self._usual(),
+                named if named is not None else self._usual(lm.config.num_layers),
                 self.drafting,
                 repeats=self.repeats,
                 on_progress=progress,
@@ -67,9 +68,11 @@ class Compare(TextOptions):
             return None
         return [check_method(name.strip()) for name in self.methods.split(",")]
 
-    def _usual(self) -> list[str]:
+    def _usual(self, num_layers: int) -> list[str]:
         has_draft = self.drafting.draft is not None or self.drafting.draft_exit is not None
-        return ["autoregressive", "ngram", *(["draft-model"] if has_draft else [])]
+        names = ["autoregressive", "ngram", *(["draft-model"] if has_draft else []), "asd"]
+        names += ["layerskip", "adaspeed"] if num_layers > 1 else []
+        return [*names, *(["draft-verify"] if self.drafting.plan else [])]
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -31,7 +31,9 @@ class Generate(TextOptions):
       method: how to decode. All give the text of plain decoding (autoregressive), or its law where tokens
         are drawn. autoregressive: one token a step. ngram: drafts copied from the text itself, good where
         it repeats. draft-model: drafts of a smaller model (--draft), or of the model's own first layers
-        (--draft-exit).
+        (--draft-exit). asd: the model without the layers that the prompt shows to matter least. draft-verify:
+        the model without layers that a search chose. layerskip: its first layers, whose work verification
+        shares. adaspeed, adaspeed-probe: the same, until the draft as a whole is doubtful.
       stream: print the text as it comes, or only once it is whole.
     """
 

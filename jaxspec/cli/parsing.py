@@ -27,14 +27,21 @@ from jaxspec.method_options import METHODS
 # What the value of an option is called in the help, where its type alone says too little.
 _METAVARS = {
     "prompt": "[PROMPT]",
+    "prompts": "[PROMPT ...]",
     "src": "SRC",
     "dst": "DST",
     "prompt_file": "FILE",
     "chat_template": "FILE",
     "reference": "FILE",
+    "output": "DIR",
     "model": "DIR|ID",
     "draft": "DIR|ID",
     "draft_exit": "N",
+    "exit_layer": "E",
+    "every": "M",
+    "plan": "FILE",
+    "probe": "FILE",
+    "asd_numbers": "FILE",
     "shape": "NAME",
     "num_draft_tokens": "K",
     "method": "{" + ",".join(METHODS) + "}",
@@ -144,9 +151,11 @@ def _helps(cls: type) -> dict[str, str]:
 
 
 def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
-    """How an option is called and explained; metadata `option` is a name other than the field's."""
+    """How an option is called and explained; metadata `option` is a name other than the field's, `metavar` what
+    its value is called."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if kind in _BY_TYPE]
-    metavar = _METAVARS.get(field.name) or (_BY_TYPE[kinds[0]] if kinds else None)
+    named = field.metadata.get("metavar") or _METAVARS.get(field.name)
+    metavar = named or (_BY_TYPE[kinds[0]] if kinds else None)
     if isinstance(default, bool):
         shown, metavar = "", None
     elif isinstance(default, tuple):

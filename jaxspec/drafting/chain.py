@@ -1,15 +1,33 @@
-"""The loop that every token-by-token drafter shares."""
+"""What drafters that draft token by token share: the loop, and how they keep a stop rule."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.protocol import Proposal, Signal, State, StopRule
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import (
+    Drafter,
+    Outcome,
+    Prefill,
+    Proposal,
+    Signal,
+    State,
+    StopRule,
+    View,
+    Weights,
+    rising_widths,
+)
 from jaxspec.sampling import Law
+from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
 # (carry, token int32[B], number of the step) -> logits float32[B, V], hidden [B, D], carry
@@ -84,3 +102,69 @@ def keep_rows(active: jax.Array, new: State, old: State) -> State:
         return jnp.where(active.reshape(-1, *(1,) * (n.ndim - 1)), n, o)
 
     return jax.tree.map(choose, new, old)
+
+
+def model_step(
+    config: LlamaConfig, params: Params, start: jax.Array, plan: LayerPlan | jax.Array | None = None
+) -> Step[KVCache]:
+    """The step of a model that carries its cache; the pending token stands at `start`, int32[B]."""
+
+    def step(cache: KVCache, token: jax.Array, i: jax.Array):
+        hidden = llama.embed(params, token[:, None])
+        hidden, cache = llama.run_layers(config, params, hidden, start + i, cache, plan=plan)
+        return llama.logits(config, params, hidden[:, 0]), hidden[:, 0], cache
+
+    return step
+
+
+class ChainState(NamedTuple):
+    """The state of a `ChainDrafter`: that of its rule, and whatever else it keeps."""
+
+    rule: State
+    own: State = ()
+
+
+class ChainDrafter:
+    """A drafter with a stop rule; it supplies `propose`, most of which is `draft`.
+
+    Attributes:
+      rule: when to stop before K tokens.
+      num_draft_tokens: K.
+    """
+
+    rule: StopRule
+    num_draft_tokens: int
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """K + 1 rows where the draft always has K tokens; else narrower ones too."""
+        if isinstance(self.rule, Constant):
+            return (self.num_draft_tokens + 1,)
+        return rising_widths(self.num_draft_tokens)
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """The rule's state."""
+        return ChainState(self.rule.init(view.length.shape[0]))
+
+    def draft(
+        self,
+        step: Step[Carry],
+        carry: Carry,
+        keys: jax.Array,
+        state: ChainState,
+        view: View,
+        law: Law,
+    ) -> tuple[Proposal, Carry, ChainState]:
+        """`draft_chain` from the pending tokens on."""
+        proposal, carry, rule = draft_chain(
+            step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule
+        )
+        return proposal, carry, state._replace(rule=rule)
+
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
+        """Lets the stop rule learn."""
+        return state._replace(rule=self.rule.observe(state.rule, outcome))
+
+    def carry(self, state: ChainState) -> Drafter:
+        """With the rule for the next text."""
+        return dataclasses.replace(cast(Any, self), rule=self.rule.carry(state.rule))

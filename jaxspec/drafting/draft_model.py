@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain import draft_chain
+from jaxspec.drafting.chain import ChainDrafter, ChainState, model_step
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
-from jaxspec.protocol import Outcome, Prefill, Proposal, State, StopRule, View, Weights, halving_widths
+from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class DraftModel:
+class DraftModel(ChainDrafter):
     """A smaller model of the same vocabulary drafts token by token, with a cache of its own.
 
     `params.drafter` are its parameters; its first layers alone, or the target's, do as well (the config
@@ -34,51 +34,33 @@ class DraftModel:
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
 
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """K + 1 rows where the draft always has K tokens; else narrower ones too."""
-        if isinstance(self.rule, Constant):
-            return (self.num_draft_tokens + 1,)
-        return halving_widths(self.num_draft_tokens)
-
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """(cache that holds the prompt, the rule's state, bool[B] whether the cache lacks a token)."""
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Of its own, a cache that holds the prompt, and bool[B] whether the cache lacks a token."""
         batch, capacity = view.tokens.shape
         dtype = params.drafter["embed"].dtype
         cache = kv.create(self.config, batch, capacity, dtype, view.cache.merged)
-        _, cache = llama.prefill(
-            self.config, params.drafter, view.tokens, view.length - 1, cache, prefill.piece
+        _, _, cache = llama.prefill(
+            self.config, params.drafter, view.tokens, view.start, cache, prefill.piece
         )
-        return cache, self.rule.init(batch), jnp.zeros(batch, bool)
+        return ChainState(self.rule.init(batch), (cache, jnp.zeros(batch, bool)))
 
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
-    ) -> tuple[Proposal, State, KVCache]:
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the own cache; the target's is returned untouched.
 
         The last draft token is never fed, so after "all accepted" the own cache lacks it: the token before
         the pending one is fed again. Where a row lacks nothing this writes what is there already.
         """
-        cache, rule_state, behind = state
-        before = view.length - 2
-        pair = jnp.take_along_axis(view.tokens, before[:, None] + jnp.arange(2)[None], axis=1)
-        cache = once(jnp.any(behind), lambda c: self._run(params, c, pair[:, :1], before)[1], cache)
+        cache, behind = state.own
+        before = jnp.take_along_axis(view.tokens, view.start[:, None] - 1, axis=1)
+        catch_up = model_step(self.config, params.drafter, view.start - 1)
+        cache = once(jnp.any(behind), lambda cache: catch_up(cache, before[:, 0], jnp.int32(0))[2], cache)
+        step = model_step(self.config, params.drafter, view.start)
+        proposal, cache, state = self.draft(step, cache, keys, state, view, law)
+        return proposal, state._replace(own=(cache, behind)), view.cache
 
-        def step(cache, token, i):
-            hidden, cache = self._run(params, cache, token[:, None], view.length - 1 + i)
-            return llama.logits(self.config, params.drafter, hidden[:, 0]), hidden[:, 0], cache
-
-        proposal, cache, rule_state = draft_chain(
-            step, cache, pair[:, 1], view.room, self.num_draft_tokens, keys, law, self.rule, rule_state
-        )
-        return proposal, (cache, rule_state, behind), view.cache
-
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
         """Notes which rows had everything accepted, and lets the stop rule learn."""
-        cache, rule_state, _ = state
         whole = (outcome.drafted > 0) & (outcome.accepted == outcome.drafted)
-        return cache, self.rule.observe(rule_state, outcome), whole
-
-    def _run(self, params: Weights, cache: KVCache, tokens: jax.Array, start: jax.Array):
-        hidden = llama.embed(params.drafter, tokens)
-        return llama.run_layers(self.config, params.drafter, hidden, start, cache)
+        return super().observe(params, state._replace(own=(state.own[0], whole)), outcome)

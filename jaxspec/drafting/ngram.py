@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, halving_widths
+from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, rising_widths
 from jaxspec.sampling import Law, categorical
 
 Match = Literal["latest", "earliest", "longest", "random"]
@@ -42,7 +42,7 @@ class NGram(StatelessDrafter):
     @property
     def verify_widths(self) -> tuple[int, ...]:
         """One row where nothing was found."""
-        return halving_widths(self.num_draft_tokens)
+        return rising_widths(self.num_draft_tokens)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law

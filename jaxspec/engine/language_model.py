@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -21,7 +22,8 @@ from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
 from jaxspec.engine.text import RowText
-from jaxspec.io import huggingface, memory
+from jaxspec.io import huggingface, memory, method_files
+from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import MethodOptions, Model
 from jaxspec.model.config import LlamaConfig
@@ -79,6 +81,7 @@ def load(
         params,
         tokenizer,
         name=os.fspath(model) if model is not None else directory.name,
+        directory=directory,
         device=place_on,
         mesh=mesh,
         defaults=huggingface.generation_defaults(directory),
@@ -93,6 +96,7 @@ class LanguageModel:
       params: its parameters.
       tokenizer: None if only token ids are used.
       name: how it is called in reports.
+      directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
       mesh: over which params are spread; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
@@ -105,20 +109,29 @@ class LanguageModel:
         tokenizer: Tokenizer | None = None,
         *,
         name: str = "model",
+        directory: Path | None = None,
         device: jax.Device | None = None,
         mesh: Mesh | None = None,
         defaults: dict[str, Any] | None = None,
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
+        self.directory = directory
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self.executables = Executables()
         self._drafts: dict[str, Model] = {}
+        # By method and options: the drafter that the last text left, where something is carried over.
+        self._carried: dict[Any, Drafter] = {}
 
     @property
     def dtype(self) -> str:
         """The dtype of the parameters, by name."""
         return str(self.params["embed"].dtype)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
+        return method_files.fingerprint(self.config, self.params)
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or of a user's message in the model's chat template."""
@@ -197,7 +210,14 @@ class LanguageModel:
             raise ValueError(f"max_batch is {max_batch}; give at least 1")
         law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         requests = self._requests(batch, max_new_tokens, law, seed, ignore_eos, chat)
-        drafter, weights, acceptor = self._method(method, method_options, needs_sampling(requests))
+        chosen = self._options(method_options)
+        laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
+        acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
+        drafter, weights = self._method(method, chosen, laws)
+        # What is carried over belongs to a method, its options and its laws.
+        carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
+        if carried is not None:
+            drafter = self._carried.get(carried, drafter)
         self._check_memory(requests, max_batch)
         session = Session(
             self.executables,
@@ -208,10 +228,13 @@ class LanguageModel:
             requests,
             max_batch=max_batch,
             log_probs=logprobs,
+            static_plans=chosen.static,
+            carries=chosen.carry_gamma,
             mesh=self.mesh,
             device=self.device,
         )
-        pieces = self._run(session, requests, stops, STREAM_ROUNDS if stream or stops else QUIET_ROUNDS)
+        rounds = STREAM_ROUNDS if stream or stops else QUIET_ROUNDS
+        pieces = self._run(session, requests, stops, rounds, carried)
         if stream:
             return pieces
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
@@ -279,9 +302,8 @@ class LanguageModel:
                 self.config, self.params["embed"].dtype, rows, bucket(longest), self.device
             )
 
-    def _method(
-        self, method: str | Drafter | tuple[Drafter, Any], options: dict[str, Any], sampling: bool
-    ) -> tuple[Drafter, Weights, Any]:
+    def _options(self, options: dict[str, Any]) -> MethodOptions:
+        """The options of a method that a call gave."""
         known = {field.name for field in dataclasses.fields(MethodOptions)}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -294,8 +316,14 @@ class LanguageModel:
             self._check_draft(draft.name, draft.config, draft.tokenizer)
             options = {**options, "draft": draft.name}
             self._drafts[draft.name] = Model(draft.config, draft.params)
-        chosen = MethodOptions(**options)
-        acceptor = methods.build_acceptor(chosen, sampling)
+        return MethodOptions(**options)
+
+    def _method(
+        self,
+        method: str | Drafter | tuple[Drafter, Any],
+        chosen: MethodOptions,
+        laws: tuple[str, ...],
+    ) -> tuple[Drafter, Weights]:
         if not isinstance(method, str):
             foreign = sorted(set(methods.options_given(chosen)) - {"acceptor"})
             if foreign:
@@ -304,9 +332,12 @@ class LanguageModel:
                 )
             drafter, params = method if isinstance(method, tuple) else (method, None)
         else:
-            resources = methods.Resources(self._load_draft, self.encode)
-            drafter, params = methods.build(method, chosen, Model(self.config, self.params), resources)
-        return drafter, Weights(self.params, params), acceptor
+            resources = methods.Resources(
+                self._load_draft, self.encode, lambda: self.fingerprint, self.directory, laws
+            )
+            target = Model(self.config, self.params, self.name)
+            drafter, params = methods.build(method, chosen, target, resources)
+        return drafter, Weights(self.params, params)
 
     def _load_draft(self, name: str) -> Model:
         if name not in self._drafts:
@@ -334,9 +365,14 @@ class LanguageModel:
             )
 
     def _run(
-        self, session: Session, requests: Sequence[RowRequest], stops: tuple[str, ...], rounds: int
+        self,
+        session: Session,
+        requests: Sequence[RowRequest],
+        stops: tuple[str, ...],
+        rounds: int,
+        carried: Any,
     ) -> Iterator[Piece]:
-        began = time.perf_counter()
+        began, variants = time.perf_counter(), self.executables.variants
         rows = [
             Row(
                 request,
@@ -347,9 +383,12 @@ class LanguageModel:
         ]
         while not session.done:
             for update in session.step(rounds):
-                piece = rows[update.index].take(update, self.executables.blocked_ms)
+                counts = self.executables.variants - variants
+                piece = rows[update.index].take(update, self.executables.blocked_ms, counts)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
+                if piece.result is not None and carried is not None:
+                    self._carried[carried] = session.drafter
                 yield piece
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxspec.engine.executables import VariantCounts
+
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -22,6 +24,7 @@ class Statistics:
       elapsed_ms: from the start of its batch to this row's end, compilation included.
       decode_ms: of that, from its first token to its last.
       compile_ms: of that, spent compiling.
+      static_plans: looks of the host (of the whole batch) that found a program for the rows' mask, or did not.
     """
 
     num_tokens: int
@@ -33,6 +36,7 @@ class Statistics:
     elapsed_ms: float
     decode_ms: float
     compile_ms: float
+    static_plans: VariantCounts = VariantCounts()  # noqa: RUF009
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -62,6 +66,7 @@ class Result:
       statistics: counts and times.
       drafted: for each token, whether it was an accepted draft.
       log_probs: for each token, under the model's raw law; None if not asked for.
+      proposed: for each token, how many draft tokens its round verified.
     """
 
     text: str | None
@@ -70,6 +75,14 @@ class Result:
     statistics: Statistics
     drafted: list[bool]
     log_probs: list[float] | None = None
+    proposed: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """Of each round after the prefill, how many draft tokens it verified."""
+        rest = list(zip(self.drafted, self.proposed, strict=True))[1:]
+        # A round ends with a token that is no draft, unless the text was cut before it.
+        return [length for at, (drafted, length) in enumerate(rest) if not drafted or at == len(rest) - 1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.decoding import Stats
+from jaxspec.engine.executables import VariantCounts
 from jaxspec.engine.results import FinishReason, Piece, Result, Statistics
 from jaxspec.engine.session import RowRequest, Update
 from jaxspec.engine.text import RowText
@@ -26,7 +27,7 @@ class Row:
         self._proposed: list[int] = []
         self._log_probs: list[float] | None = None
 
-    def take(self, update: Update, blocked_ms: float) -> Piece:
+    def take(self, update: Update, blocked_ms: float, variants: VariantCounts) -> Piece:
         """One update becomes one piece; the last one carries the result."""
         now = time.perf_counter()
         if self._first is None:
@@ -49,13 +50,16 @@ class Row:
             elapsed_ms=1e3 * (now - self._began),
             decode_ms=1e3 * (now - self._first[0]),
             compile_ms=blocked_ms - self._first[1],
+            static_plans=variants,
         )
         if not (stopped or update.done):
             return Piece(update.index, gained, tokens, drafted, statistics)
         ended = self._tokens[-1] in self._request.eos_ids
         reason: FinishReason = "stop" if stopped else "eos" if ended else "length"
         text = self._text.text if self._text.has_text else None
-        result = Result(text, self._tokens, reason, statistics, self._drafted, self._log_probs)
+        result = Result(
+            text, self._tokens, reason, statistics, self._drafted, self._log_probs, self._proposed
+        )
         return Piece(update.index, gained, tokens, drafted, statistics, result)
 
 

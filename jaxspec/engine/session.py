@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine.executables import Executables
+from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import state_shardings
-from jaxspec.protocol import Acceptor, Drafter, Weights
+from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 
 # Below this many tokens in all a batch starts in the bucket it ends in; above, it grows as it goes.
@@ -103,8 +105,14 @@ class Session:
       requests: the texts.
       max_batch: most rows at once.
       log_probs: whether to report them.
+      static_plans: of a drafter with masks, compile a program for the rows' mask in the background, and use it
+        from the next look of the host on after it is there.
+      carries: a row that comes in place of another takes over what the drafter carries from text to text.
       mesh: where params live; None for one device.
       device: that one device.
+
+    Attributes:
+      drafter: as the next text should find it.
     """
 
     def __init__(
@@ -118,15 +126,24 @@ class Session:
         *,
         max_batch: int = 8,
         log_probs: bool = False,
+        static_plans: bool = False,
+        carries: bool = False,
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
     ) -> None:
         self._call, self._prepare = executables.call, executables.prepare
+        self._has_variant, self._static_plans, self._carries = (
+            executables.has_variant,
+            static_plans,
+            carries,
+        )
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = _filters_used(requests) if needs_sampling(requests) else None
-        self._drafter, self._acceptor = self._put((drafter, acceptor))
+        self.drafter, self._acceptor = self._put((drafter, acceptor))
+        # The drafter for the one mask that all rows have, where there is one to specialise to.
+        self._specialised: Drafter | None = None
         self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
         self._waiting = deque(enumerate(requests))
         # Which request each row holds; None once it has ended.
@@ -151,7 +168,7 @@ class Session:
         for row, held in enumerate(self._rows):
             if held is not None and held[0] == index:
                 self._halt[row] = True
-                self._rows[row] = None
+                self._end(row)
 
     def step(self, max_rounds: int) -> list[Update]:
         """One look: prefills what waits and fits, else runs up to `max_rounds` rounds."""
@@ -170,6 +187,7 @@ class Session:
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
         self._state, emitted = self._prefill(requests, self._start_capacity(requests), self._parts)
+        self._specialise()
         return self._updates(emitted, range(len(first)))
 
     def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
@@ -181,20 +199,43 @@ class Session:
         self._halt[row] = False
         # A row that has ended keeps its old law: whatever it draws is thrown away.
         self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
+        self._specialise()
         return self._updates(emitted, [row])
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
-        width = self._drafter.num_draft_tokens + 1
+        width = self.drafter.num_draft_tokens + 1
         if self._lengths.max() + width > self.capacity:
             self._grow(2 * self.capacity)
         elif 2 * self._lengths.max() > self.capacity:
             self._prepare_next()
         arguments = (self._state, self._put(np.int32(max_rounds)), self._put(self._halt))
-        self._state, emitted = self._call(
-            _chunk, self._params, self._parts, *arguments, **self._chunk_static()
-        )
+        parts, static = self._parts, self._chunk_static()
+        if self._specialised is not None:
+            special = dataclasses.replace(parts, drafter=self._specialised)
+            if self._has_variant(_chunk, self._params, special, *arguments, **static):
+                parts = special
+        self._state, emitted = self._call(_chunk, self._params, parts, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
+
+    def _specialise(self) -> None:
+        """Looks whether all rows have one mask."""
+        if not self._static_plans:
+            return
+        assert self._state is not None
+        live = jnp.array([held is not None for held in self._rows])
+        drafter = cast(MaskedDrafter, self.drafter)
+        plans = np.asarray(drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
+        alike = len(plans) > 0 and bool((plans == plans[0]).all())
+        self._specialised = drafter.specialised(LayerPlan.of(plans[0])) if alike else None
+
+    def _end(self, row: int) -> None:
+        """Frees a row, and keeps what the drafter carries over from its text."""
+        self._rows[row] = None
+        if self._carries:
+            assert self._state is not None
+            state = self._state.drafter_state
+            self.drafter = self._call(_carry, self.drafter, state, self._put(np.int32(row)))
 
     def _prefill(
         self, requests: list[RowRequest], capacity: int, parts: Parts
@@ -241,7 +282,7 @@ class Session:
         held = [row[1] for row in self._rows if row is not None]
         waiting = [request for _, request in self._waiting]
         limits = [len(request.prompt) + request.max_new_tokens for request in held + waiting]
-        if self._mesh is not None or max(limits) + self._drafter.num_draft_tokens < state.capacity:
+        if self._mesh is not None or max(limits) + self.drafter.num_draft_tokens < state.capacity:
             return
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
@@ -250,7 +291,7 @@ class Session:
         self._prepare(_chunk, self._params, self._parts, larger, scalar, halt, **self._chunk_static())
 
     def _chunk_static(self) -> dict[str, Any]:
-        window = WINDOW + self._drafter.num_draft_tokens + 1
+        window = WINDOW + self.drafter.num_draft_tokens + 1
         return {
             "config": self._config,
             "window": window,
@@ -259,7 +300,7 @@ class Session:
         }
 
     def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
-        width = self._drafter.num_draft_tokens + 1
+        width = self.drafter.num_draft_tokens + 1
         total = max(len(r.prompt) + r.max_new_tokens for r in requests) + width
         prompt = max(len(r.prompt) for r in requests) + 1 + width
         return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
@@ -274,7 +315,7 @@ class Session:
                 for name in self._filters
             }
             law = Sampling(**self._put(numbers))
-        return Parts(self._drafter, self._acceptor, law)
+        return Parts(self.drafter, self._acceptor, law)
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
@@ -303,7 +344,7 @@ class Session:
                 )
             )
             if done:
-                self._rows[row] = None
+                self._end(row)
         return updates
 
 
@@ -340,6 +381,14 @@ def _chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs,
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted
+
+
+@jax.jit
+def _carry(drafter, state, row):
+    def one(node):
+        return node if isinstance(node, KVCache) else node[row][None]
+
+    return drafter.carry(jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, KVCache)))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")

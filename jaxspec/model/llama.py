@@ -27,12 +27,14 @@ from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import run_if
-from jaxspec.model.numerics import linear, rms_norm
+from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
 
 Params = dict[str, Any]
 # (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# Shown the residual stream [B, T, D] before and after each sublayer, in their order.
+Watch = Callable[[jax.Array, jax.Array], None]
 
 
 def param_shapes(config: LlamaConfig) -> Params:
@@ -135,6 +137,7 @@ def run_layers(
     *,
     plan: LayerPlan | jax.Array | None = None,
     layers: range | None = None,
+    watch: Watch | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs layers over the rows of a batch, reading and writing the cache.
 
@@ -147,6 +150,7 @@ def run_layers(
       plan: which sublayers run: None for all, a static `LayerPlan`, or a traced bool[L, 2]. A skipped
         sublayer is the identity on the residual stream.
       layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
+      watch: called while tracing; what it keeps belongs to the same trace.
 
     Returns:
       hidden [B, T, D] before the final norm, and the cache with these positions written.
@@ -167,8 +171,13 @@ def run_layers(
         def attention(carry, p=p, attend=attend):
             return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
 
+        before = hidden
         hidden, written[layer] = run_if(run_attention, attention, (hidden, written[layer]))
+        between = hidden
         hidden = run_if(run_mlp, functools.partial(_mlp, config, p["mlp"]), hidden)
+        if watch is not None:
+            watch(before, between)
+            watch(between, hidden)
     return hidden, dataclasses.replace(cache, layers=written)
 
 
@@ -230,10 +239,11 @@ def prefill(
     length: jax.Array,
     cache: KVCache,
     piece: int,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, jax.Array, KVCache]:
     """Feeds right-padded prompts in pieces, so that memory is bounded by the piece.
 
-    The number of pieces follows the longest prompt at run time: one executable serves every length.
+    The number of pieces follows the longest prompt at run time: one executable serves every length. Where
+    the caller makes no use of the similarities, the compiler leaves them out.
 
     Args:
       config: the model.
@@ -244,25 +254,34 @@ def prefill(
       piece: how many positions are fed at once, static.
 
     Returns:
-      hidden [B, D] of each row's last token, before the final norm; the cache.
+      hidden [B, D] of each row's last token, before the final norm.
+      similarities float32[B, L, 2]: of each attention (0) and MLP (1) sublayer, the mean over the prompt's
+        positions of the cosine between the residual stream before its norm and after its addition.
+      the cache.
     """
     batch = tokens.shape[0]
     cache = dataclasses.replace(cache, rope_length=length)
     last = jnp.zeros((batch, config.hidden_size), params["embed"].dtype)
+    sums = jnp.zeros((batch, config.num_layers, 2), jnp.float32)
 
     def feed(carry):
-        index, last, cache = carry
+        index, last, sums, cache = carry
         begin = index * piece
         fed = jax.lax.dynamic_slice_in_dim(tokens, begin, piece, axis=1)
         start = jnp.full(batch, begin, jnp.int32)
-        hidden, cache = run_layers(config, params, embed(params, fed), start, cache)
+        cosines: list[jax.Array] = []
+        hidden, cache = run_layers(
+            config, params, embed(params, fed), start, cache, watch=lambda x, y: cosines.append(cosine(x, y))
+        )
+        real = begin + jnp.arange(piece)[None] < length[:, None]
+        sums += jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1).reshape(sums.shape)
         offset = length - 1 - begin
         here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, piece - 1)[:, None, None], axis=1)[:, 0]
         last = jnp.where(((offset >= 0) & (offset < piece))[:, None], here, last)
-        return index + 1, last, cache
+        return index + 1, last, sums, cache
 
     longest = jnp.max(length)
-    _, last, cache = jax.lax.while_loop(
-        lambda carry: carry[0] * piece < longest, feed, (jnp.int32(0), last, cache)
+    _, last, sums, cache = jax.lax.while_loop(
+        lambda carry: carry[0] * piece < longest, feed, (jnp.int32(0), last, sums, cache)
     )
-    return last, cache
+    return last, sums / length[:, None, None], cache

@@ -71,3 +71,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight
+
+
+def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The cosine of the angle between vectors, float32[...] for x and y [..., D]; 0 where one is zero."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
+    return jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """A static plan: hashable, so a jitted function may be specialised to it.
+    """A static plan: hashable, so a jitted function may be specialised to it; a pytree without leaves.
 
     The other form of a plan is a traced bool array [L, 2], from `traced()`: one executable then serves
     every plan. In both, column 0 is attention, column 1 the MLP, and True means run.
@@ -22,7 +25,9 @@ class LayerPlan:
     run: tuple[tuple[bool, bool], ...]
 
     @classmethod
-    def skipping(cls, num_layers: int, attention=(), mlp=()) -> LayerPlan:
+    def skipping(
+        cls, num_layers: int, attention: Collection[int] = (), mlp: Collection[int] = ()
+    ) -> LayerPlan:
         """All of `num_layers` layers but these 0-based attention and MLP sublayers.
 
         Raises:
@@ -37,8 +42,28 @@ class LayerPlan:
             )
         return cls(tuple((layer not in attention, layer not in mlp) for layer in range(num_layers)))
 
+    @classmethod
+    def of(cls, run: np.ndarray) -> LayerPlan:
+        """The static form of bool[L, 2]."""
+        return cls(tuple((bool(attention), bool(mlp)) for attention, mlp in run))
+
     def __getitem__(self, layer: int) -> tuple[bool, bool]:
         return self.run[layer]
+
+    @property
+    def num_layers(self) -> int:
+        """L, skipped ones included."""
+        return len(self.run)
+
+    @property
+    def skip_attention(self) -> tuple[int, ...]:
+        """0-based layers whose attention is skipped."""
+        return tuple(layer for layer, (attention, _) in enumerate(self.run) if not attention)
+
+    @property
+    def skip_mlp(self) -> tuple[int, ...]:
+        """0-based layers whose MLP is skipped."""
+        return tuple(layer for layer, (_, mlp) in enumerate(self.run) if not mlp)
 
     def traced(self) -> jax.Array:
         """The plan as data, bool[L, 2]."""

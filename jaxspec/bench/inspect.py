@@ -1,0 +1,289 @@
+"""What a model looks like to self-speculation: which sublayers matter, and how early it knows its next token."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench.profile import floor_bytes
+from jaxspec.bench.timing import interleaved
+from jaxspec.drafting.asd import admg
+from jaxspec.engine.language_model import LanguageModel, Prompt
+from jaxspec.engine.session import bucket, prefill_piece
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.plan import LayerPlan
+from jaxspec.selection.exits import exit_agreement
+
+# Looked at where nobody gives a prompt: several kinds, short enough for every model.
+PROMPTS = (
+    "Once upon a time there was a little girl who lived near a big forest. One day she",
+    "Tom and his dog went to the park. The dog saw a red ball and",
+    "The sun is a star at the centre of our solar system. The planets move around it, and",
+    "Question: Why do birds fly south in winter?\nAnswer:",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+)
+DEFAULT_BUDGET = 64
+SUBLAYERS = ("attention", "mlp")
+# One timing takes at least this long, unless so many steps do not.
+_TIMING_MS, _MOST_STEPS = 15.0, 1024
+
+
+def inspect_model(
+    lm: LanguageModel,
+    prompts: Sequence[Prompt] = PROMPTS,
+    *,
+    alpha: float = 0.985,
+    every: int = 3,
+    keep_last: int = 2,
+    max_new_tokens: int | None = None,
+    repeats: int = 15,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Looks at a model through the eyes of ASD and of early exits.
+
+    * Similarity: the mean over a prompt's tokens of the cosine between the residual stream before and after
+      a sublayer, gathered by the very prefill that ASD drafts from (C_l of Metel et al. 2024, and its like
+      for MLPs); over several prompts their mean, each prompt counting once. The summary over layers is the
+      paper's Table 1.
+    * Mask: what ADMG, the paper's Algorithm 1, makes of each prompt, and of the mean over prompts (what
+      `--shared-mask` would use). The weights that a draft still reads are counted in bytes; of an untied
+      input embedding a token reads one row, which is left out.
+    * Time of a sublayer: a step of one token through all attention sublayers and nothing else, less a step
+      through nothing, ÷ L; for MLPs likewise. Compiled loops of such steps, timed in turns, the median of
+      the differences within a turn, at the texts' mean live length.
+    * Exit agreement: the model goes on from each prompt greedily; then one parallel pass compares at each
+      new token the likeliest one of every exit with the whole model's. Over several prompts, all new tokens
+      count alike. See `exit_agreement`.
+
+    Args:
+      lm: the model.
+      prompts: texts or lists of token ids, at least one.
+      alpha, every, keep_last: α, m and n of `admg`.
+      max_new_tokens: how many tokens to go on for; None for 64, or what the context leaves.
+      repeats: turns of the timing.
+      on_progress: told what is being done.
+
+    Returns:
+      JSON-ready: `model`, `device`, `dtype`, `num_layers`, `alpha`, `every`, `keep_last`; `similarity`, for
+      `attention` and `mlp` the list `by_layer` (mean over prompts) and its `min`, `max`, `mean`, `median`;
+      `time_ms` of one `attention` and one `mlp` sublayer at `live_tokens`; `mask` of the mean over prompts:
+      `skip_attention` and `skip_mlp`, 0-based layers, and `weights_read`, a fraction of bytes;
+      `exit_agreement`, a fraction for each exit after 1 … L layers; and `prompts`, a list of `prompt`,
+      `prompt_tokens`, `new_tokens`, `similarity` (two lists), `mask` and `exit_agreement`.
+
+    Raises:
+      ValueError: no prompt, an empty one, one too long, α, m or n out of range, or what `lm.generate` raises.
+    """
+    check_mask_options(alpha, every, keep_last)
+    ids = [_encode(lm, prompt) for prompt in prompts]
+    budgets = [_budget(lm, len(one), max_new_tokens) for one in ids]
+    on_progress("generating")
+    results = lm.generate(ids, max_new_tokens=budgets, temperature=0.0)
+    texts = [result.tokens for result in results]
+
+    on_progress("comparing layers")
+    similarities, agreed = _survey(lm, ids, texts)
+    counts = np.array([len(text) for text in texts])
+    mean = similarities.mean(axis=0)
+    live = round(statistics.fmean(len(one) + len(text) for one, text in zip(ids, texts, strict=True)))
+    on_progress("timing")
+    time_ms = sublayer_ms(lm, live, repeats)
+
+    # Those of the prompts, and last that of their mean.
+    attention = np.concatenate([similarities, mean[None]])[:, :, 0]
+    runs = np.asarray(admg(jnp.asarray(attention, jnp.float32), alpha, every, keep_last))
+    *masks, mean_mask = (_mask(lm, LayerPlan.of(run)) for run in runs)
+    return {
+        "model": lm.name,
+        "device": lm.device.device_kind,
+        "dtype": lm.dtype,
+        "num_layers": lm.config.num_layers,
+        "alpha": alpha,
+        "every": every,
+        "keep_last": keep_last,
+        "similarity": {name: _summary(mean[:, kind]) for kind, name in enumerate(SUBLAYERS)},
+        "time_ms": time_ms,
+        "live_tokens": live,
+        "mask": mean_mask,
+        "exit_agreement": (agreed.sum(axis=0) / counts.sum()).tolist(),
+        "prompts": [
+            {
+                "prompt": prompt if isinstance(prompt, str) else list(map(int, prompt)),
+                "prompt_tokens": len(ids[row]),
+                "new_tokens": len(texts[row]),
+                "similarity": {
+                    name: similarities[row, :, kind].tolist() for kind, name in enumerate(SUBLAYERS)
+                },
+                "mask": masks[row],
+                "exit_agreement": (agreed[row] / counts[row]).tolist(),
+            }
+            for row, prompt in enumerate(prompts)
+        ],
+    }
+
+
+def check_mask_options(alpha: float, every: int, keep_last: int) -> None:
+    """Refuses numbers that `admg` has no meaning for.
+
+    Raises:
+      ValueError: α is not in (0, 1], or m or n is negative.
+    """
+    if not 0 < alpha <= 1:
+        raise ValueError(f"--alpha is {alpha}; give a cosine above 0 and at most 1 (1 skips none for it)")
+    if every < 0:
+        raise ValueError(f"--every is {every}; give 0 (none) or a positive number")
+    if keep_last < 0:
+        raise ValueError(f"--keep-last is {keep_last}; give 0 (none) or a positive number")
+
+
+def weights_read(lm: LanguageModel, plan: LayerPlan) -> float:
+    """The bytes of weights that a step under a plan reads ÷ those of a whole step."""
+    whole = floor_bytes(lm.config, lm.params)
+    skipped = sum(
+        leaf.nbytes
+        for layer, runs in zip(lm.params["layers"], plan.run, strict=True)
+        for name, run in zip(SUBLAYERS, runs, strict=True)
+        if not run
+        for leaf in jax.tree.leaves(layer[name])
+    )
+    return 1 - skipped / whole
+
+
+def sublayer_ms(lm: LanguageModel, live: int, repeats: int = 15) -> dict[str, float]:
+    """Milliseconds that one `attention` and one `mlp` sublayer take of a one-token step, on average.
+
+    See `inspect_model` for how; embedding and head are no part of it.
+
+    Args:
+      lm: the model.
+      live: tokens in the cache, at least 1.
+      repeats: turns.
+    """
+    config, depth = lm.config, lm.config.num_layers
+    everything = range(depth)
+    plans = {
+        "attention": LayerPlan.skipping(depth, mlp=everything),
+        "mlp": LayerPlan.skipping(depth, attention=everything),
+        "neither": LayerPlan.skipping(depth, everything, everything),
+    }
+
+    @functools.partial(jax.jit, static_argnames="plan", donate_argnames="cache")
+    def steps(params, cache, count, plan):
+        start = jnp.full(1, live - 1, jnp.int32)
+
+        def step(_, carry):
+            token, cache = carry
+            hidden, cache = llama.run_layers(
+                config, params, llama.embed(params, token), start, cache, plan=plan
+            )
+            # Hangs each step on the one before, for next to nothing: without the head, no true token.
+            return jnp.argmax(hidden, axis=-1).astype(jnp.int32) % config.vocab_size, cache
+
+        return jax.lax.fori_loop(0, count, step, (jnp.zeros((1, 1), jnp.int32), cache))
+
+    # Put in place at once: what a call returns must look like what the first one took.
+    caches = {name: jax.device_put(_cache(lm, bucket(live)), lm.device) for name in plans}
+
+    def run(name: str, count: int) -> None:
+        token, caches[name] = steps(lm.params, caches[name], jnp.int32(count), plan=plans[name])
+        jax.block_until_ready(token)
+
+    count = _steps_per_timing(functools.partial(run, "attention"))
+    for name in plans:
+        run(name, 1)
+    taken = interleaved({name: functools.partial(run, name, count) for name in plans}, repeats)
+
+    def per_sublayer(name: str) -> float:
+        differences = (some - none for some, none in zip(taken[name], taken["neither"], strict=True))
+        return max(0.0, statistics.median(differences) / count / depth)
+
+    return {name: per_sublayer(name) for name in SUBLAYERS}
+
+
+def _steps_per_timing(run: Callable[[int], None]) -> int:
+    """How many steps `run` must take for its time to mean something; the fastest of a few tries counts."""
+    count = 1
+    run(count)
+    while count < _MOST_STEPS and min(interleaved({"": functools.partial(run, count)}, 3)[""]) < _TIMING_MS:
+        count *= 2
+    return count
+
+
+def _encode(lm: LanguageModel, prompt: Prompt) -> list[int]:
+    ids = lm.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not ids or not len(prompt):
+        raise ValueError("a prompt is empty; give at least one token")
+    return ids
+
+
+def _budget(lm: LanguageModel, prompt_tokens: int, asked: int | None) -> int:
+    """How far to go on; what does not fit although asked for is left to `generate` to refuse."""
+    room = lm.config.context_length - prompt_tokens
+    if room < 1:
+        raise ValueError(
+            f"a prompt has {prompt_tokens} tokens, the model's context {lm.config.context_length}; "
+            "shorten it, so that at least one more token fits"
+        )
+    return min(DEFAULT_BUDGET, room) if asked is None else asked
+
+
+def _cache(lm: LanguageModel, capacity: int) -> kv.KVCache:
+    return kv.create(lm.config, 1, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
+
+
+def _survey(
+    lm: LanguageModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Similarities float64[N, L, 2] over N prompts, and counts int[N, L] of agreement over the texts after them.
+
+    One prompt at a time, all through one executable.
+    """
+    piece = prefill_piece(max(map(len, prompts)), lm.device.platform)
+    width, text_width = (-(-max(map(len, some)) // piece) * piece for some in (prompts, texts))
+    capacity = bucket(width + text_width)
+
+    @jax.jit
+    def survey(params, prompt, length, fed, count):
+        cache = _cache(lm, capacity)
+        _, similarities, cache = llama.prefill(lm.config, params, prompt, length, cache, piece)
+        return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, piece)
+
+    def padded(tokens: Sequence[int], width: int) -> np.ndarray:
+        row = np.zeros((1, width), np.int32)
+        row[0, : len(tokens)] = tokens
+        return row
+
+    similarities, agreed = [], []
+    for prompt, text in zip(prompts, texts, strict=True):
+        # The last prompt token predicts the first new one; what the last new one predicts is not in the text.
+        fed = [prompt[-1], *text[:-1]]
+        length, count = (np.array([len(some)], np.int32) for some in (prompt, text))
+        found = survey(lm.params, padded(prompt, width), length, padded(fed, text_width), count)
+        similarities.append(np.asarray(found[0][0], np.float64))
+        agreed.append(np.asarray(found[1][0]))
+    return np.stack(similarities), np.stack(agreed)
+
+
+def _mask(lm: LanguageModel, plan: LayerPlan) -> dict[str, Any]:
+    return {
+        "skip_attention": list(plan.skip_attention),
+        "skip_mlp": list(plan.skip_mlp),
+        "weights_read": weights_read(lm, plan),
+    }
+
+
+def _summary(by_layer: np.ndarray) -> dict[str, Any]:
+    return {
+        "by_layer": by_layer.tolist(),
+        "min": float(by_layer.min()),
+        "max": float(by_layer.max()),
+        "mean": float(by_layer.mean()),
+        "median": float(np.median(by_layer)),
+    }

@@ -1,0 +1,105 @@
+"""What a draft is scored by: its agreement with the model, or its speed beside plain decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxspec.bench.timing import median_ratio
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Result
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Drafter
+from jaxspec.selection.agreement import Calibration, agreement
+from jaxspec.selection.cost import Costs, predicted_speedup
+
+_agreement = jax.jit(agreement, static_argnames="config")
+
+
+class Agreement:
+    """Scores a mask by one parallel pass; see `selection.agreement`. One executable serves every mask.
+
+    Args:
+      lm: the model.
+      texts: its own.
+      costs: of a round's parts.
+      by_speedup: score by the predicted speed-up, for masks of different cost; else by the agreement alone.
+    """
+
+    def __init__(self, lm: LanguageModel, texts: Calibration, costs: Costs, by_speedup: bool) -> None:
+        self._lm, self._texts, self._costs, self._by_speedup = lm, texts, costs, by_speedup
+        self(LayerPlan.skipping(lm.config.num_layers))  # compiles
+
+    def __call__(self, plan: LayerPlan) -> dict[str, Any]:
+        """`score`, `agreement`, `predicted_speedup`, `num_draft_tokens` (the K of that prediction)."""
+        with jax.default_device(self._lm.device):
+            traced = plan.traced()
+        rate = float(_agreement(self._lm.config, self._lm.params, self._texts, traced))
+        predicted = predicted_speedup(rate, plan, self._costs)
+        return {
+            "score": predicted.speedup if self._by_speedup else rate,
+            "agreement": rate,
+            "predicted_speedup": predicted.speedup,
+            "num_draft_tokens": predicted.num_draft_tokens,
+        }
+
+
+class Speed:
+    """Measures the speed of drafters beside plain decoding; one set of executables serves all of one structure.
+
+    Args:
+      lm: the model.
+      prompts: token ids; each is generated after by itself, as in the papers.
+      max_new_tokens: of each.
+      drafter: any of those to be measured; it compiles them all.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: Drafter
+    ) -> None:
+        self._prompts = prompts
+        self._turns = 0
+        self._generate = functools.partial(
+            lm.generate, max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
+        )
+        self(drafter)
+        lm.executables.wait()
+
+    def __call__(self, drafter: Drafter) -> dict[str, Any]:
+        """One turn over all prompts.
+
+        Returns:
+          `score` (the speed-up over plain decoding of the same prompt just before or after, its median over the
+          prompts), `tokens_per_second`, `plain_tokens_per_second` (over all prompts), and
+          `draft_acceptance_rate`, null where nothing was drafted.
+        """
+        mine: list[Result] = []
+        plain: list[Result] = []
+        for prompt in self._prompts:
+            # There and back, so that both see the same noise.
+            turn: list[tuple[list[Result], dict[str, Any]]] = [(mine, {"method": drafter}), (plain, {})]
+            for results, method in turn if self._turns % 2 == 0 else reversed(turn):
+                results.append(self._generate(prompt, **method))
+            self._turns += 1
+        drafted = sum(result.statistics.num_draft_tokens for result in mine)
+        accepted = sum(result.statistics.num_accepted_tokens for result in mine)
+        return {
+            "score": median_ratio(list(map(_running_ms, plain)), list(map(_running_ms, mine))),
+            "tokens_per_second": _tokens_per_second(mine),
+            "plain_tokens_per_second": _tokens_per_second(plain),
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+        }
+
+
+def _running_ms(result: Result) -> float:
+    """From its first token to its last, compilation left out."""
+    return result.statistics.decode_ms - result.statistics.compile_ms
+
+
+def _tokens_per_second(results: Sequence[Result]) -> float:
+    """Of texts generated one after another, after their first tokens."""
+    tokens = sum(result.statistics.num_tokens - 1 for result in results)
+    return 1e3 * tokens / sum(map(_running_ms, results))

@@ -1,0 +1,352 @@
+"""Searches for the mask of Draft & Verify; see `selection` for what is pure of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from jaxspec.bench.calibration import Report, calibrate, continuations, measure_costs
+from jaxspec.bench.objectives import Agreement, Speed
+from jaxspec.bench.search_log import TrialLog
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model.plan import LayerPlan
+from jaxspec.selection.cost import Costs
+from jaxspec.selection.masks import MaskSpace
+from jaxspec.selection.proposals import Proposer, propose_bayesian, propose_random
+
+Objective = Literal["agreement", "speed"]
+OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
+# Tokens generated a prompt: a pass is cheap, and the paper's for speed.
+_TOKENS: dict[Objective, int] = {"agreement": 96, "speed": 32}
+_PROPOSERS: dict[str, Proposer] = {
+    "bayesian": propose_bayesian,
+    "random": propose_random,
+    # Of all masks, where there are no more of them than trials.
+    "exhaustive": propose_random,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """What is searched for, and how.
+
+    Attributes:
+      objective: `agreement`, of one parallel pass over the model's own text, weighed against the draft's cost
+        by `predicted_speedup` unless a skip ratio fixes that; or `speed`, the measured speed-up over plain
+        decoding in turns with it, see `calibration.Speed`.
+      skip_ratio, keep_first_last: see `MaskSpace`.
+      trials: masks that a search tries, no two the same.
+      random: search at random only.
+      compare_random: search at random as well, as many masks; None for where it costs seconds (agreement).
+      max_new_tokens: of each prompt's text; None for 96, with speed the paper's 32.
+      seed: of the proposals.
+    """
+
+    objective: Objective = "agreement"
+    skip_ratio: float | None = None
+    keep_first_last: bool = True
+    trials: int = 200
+    random: bool = False
+    compare_random: bool | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
+        if self.trials < 1:
+            raise ValueError(f"--trials is {self.trials}; give at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed is {self.seed}; give a number from 0 to {2**32 - 1}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated a prompt."""
+        return self.max_new_tokens if self.max_new_tokens is not None else _TOKENS[self.objective]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One mask and what it was found to be worth.
+
+    Attributes:
+      plan: the mask.
+      score: what is maximised.
+      measured: what it follows from, by name, as in `jaxspec search --json`.
+    """
+
+    plan: LayerPlan
+    score: float
+    measured: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What a search has found.
+
+    Attributes:
+      trials: of each kind of search (bayesian, random, exhaustive), in their order; the first is the one asked
+        for, and a mask has one score in all of them.
+      seconds: that each took: proposals and evaluations, sessions before this one included; what a search
+        found in the record of another is not in its time.
+      budget: distinct masks that each is to try.
+      interrupted: whether it ended before.
+      costs: of a round's parts, where the objective is agreement.
+    """
+
+    trials: dict[str, list[Trial]]
+    seconds: dict[str, float]
+    budget: int
+    interrupted: bool
+    costs: Costs | None
+
+    @property
+    def best(self) -> Trial:
+        """The best of all trials."""
+        return self.best_of(self.best_kind)
+
+    @property
+    def best_kind(self) -> str:
+        """The search that found it."""
+        return max(
+            (kind for kind, trials in self.trials.items() if trials), key=lambda k: self.best_of(k).score
+        )
+
+    def best_of(self, kind: str) -> Trial:
+        """The best trial of a search that has made one."""
+        return max(self.trials[kind], key=lambda trial: trial.score)
+
+
+class Watcher(Protocol):
+    """Told of every trial: the kind of search, how many it has tried, of how many, and the best so far."""
+
+    def __call__(self, kind: str, done: int, budget: int, best: Trial) -> None: ...
+
+
+def search(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    options: SearchOptions,
+    log: Path,
+    *,
+    resume: bool = True,
+    on_progress: Report = lambda what: None,
+    on_trial: Watcher = lambda kind, done, budget, best: None,
+) -> Search:
+    """Tries masks until the budget is used, or until interrupted (Ctrl-C), which ends it early.
+
+    No mask is evaluated twice. Every trial is in the log before the next begins; a later call with the same
+    model, prompts and options goes on after the last one, whatever ended it, and more trials go further.
+
+    Args:
+      lm: the model.
+      prompts: token ids.
+      options: what is searched for.
+      log: the file of trials.
+      resume: whether to go on from the log; else it begins anew.
+      on_progress, on_trial: told what is being done.
+
+    Raises:
+      ValueError: the log belongs to another search, or the options do not suit the model.
+      OSError: the log cannot be written.
+      KeyboardInterrupt: interrupted before the first trial.
+    """
+    space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
+    record = TrialLog(log, _header(lm, prompts, options), resume=resume)
+    budget = min(options.trials, space.size)
+    kinds = _kinds(options, space)
+    found = _Record(record, space.num_layers)
+    trials = {kind: found.trials(kind) for kind in kinds}
+    seconds = {kind: found.seconds(kind) for kind in kinds}
+    interrupted = False
+    try:
+        evaluate: Callable[[LayerPlan], dict[str, Any]] | None = None
+        for kind in kinds:
+            while len(trials[kind]) < budget:
+                began = time.perf_counter()
+                tried = [(trial.plan, trial.score) for trial in trials[kind]]
+                plan = _PROPOSERS[kind](space, tried, options.seed)
+                trial, new = found.known(plan), False
+                if trial is None:
+                    if evaluate is None:
+                        waited = time.perf_counter()
+                        evaluate = _evaluator(lm, prompts, options, found, on_progress)
+                        began += time.perf_counter() - waited
+                    measured = evaluate(plan)
+                    trial, new = Trial(plan, measured["score"], measured), True
+                taken = time.perf_counter() - began
+                found.add(kind, trial, 1e3 * taken, new)
+                trials[kind].append(trial)
+                seconds[kind] += taken
+                on_trial(kind, len(trials[kind]), budget, max(trials[kind], key=lambda trial: trial.score))
+    except KeyboardInterrupt:
+        interrupted = True
+        trials = {kind: found.trials(kind) for kind in kinds}
+        seconds = {kind: found.seconds(kind) for kind in kinds}
+        if not any(trials.values()):
+            raise
+    return Search(trials, seconds, budget, interrupted, found.costs)
+
+
+def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
+    if space.size <= options.trials:
+        return ("exhaustive",)
+    if options.random:
+        return ("random",)
+    compare = options.objective == "agreement" if options.compare_random is None else options.compare_random
+    return ("bayesian", "random") if compare else ("bayesian",)
+
+
+def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: SearchOptions) -> dict[str, Any]:
+    """What every trial depends on."""
+    return {
+        "model": lm.fingerprint,
+        "dtype": lm.dtype,
+        "device": lm.device.device_kind,
+        "objective": options.objective,
+        "skip_ratio": options.skip_ratio,
+        "keep_first_last": options.keep_first_last,
+        "max_new_tokens": options.tokens,
+        "seed": options.seed,
+        "prompts": hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16],
+    }
+
+
+class _Record:
+    """The log's entries as trials and costs."""
+
+    def __init__(self, log: TrialLog, num_layers: int) -> None:
+        self._log, self._num_layers = log, num_layers
+        try:
+            self._read = [(entry, self._trial(entry)) for entry in log.entries if "search" in entry]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{log.path} holds a trial that cannot be read; add --no-resume to begin anew"
+            ) from None
+        self._by_plan = {trial.plan: trial for _, trial in self._read}
+
+    def trials(self, kind: str) -> list[Trial]:
+        """Of one kind of search, in order."""
+        return [trial for entry, trial in self._read if entry["search"] == kind]
+
+    def seconds(self, kind: str) -> float:
+        """That they took."""
+        return sum(1e-3 * entry["elapsed_ms"] for entry, _ in self._read if entry["search"] == kind)
+
+    def known(self, plan: LayerPlan) -> Trial | None:
+        """The trial of a mask that any search evaluated."""
+        return self._by_plan.get(plan)
+
+    @property
+    def costs(self) -> Costs | None:
+        """As measured when the search began: all its trials are weighed by the same."""
+        for entry in self._log.entries:
+            if "costs" in entry:
+                given = entry["costs"]
+                return Costs(**{**given, "verify_ms": tuple((rows, ms) for rows, ms in given["verify_ms"])})
+        return None
+
+    def add_costs(self, costs: Costs) -> None:
+        """Writes them down."""
+        self._log.add({"costs": dataclasses.asdict(costs)})
+
+    def add(self, kind: str, trial: Trial, elapsed_ms: float, new: bool) -> None:
+        """Writes a trial down."""
+        entry = {
+            "search": kind,
+            "evaluated": new,
+            "elapsed_ms": elapsed_ms,
+            "skip_attention": trial.plan.skip_attention,
+            "skip_mlp": trial.plan.skip_mlp,
+            **trial.measured,
+        }
+        self._log.add(entry)
+        self._read.append((entry, trial))
+        self._by_plan[trial.plan] = trial
+
+    def _trial(self, entry: dict[str, Any]) -> Trial:
+        plan = LayerPlan.skipping(self._num_layers, entry["skip_attention"], entry["skip_mlp"])
+        own = ("search", "evaluated", "elapsed_ms", "skip_attention", "skip_mlp")
+        return Trial(plan, float(entry["score"]), {k: v for k, v in entry.items() if k not in own})
+
+
+def _evaluator(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    options: SearchOptions,
+    record: _Record,
+    on_progress: Report,
+) -> Callable[[LayerPlan], dict[str, Any]]:
+    if options.objective == "speed":
+        on_progress("compiling")
+        plain = DraftVerify(lm.config, LayerPlan.skipping(lm.config.num_layers).traced())
+        speed = Speed(lm, prompts, options.tokens, plain)
+        return lambda plan: speed(DraftVerify(lm.config, plan.traced()))
+    on_progress("generating the model's own text")
+    texts, _ = calibrate(lm, prompts, continuations(lm, prompts, options.tokens))
+    costs = record.costs
+    if costs is None:
+        costs = measure_costs(lm, on_progress=on_progress)
+        record.add_costs(costs)
+    on_progress("compiling")
+    return Agreement(lm, texts, costs, by_speedup=options.skip_ratio is None)
+
+
+def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str, Any]:
+    """What a search has found, as `jaxspec search --json` prints it.
+
+    Returns:
+      `model`, `device`, `dtype`, the options, `num_masks` (how many there are), `budget`, `interrupted`,
+      `costs` (see `selection.cost.Costs`, null for measured speed); `searches`, each with `search` (bayesian,
+      random, exhaustive), `trials`, `seconds`, `best_trial` (how many were tried when the best was found), and of
+      that `skip_attention`, `skip_mlp`, `score` and what it follows from; `best`, the best of them.
+    """
+    space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
+    return {
+        "model": lm.name,
+        "device": lm.device.device_kind,
+        "dtype": lm.dtype,
+        **_chosen(options),
+        "num_masks": space.size,
+        "budget": found.budget,
+        "interrupted": found.interrupted,
+        "costs": None if found.costs is None else dataclasses.asdict(found.costs),
+        "searches": [_entry(found, kind) for kind, trials in found.trials.items() if trials],
+        "best": _entry(found, found.best_kind),
+    }
+
+
+def found_by(found: Search, options: SearchOptions) -> dict[str, Any]:
+    """How a plan was found, for its file."""
+    entry = _entry(found, found.best_kind)
+    masks = {"skip_attention", "skip_mlp"}
+    return {
+        "command": "jaxspec search",
+        "options": _chosen(options),
+        "interrupted": found.interrupted,
+        **{name: value for name, value in entry.items() if name not in masks},
+    }
+
+
+def _chosen(options: SearchOptions) -> dict[str, Any]:
+    names = ("objective", "skip_ratio", "keep_first_last", "seed")
+    return {name: getattr(options, name) for name in names} | {"max_new_tokens": options.tokens}
+
+
+def _entry(found: Search, kind: str) -> dict[str, Any]:
+    best = found.best_of(kind)
+    return {
+        "search": kind,
+        "trials": len(found.trials[kind]),
+        "seconds": found.seconds[kind],
+        "best_trial": 1 + found.trials[kind].index(best),
+        "skip_attention": list(best.plan.skip_attention),
+        "skip_mlp": list(best.plan.skip_mlp),
+        **best.measured,
+    }

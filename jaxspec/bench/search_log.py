@@ -1,0 +1,84 @@
+"""The trials of a search, written line by line as they come, so that a search that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jaxspec.io.files import write_atomic
+
+FORMAT = "jaxspec.search/1"
+
+
+class TrialLog:
+    """A file of JSON lines: first a header, which says what was searched for, then whatever is added.
+
+    Args:
+      path: the file; what it holds is read, if it belongs to the same search.
+      header: the model, and every option that a trial depends on.
+      resume: whether to go on; else the file begins anew.
+
+    Attributes:
+      entries: what was added so far, by this process or an earlier one.
+
+    Raises:
+      ValueError: the file belongs to another search, or is no log.
+      OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], *, resume: bool = True) -> None:
+        self.path = path
+        # As JSON gives it back.
+        header = json.loads(json.dumps({"format": FORMAT, **header}))
+        self.entries: list[dict[str, Any]] = []
+        if resume and path.exists():
+            found, *self.entries = self._read()
+            self._check(found, header)
+        kept = [header, *self.entries]
+        # Writes it anew in any case: a line that a killed process left half-written goes.
+        write_atomic(path, "".join(_line(entry) for entry in kept))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Appends one line, whole and at once."""
+        self.entries.append(entry)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, _line(entry).encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            # What follows the last line break was being written when the process was killed.
+            lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
+            entries = [json.loads(line) for line in lines]
+        except ValueError:
+            entries = []
+        if not all(isinstance(entry, dict) for entry in entries) or not entries:
+            raise ValueError(f"{self.path} is not a log of trials; move it away, or add --no-resume")
+        return entries
+
+    def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
+        for name in _names(found, header):
+            if found.get(name) != header.get(name):
+                raise ValueError(
+                    f"{self.path} belongs to another search: its {name.replace('_', ' ')} is "
+                    f"{_shown(found.get(name))}, now {_shown(header.get(name))}; give the same, "
+                    "add --no-resume to begin anew, or give another --output"
+                )
+
+
+def _names(*headers: dict[str, Any]) -> Iterable[str]:
+    return dict.fromkeys(name for header in headers for name in header)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry) + "\n"

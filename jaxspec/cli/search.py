@@ -1,0 +1,145 @@
+"""`jaxspec search`: which sublayers a draft of the model itself may skip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any, Literal
+
+from jaxspec.cli.bar import Bar
+from jaxspec.cli.options import ModelOptions
+from jaxspec.cli.output import output_file
+from jaxspec.cli.status import INTERRUPTED
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Search which sublayers to skip when the model drafts for itself, for --method draft-verify.
+
+    By Bayesian optimisation; no mask is tried twice.
+
+    Trials are written down as they come: a search that was interrupted goes on with the same command.
+
+    Attributes:
+      prompt_file: a file that holds one prompt. Default: a few short ones.
+      objective: agreement compares drafts with text that the model wrote, in one pass, and weighs that against
+        their cost, in seconds to minutes; speed measures tokens a second, which takes much longer.
+      skip_ratio: skip exactly this share of all sublayers. Default: as many as pays.
+      keep_first_last: always run the first and the last layer. Default: yes.
+      trials: how many masks to try.
+      random: try masks at random instead.
+      compare_random: with --objective speed, try as many at random beside; agreement always does.
+      max_new_tokens: how many tokens to generate after each prompt. Default 96, with --objective speed 32.
+      seed: of the search.
+      output: the plan file to write. Default: jaxspec.plan.json beside the model, where the method finds it.
+      resume: go on with a search that was interrupted; --no-resume begins anew. Default: yes.
+      json: print one JSON object and nothing else.
+    """
+
+    prompt_file: tuple[str, ...] = ()
+    objective: Literal["agreement", "speed"] = "agreement"
+    skip_ratio: float | None = None
+    keep_first_last: bool = True
+    trials: int = 200
+    random: bool = False
+    compare_random: bool = False
+    max_new_tokens: int | None = None
+    seed: int = 0
+    output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    resume: bool = True
+    json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Searches; returns the exit status."""
+        with Bar() as bar:
+            bar("loading the model")
+            from jaxspec.bench.calibration import read_prompts
+            from jaxspec.bench.search import SearchOptions, found_by, report, search
+            from jaxspec.io.method_files import PLAN_NAME, write_plan
+
+            options = SearchOptions(
+                objective=self.objective,
+                skip_ratio=self.skip_ratio,
+                keep_first_last=self.keep_first_last,
+                trials=self.trials,
+                random=self.random,
+                compare_random=self.compare_random or None,
+                max_new_tokens=self.max_new_tokens,
+                seed=self.seed,
+            )
+            lm = self.model.load()
+            output = output_file(self.output, lm.directory, PLAN_NAME)
+            found = search(
+                lm,
+                read_prompts(lm, self.prompt_file, options.tokens),
+                options,
+                output.with_suffix(".trials.jsonl"),
+                resume=self.resume,
+                on_progress=bar,
+                on_trial=lambda kind, done, budget, best: bar.count(
+                    f"{kind} search", done, budget, f"{best.score:.3f}"
+                ),
+            )
+            write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
+        result = report(lm, found, options) | {"output": str(output)}
+        if self.json:
+            print(json.dumps(result))
+        else:
+            _print(result)
+        best = result["best"]
+        speedup = best["score"] if self.objective == "speed" else best["predicted_speedup"]
+        if speedup < 1:
+            print(
+                f"jaxspec: warning: no mask was found that makes drafts pay here ({speedup:.2f}× plain decoding)",
+                file=sys.stderr,
+            )
+        if found.interrupted:
+            print(
+                f"jaxspec: interrupted; the best so far is in {output}, and the same command goes on from here",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+        return 0
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+    table = Table(
+        title=f"{report['model']}, {report['dtype']}, {report['device']}",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    by_speed = report["objective"] == "speed"
+    table.add_column("search", no_wrap=True)
+    for heading in (
+        *("masks tried", "seconds", "skips attention + MLP"),
+        *(("tokens/s", "speed-up") if by_speed else ("agreement", "draft tokens", "predicted speed-up")),
+    ):
+        table.add_column(heading, justify="right")
+    for entry in report["searches"]:
+        if by_speed:
+            worth = [f"{entry['tokens_per_second']:.1f}", f"{entry['score']:.2f}"]
+        else:
+            worth = [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
+            worth += [f"{entry['predicted_speedup']:.2f}"]
+        table.add_row(
+            entry["search"],
+            f"{entry['trials']} of {report['num_masks']:.3g}",
+            f"{entry['seconds']:.0f}",
+            f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}",
+            *worth,
+        )
+    console.print(table)
+    best = report["best"]
+    for name, key in (("attention", "skip_attention"), ("MLP", "skip_mlp")):
+        layers = ", ".join(map(str, best[key])) or "none"
+        console.print(f"best of all skips {name} of layers: {layers}", highlight=False, soft_wrap=True)
+    console.print(
+        f"written to {report['output']}, for --method draft-verify", highlight=False, soft_wrap=True
+    )

@@ -1,0 +1,119 @@
+"""Self-speculation with a draft chosen per prompt from cosine similarities: ASD (Metel et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.chain import ChainDrafter, ChainState, keep_rows, model_step
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights
+from jaxspec.sampling import Law
+from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow
+
+
+def admg(
+    similarity: jax.Array,
+    alpha: jax.Array | float,
+    every: jax.Array | int,
+    keep_last: jax.Array | int,
+) -> jax.Array:
+    """The Adaptive Draft Model Generator, Algorithm 1 of the paper.
+
+    Attention l goes where C_l ≥ α; every m-th layer goes whole; the last n layers stay. (The paper's Algorithm
+    1 misprints l = jm, j natural.)
+
+    Args:
+      similarity: float32[..., L], C: of each attention sublayer, the mean cosine between the residual stream
+        before and after it.
+      alpha: α in (0, 1]; 1 switches its rule off.
+      every: m; 0 switches its rule off.
+      keep_last: n; 0 switches its rule off.
+
+    Returns:
+      bool[..., L, 2], True for the sublayers to run.
+    """
+    num_layers = similarity.shape[-1]
+    number = jnp.arange(1, num_layers + 1)
+    free = number <= num_layers - keep_last
+    whole = free & (every > 0) & (number % jnp.maximum(every, 1) == 0)
+    attention = whole | (free & (similarity >= alpha) & (jnp.asarray(alpha) < 1))
+    return ~jnp.stack([attention, jnp.broadcast_to(whole, attention.shape)], axis=-1)
+
+
+@struct.dataclass
+class ASD(ChainDrafter):
+    """The target drafts for itself with the sublayers skipped that its prompt shows to matter least.
+
+    The similarities come from the ordinary prefill, and a mask holds for its prompt's text. Rows of equal
+    mask draft together, one group after another; all are verified in one pass.
+
+    Attributes:
+      config: the target.
+      alpha, every, keep_last: α, m and n of `admg`.
+      rule: when to stop before K tokens; that of Draft & Verify, as in the paper.
+      num_draft_tokens: K.
+      shared_mask: one mask for the whole batch, from the mean similarities of its live rows, static.
+      plan: a static mask in place of the prompts', for an executable specialised to it.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    alpha: jax.Array | float = 0.985
+    every: jax.Array | int = 3
+    keep_last: jax.Array | int = 2
+    rule: StopRule = ConfidenceBelow(AdaptiveGamma())
+    num_draft_tokens: int = struct.field(pytree_node=False, default=12)
+    shared_mask: bool = struct.field(pytree_node=False, default=False)
+    plan: LayerPlan | None = None
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Of its own, the similarities of the attention sublayers, float32[B, L]."""
+        return super().init(params, view, prefill)._replace(own=prefill.similarities[:, :, 0])
+
+    def plans(self, state: ChainState, live: jax.Array) -> jax.Array:
+        """The mask of each row, bool[B, L, 2]; a shared one looks at the rows where `live`, bool[B]."""
+        similarity = state.own
+        if self.shared_mask:
+            rows = jnp.maximum(jnp.sum(live), 1)
+            mean = jnp.sum(similarity, axis=0, where=live[:, None]) / rows
+            similarity = jnp.broadcast_to(mean, similarity.shape)
+        return admg(similarity, self.alpha, self.every, self.keep_last)
+
+    def specialised(self, plan: LayerPlan) -> ASD:
+        """The same with a static mask."""
+        return dataclasses.replace(self, plan=plan)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts in the target's cache, one group of rows after another."""
+
+        def draft(plan: LayerPlan | jax.Array, state: ChainState, view: View):
+            step = model_step(self.config, params.target, view.start, plan)
+            proposal, cache, state = self.draft(step, view.cache, keys, state, view, law)
+            return proposal, state, cache
+
+        if self.plan is not None:
+            return draft(self.plan, state, view)
+        plans = self.plans(state, view.room > 0)
+        if self.shared_mask or plans.shape[0] == 1:
+            return draft(plans[0], state, view)
+
+        def group(carry):
+            waiting, proposal, state, cache = carry
+            plan = plans[jnp.argmax(waiting)]
+            members = waiting & jnp.all(plans == plan, axis=(1, 2))
+            room = jnp.where(members, view.room, 0)
+            drafted, state, cache = draft(plan, state, dataclasses.replace(view, cache=cache, room=room))
+            return waiting & ~members, keep_rows(members, drafted, proposal), state, cache
+
+        shapes = jax.eval_shape(draft, plans[0], state, view)[0]
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        carry = (view.room > 0, nothing, state, view.cache)
+        _, proposal, state, cache = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), group, carry)
+        return proposal, state, cache

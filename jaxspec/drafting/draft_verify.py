@@ -1,0 +1,54 @@
+"""Self-speculation that skips sublayers, by a mask that was searched for: Draft & Verify (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.chain import ChainDrafter, ChainState, model_step
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.sampling import Law
+from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow
+
+
+@struct.dataclass
+class DraftVerify(ChainDrafter):
+    """The target drafts for itself with some sublayers skipped, in its own cache.
+
+    A draft token attends to what the full model left in the cache; verification writes every slot that the
+    draft used anew.
+
+    Attributes:
+      config: the target.
+      plan: which sublayers the draft runs; static, or traced bool[L, 2]: one executable for every mask.
+      rule: when to stop before K tokens; the paper's by default.
+      num_draft_tokens: K.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    plan: LayerPlan | jax.Array
+    rule: StopRule = ConfidenceBelow(AdaptiveGamma())
+    num_draft_tokens: int = struct.field(pytree_node=False, default=12)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts in the target's cache."""
+        step = model_step(self.config, params.target, view.start, self.plan)
+        proposal, cache, state = self.draft(step, view.cache, keys, state, view, law)
+        return proposal, state, cache
+
+    def plans(self, state: ChainState, live: jax.Array) -> jax.Array:
+        """The mask of each row, bool[B, L, 2]; all have the same."""
+        plan = self.plan.traced() if isinstance(self.plan, LayerPlan) else self.plan
+        return jnp.broadcast_to(plan, (*live.shape, *plan.shape))
+
+    def specialised(self, plan: LayerPlan) -> DraftVerify:
+        """The same with a static mask."""
+        return dataclasses.replace(self, plan=plan)

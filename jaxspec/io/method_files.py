@@ -1,0 +1,209 @@
+"""The files that belong to a model's methods: skip plans, ASD's numbers, probes. Each names its model.
+
+They lie beside the model, where the methods find them, or wherever the user says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxspec.io.files import read_json, write_atomic, write_json
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.plan import LayerPlan
+
+PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
+# Their names beside a model.
+PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
+# What of a config says which model it is; the rest is about its text.
+_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
+# Numbers of each parameter's first and last row that go into a fingerprint.
+_SAMPLED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ASDNumbers:
+    """α, m and n of `drafting.asd.admg`."""
+
+    alpha: float
+    every: int
+    keep_last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeFile:
+    """A linear probe σ(v·h + b) of the state h after an early exit and the final norm.
+
+    Attributes:
+      v: float32[D].
+      b: float.
+      exit_layer: E, layers run.
+      law: of the texts it was fitted on, see `law_name`.
+    """
+
+    v: np.ndarray
+    b: float
+    exit_layer: int
+    law: str
+
+
+def fingerprint(config: LlamaConfig, params: Params) -> str:
+    """Names a model by its shape and a sample of its weights, the same in float32 and bfloat16."""
+    shape = {k: v for k, v in dataclasses.asdict(config).items() if k not in _TEXT_FIELDS}
+    digest = hashlib.sha256(repr(sorted(shape.items())).encode())
+    for row in jax.device_get(_sampled_rows(params)):
+        digest.update(np.ascontiguousarray(row).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@jax.jit
+def _sampled_rows(params: Params) -> list[jax.Array]:
+    rows = [
+        leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED].astype(jnp.bfloat16)
+        for leaf in jax.tree.leaves(params)
+        for at in (0, -1)
+    ]
+    return [jax.lax.bitcast_convert_type(row, jnp.uint16) for row in rows]
+
+
+def write_plan(path: str | os.PathLike, model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
+    """Writes a plan; `model` is its fingerprint, `found_by` says how it was found."""
+    content = {
+        "format": PLAN_FORMAT,
+        "model": model,
+        "num_layers": plan.num_layers,
+        "skip_attention": list(plan.skip_attention),
+        "skip_mlp": list(plan.skip_mlp),
+        "found_by": found_by,
+    }
+    write_json(path, content)
+
+
+def read_plan(path: str | os.PathLike, model: str, num_layers: int) -> LayerPlan:
+    """The plan in a file, checked to be for this model.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    content = _read(path, PLAN_FORMAT, "a plan")
+    if content.get("num_layers") != num_layers:
+        raise ValueError(
+            f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
+            "make one with `jaxspec search`"
+        )
+    _check_model(path, content.get("model"), model, "jaxspec search")
+    try:
+        plan = LayerPlan.skipping(num_layers, content["skip_attention"], content["skip_mlp"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} lacks the lists skip_attention and skip_mlp of 0-based layers") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    check_plan(plan, str(path))
+    return plan
+
+
+def check_plan(plan: LayerPlan, name: str) -> None:
+    """Refuses a plan under which a draft would see nothing but its last token."""
+    if not any(attention or mlp for attention, mlp in plan.run):
+        raise ValueError(f"{name} skips every sublayer; a draft must run at least one")
+
+
+def write_asd(path: str | os.PathLike, model: str, numbers: ASDNumbers, found_by: dict[str, Any]) -> None:
+    """Writes the numbers that suit a model."""
+    content = {"format": ASD_FORMAT, "model": model, **dataclasses.asdict(numbers), "found_by": found_by}
+    write_json(path, content)
+
+
+def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
+    """The numbers in a file, checked to be for this model.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    content = _read(path, ASD_FORMAT, "a file of ASD's numbers")
+    _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
+    try:
+        return ASDNumbers(float(content["alpha"]), int(content["every"]), int(content["keep_last"]))
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} lacks the numbers alpha, every and keep_last") from None
+
+
+def law_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:
+    """How a law is called in a probe's file and name: `greedy`, `temperature-0.6-top_p-0.9`, …"""
+    if temperature == 0:
+        return "greedy"
+    parts = [f"temperature-{temperature:g}"]
+    parts += [f"top_k-{top_k}"] if top_k > 0 else []
+    parts += [f"top_p-{top_p:g}"] if top_p < 1 else []
+    parts += [f"min_p-{min_p:g}"] if min_p > 0 else []
+    return "-".join(parts)
+
+
+def probe_path(directory: Path, exit_layer: int, law: str) -> Path:
+    """Where a model's probe lies."""
+    return directory / PROBES_NAME / f"exit-{exit_layer}-{law}.safetensors"
+
+
+def write_probe(path: str | os.PathLike, model: str, probe: ProbeFile) -> None:
+    """Writes a probe; `model` is the fingerprint of its model."""
+    tensors = {"v": np.asarray(probe.v, np.float32), "b": np.asarray(probe.b, np.float32)}
+    metadata = {"format": PROBE_FORMAT, "model": model, "exit_layer": str(probe.exit_layer), "law": probe.law}
+    write_atomic(path, safetensors.numpy.save(tensors, metadata))
+
+
+def read_probe(path: str | os.PathLike, model: str, hidden_size: int, exit_layer: int, law: str) -> ProbeFile:
+    """The probe in a file, checked to be for this model, exit layer and law.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"no probe {path}; train one with `python -m training.probe`, or give --probe FILE"
+        )
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            v, b = np.asarray(file.get_tensor("v"), np.float32), float(file.get_tensor("b"))
+    except (safetensors.SafetensorError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
+    if metadata.get("format") != PROBE_FORMAT:
+        raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
+    _check_model(path, metadata.get("model"), model, "python -m training.probe")
+    if metadata.get("exit_layer") != str(exit_layer):
+        raise ValueError(
+            f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
+            "give that --exit-layer, or another --probe"
+        )
+    if metadata.get("law") != law:
+        raise ValueError(
+            f"{path} is a probe for the law {metadata.get('law')}, the text follows {law}; "
+            "sample as the probe was trained, or give another --probe"
+        )
+    if v.shape != (hidden_size,):
+        raise ValueError(f"{path} has v of shape {v.shape}, expected ({hidden_size},)")
+    return ProbeFile(v, b, exit_layer, law)
+
+
+def _read(path: str | os.PathLike, form: str, what: str) -> dict[str, Any]:
+    content = read_json(path)
+    if content.get("format") != form:
+        raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
+    return content
+
+
+def _check_model(path: str | os.PathLike, found: Any, model: str, remedy: str) -> None:
+    if found != model:
+        raise ValueError(
+            f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"
+        )

@@ -1,0 +1,83 @@
+"""How often a draft with skipped sublayers agrees with its model, in one parallel pass."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.plan import LayerPlan
+
+
+@struct.dataclass
+class Calibration:
+    """Texts that a model wrote, ready to be read by its drafts.
+
+    Attributes:
+      cache: the prompts' keys and values, from the whole model.
+      start: int32[B], tokens of each prompt.
+      tokens: int32[B, T], what the model wrote after it, padded on the right; T is at least 2.
+      count: int32[B], how many of them are real.
+    """
+
+    cache: KVCache
+    start: jax.Array
+    tokens: jax.Array
+    count: jax.Array
+
+
+def calibration(
+    config: LlamaConfig,
+    params: Params,
+    prompts: jax.Array,
+    length: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    *,
+    piece: int,
+) -> tuple[Calibration, jax.Array]:
+    """Feeds the prompts to the whole model.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      prompts: int32[B, N], padded on the right; N is a multiple of `piece`, at least length + T.
+      length: int32[B], of each prompt.
+      tokens: int32[B, T], what the model wrote greedily after it, padded on the right.
+      count: int32[B], how many of them are real.
+      piece: positions fed at once, static.
+
+    Returns:
+      The calibration, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
+    """
+    batch, capacity = prompts.shape
+    cache = kv.create(config, batch, capacity, params["embed"].dtype)
+    _, similarities, cache = llama.prefill(config, params, prompts, length, cache, piece)
+    return Calibration(cache, length, tokens, count), similarities
+
+
+def agreement(
+    config: LlamaConfig, params: Params, texts: Calibration, plan: LayerPlan | jax.Array
+) -> jax.Array:
+    """The share of a model's own tokens that its draft would have proposed, float32 scalar from 0 to 1.
+
+    The draft reads a whole text in one pass, every token after the model's own tokens before it, on top of
+    the whole model's keys and values for the prompt; those of the text are the draft's. So SWIFT (Xia et al.
+    2024, §4.2) scores a mask, in the time of one prefill instead of a generation.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      texts: B of them; the first token of each is given, the others count.
+      plan: what the draft runs, static or traced bool[L, 2].
+    """
+    hidden = llama.embed(params, texts.tokens[:, :-1])
+    hidden, _ = llama.run_layers(config, params, hidden, texts.start, texts.cache, plan=plan)
+    proposed = jnp.argmax(llama.logits(config, params, hidden), axis=-1)
+    real = jnp.arange(1, texts.tokens.shape[1])[None] < texts.count[:, None]
+    return jnp.mean(proposed == texts.tokens[:, 1:], where=real, dtype=jnp.float32)

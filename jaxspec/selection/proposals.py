@@ -1,0 +1,125 @@
+"""Which mask to try next, given those that were tried: at random, or by Bayesian optimisation.
+
+A proposal follows from the seed and the trials before it alone, so a search that was stopped goes on exactly
+where it was. It is always a mask that was not tried: rounding points of the box to masks comes back to the
+same few (Luong et al. 2019), which is where the search of Draft & Verify was seen to get stuck.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.model.plan import LayerPlan
+from jaxspec.selection.masks import MaskSpace
+
+# (mask, score) in the order in which they were tried; a higher score is better.
+Tried = Sequence[tuple[LayerPlan, float]]
+Proposer = Callable[[MaskSpace, Tried, int], LayerPlan]
+
+# Masks tried at random before there is something to learn from.
+FIRST = 12
+# Share of the scores' variance that is taken for noise: speeds are measured.
+_NOISE = 0.01
+# Spaces up to this size are listed to find what is left.
+_LISTED = 1 << 14
+# Candidates for the acquisition: points of the box, walks from the best masks so far and how far they go.
+_POINTS, _BEST, _WALKS, _MOVES = 200, 10, 8, (1, 1, 2, 2, 3, 3)
+
+
+def propose_random(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
+    """A mask that was not tried, from a uniform point of the box.
+
+    Args:
+      space: the masks; at least one of them was not tried.
+      tried: what was.
+      seed: of the search.
+    """
+    rng = np.random.default_rng((seed, len(tried)))
+    return untried(space, space.nearest(rng.random(len(space.free))), {plan for plan, _ in tried}, rng)
+
+
+def propose_bayesian(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
+    """The mask with the highest expected improvement over the best so far, under a Gaussian process.
+
+    As the search of Draft & Verify, but the process is fitted at the masks themselves, not at the points that
+    were rounded to them, and improvement is sought among masks that were not tried: at random, and near the
+    best ones.
+
+    Args:
+      space: the masks; at least one of them was not tried.
+      tried: what was.
+      seed: of the search.
+    """
+    if len(tried) < FIRST:
+        return propose_random(space, tried, seed)
+    # bayesian-optimization: kept up since 2014, small (optuna brings a database), and Draft & Verify's own.
+    from bayes_opt import BayesianOptimization
+    from bayes_opt.acquisition import ExpectedImprovement
+
+    rng = np.random.default_rng((seed, len(tried)))
+    seen = {plan for plan, _ in tried}
+    ranked = [plan for plan, _ in sorted(tried, key=lambda trial: -trial[1])[:_BEST]]
+    names = [str(number) for number in space.free]
+    acquisition = ExpectedImprovement(xi=0.0)
+    optimizer = BayesianOptimization(
+        None,
+        dict.fromkeys(names, (0.0, 1.0)),
+        acquisition_function=acquisition,
+        random_state=len(tried),
+        verbose=0,
+    )
+    optimizer.set_gp_params(normalize_y=True, n_restarts_optimizer=0, alpha=_NOISE)
+    for plan, score in tried:
+        optimizer.space.register(space.corner(plan), score)
+    acquisition.y_max = max(score for _, score in tried)  # type: ignore[assignment]
+
+    def improvement(plans: Sequence[LayerPlan], fit: bool) -> np.ndarray:
+        points = [dict(zip(names, space.corner(plan), strict=True)) for plan in plans]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a length scale at its bound, as where all scores are equal
+            predicted: Any = optimizer.predict(points, return_std=True, fit_gp=fit)
+        return acquisition.base_acq(*predicted)
+
+    def near(plans: Sequence[LayerPlan], moves: Sequence[int]) -> list[LayerPlan]:
+        walks = itertools.product(plans, moves, range(_WALKS))
+        found = dict.fromkeys(space.neighbour(plan, many, rng) for plan, many, _ in walks)
+        return [plan for plan in found if plan not in seen]
+
+    points = dict.fromkeys(space.nearest(point) for point in rng.random((_POINTS, len(names))))
+    candidates = [plan for plan in points if plan not in seen] + near(ranked, _MOVES)
+    if not candidates:
+        return untried(space, ranked[0], seen, rng)
+    values = improvement(candidates, fit=True)
+    best = [candidates[at] for at in np.argsort(-values, kind="stable")[:5]]
+    nearer = near(best, (1, 2)) or best
+    nearest = improvement(nearer, fit=False)
+    return nearer[int(np.argmax(nearest))] if nearest.max() > values.max() else best[0]
+
+
+def untried(
+    space: MaskSpace, plan: LayerPlan, seen: Collection[LayerPlan], rng: np.random.Generator
+) -> LayerPlan:
+    """The plan, or if it was seen one that was not: near it first, then anywhere.
+
+    Raises:
+      ValueError: all were seen.
+    """
+    if plan not in seen:
+        return plan
+    if len(seen) >= space.size:
+        raise ValueError(f"all {space.size} masks were tried")
+    for moves in (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3):
+        near = space.neighbour(plan, moves, rng)
+        if near not in seen:
+            return near
+    if space.size <= _LISTED:
+        left = [plan for plan in space if plan not in seen]
+        return left[rng.integers(len(left))]
+    while plan in seen:
+        plan = space.nearest(rng.random(len(space.free)))
+    return plan

@@ -1,0 +1,479 @@
+"""`jaxspec inspect`: what it measures against slow arithmetic, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import struct
+from pathlib import Path
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.bench import figures
+from jaxspec.bench import inspect as home
+from jaxspec.bench.figures import save_figures
+from jaxspec.bench.inspect import inspect_model, sublayer_ms, weights_read
+from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli.inspect import _marks
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.config import RopeScaling
+from jaxspec.model.plan import LayerPlan
+from jaxspec.selection.exits import exit_agreement
+from tests import reference, tiny
+from tests.test_cli import one_error, write_model, write_tokenizer
+
+# Three layers, so that a mask and an early exit have something to choose; dynamic RoPE, whose base depends on
+# where the prompt ends.
+DEEP = dataclasses.replace(
+    tiny.TARGET, num_layers=3, max_position_embeddings=6, rope_scaling=RopeScaling("dynamic", 8.0)
+)
+# Of one token, and of several: texts are padded in every way.
+PROMPTS = [[3], [1, 4, 2, 7, 9, 9, 5, 0, 12, 6, 2, 3, 3, 8, 11, 1, 2], "abcd e"]
+BUDGET = 21
+
+
+@functools.cache
+def deep_params() -> llama.Params:
+    return jax.tree.map(jnp.asarray, reference.random_params(DEEP, 3))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return home.LanguageModel(DEEP, deep_params(), tiny.tokenizer(), name="deep")
+
+
+@pytest.fixture(scope="module")
+def report(lm):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, "_TIMING_MS", 1.0)
+        return inspect_model(lm, PROMPTS, alpha=0.37, every=2, keep_last=1, max_new_tokens=BUDGET, repeats=3)
+
+
+def tokens_of(lm, prompt: str | list[int]) -> list[int]:
+    return lm.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def slow_similarities(tokens: list[int]) -> np.ndarray:
+    """Mean cosines float64[L, 2] around each sublayer, one position at a time."""
+    params = reference.as_float64(deep_params())
+    x, found = params["embed"][tokens], []
+    for p in params["layers"]:
+        for kind in ("attention", "mlp"):
+            normed = reference._norm(x, p[kind]["norm"], DEEP.rms_norm_eps)
+            if kind == "attention":
+                after = x + reference._attention(DEEP, p[kind], normed, None, len(tokens))
+            else:
+                after = x + reference._mlp(DEEP, p[kind], normed)
+            pairs = zip(x, after, strict=True)
+            cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
+            found.append(sum(cosines) / len(cosines))
+            x = after
+    return np.array(found).reshape(-1, 2)
+
+
+def slow_exits(prompt: list[int], text: list[int]) -> list[float]:
+    """For every exit, the share of new tokens that a model cut after it has as well."""
+    chosen = []
+    for depth in range(1, DEEP.num_layers + 1):
+        cut, params = DEEP.truncated(depth), llama.truncate(deep_params(), depth)
+        logits = reference.forward(cut, params, [*prompt, *text], rope_length=len(prompt))
+        chosen.append(logits[len(prompt) - 1 : -1].argmax(axis=-1))
+    return [float(np.mean(one == chosen[-1])) for one in chosen]
+
+
+# What is measured
+
+
+def test_similarities_are_those_of_the_slow_reference(lm, report):
+    slow = np.array([slow_similarities(tokens_of(lm, prompt)) for prompt in PROMPTS])
+    assert np.ptp(slow, axis=0).min() > 1e-3  # else a mixed-up row would go unnoticed
+    for prompt, similarities in zip(report["prompts"], slow, strict=True):
+        np.testing.assert_allclose(prompt["similarity"]["attention"], similarities[:, 0], atol=1e-5)
+        np.testing.assert_allclose(prompt["similarity"]["mlp"], similarities[:, 1], atol=1e-5)
+    for kind, name in enumerate(("attention", "mlp")):
+        mean = slow[:, :, kind].mean(axis=0)
+        summary = report["similarity"][name]
+        np.testing.assert_allclose(summary["by_layer"], mean, atol=1e-5)
+        expected = [mean.min(), mean.max(), mean.mean(), sorted(mean)[1]]
+        np.testing.assert_allclose(
+            [summary[key] for key in ("min", "max", "mean", "median")], expected, atol=1e-5
+        )
+
+
+def test_exits_are_models_cut_short(lm, report):
+    total = np.zeros(DEEP.num_layers)
+    for prompt, entry in zip(PROMPTS, report["prompts"], strict=True):
+        ids = tokens_of(lm, prompt)
+        text = reference.greedy(DEEP, deep_params(), ids, BUDGET)
+        slow = slow_exits(ids, text)
+        assert entry["exit_agreement"] == pytest.approx(slow)
+        assert (entry["prompt_tokens"], entry["new_tokens"]) == (len(ids), BUDGET)
+        total += BUDGET * np.array(slow)
+    assert report["exit_agreement"] == pytest.approx(total / (BUDGET * len(PROMPTS)))
+    assert 0 < report["exit_agreement"][0] < report["exit_agreement"][-1] == 1
+
+
+def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
+    config = dataclasses.replace(DEEP, rope_scaling=None)
+    rng = np.random.default_rng(0)
+    prompts, start = rng.integers(0, 13, (2, 4)), np.array([1, 3], np.int32)
+    fed, count = rng.integers(0, 13, (2, 8)), np.array([7, 3], np.int32)
+
+    @jax.jit
+    def run(prompts, start, fed, count):
+        cache = kv.create(config, 2, 16, jnp.float32)
+        _, _, cache = llama.prefill(config, deep_params(), prompts, start, cache, piece=4)
+        return exit_agreement(config, deep_params(), fed, start, count, cache, piece=4)
+
+    agreed = np.asarray(run(prompts, start, fed, count))
+    assert agreed[:, -1].tolist() == count.tolist()
+    for row, (prompt, text) in enumerate(zip(prompts, fed, strict=True)):
+        known = [*prompt[: start[row]], *text[: count[row]]]
+        chosen = np.array(
+            [
+                reference.forward(config, deep_params(), known, num_layers=depth).argmax(-1)
+                for depth in (1, 2, 3)
+            ]
+        )[:, start[row] :]
+        np.testing.assert_array_equal(agreed[row], np.sum(chosen == chosen[-1], axis=1))
+    spoiled = np.where(np.arange(8) < count[:, None], fed, 5)
+    other = [array[::-1] for array in (prompts, start, spoiled, count)]
+    np.testing.assert_array_equal(run(*other)[::-1], agreed)
+
+
+def test_masks_follow_from_the_similarities(lm, report):
+    """α .37, m 2, n 1: layer 2 goes whole, layer 3 stays, attention of layer 1 goes where similar enough."""
+    entries = [*report["prompts"], report | {"similarity": {"attention": None}}]
+    expected = [entry["similarity"]["attention"] for entry in report["prompts"]]
+    expected.append(report["similarity"]["attention"]["by_layer"])
+    sizes = {kind: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(layer[kind]))
+             for layer in deep_params()["layers"][:1] for kind in ("attention", "mlp")}  # fmt: skip
+    rest = sum(np.asarray(deep_params()[name]).nbytes for name in ("head", "norm"))
+    whole = rest + 3 * (sizes["attention"] + sizes["mlp"])
+    seen = set()
+    for entry, similarities in zip(entries, expected, strict=True):
+        mask = entry["mask"]
+        attention = [0, 1] if similarities[0] >= 0.37 else [1]
+        assert (mask["skip_attention"], mask["skip_mlp"]) == (attention, [1])
+        skipped = len(attention) * sizes["attention"] + sizes["mlp"]
+        assert mask["weights_read"] == pytest.approx(1 - skipped / whole)
+        seen.add(len(attention))
+    assert seen == {1, 2}
+    assert weights_read(lm, LayerPlan.skipping(3)) == 1
+
+
+def test_the_time_of_a_sublayer(lm, monkeypatch):
+    """The median of the differences, turn by turn, over steps and layers."""
+    calls = []
+
+    def interleaved(functions, repeats):
+        if repeats == 3:  # how many steps make one timing
+            calls.append(functions[""].args[-1])
+            return {"": [99.0, 99.0, 20.0 if calls[-1] >= 4 else 1.0]}
+        for function in functions.values():
+            function()
+        return {"attention": [40.0, 100.0, 25.0], "mlp": [1.0, 80.0, 5.0], "neither": [4.0, 10.0, 7.0]}
+
+    monkeypatch.setattr(home, "interleaved", interleaved)
+    times = sublayer_ms(lm, 5, repeats=5)
+    assert calls == [1, 2, 4]
+    assert times == {"attention": 36 / 4 / 3, "mlp": 0.0}
+
+
+def test_nothing_compiles_while_times_are_taken(lm, monkeypatch):
+    events = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    def interleaved(functions, repeats):
+        events.clear()
+        for function in functions.values():
+            function()
+        assert not events
+        return {name: [20.0] * repeats for name in functions}
+
+    monkeypatch.setattr(home, "interleaved", interleaved)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        sublayer_ms(lm, 5)
+        jax.jit(lambda x: x + math.pi)(jnp.zeros(17))
+        assert events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_times_are_real(report):
+    assert list(report["time_ms"]) == ["attention", "mlp"]
+    assert all(0 <= ms < 1000 for ms in report["time_ms"].values())
+    prompts = [entry["prompt_tokens"] + entry["new_tokens"] for entry in report["prompts"]]
+    assert report["live_tokens"] == round(sum(prompts) / len(prompts))
+
+
+def test_one_layer(monkeypatch, tmp_path):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.0, "mlp": 2.0})
+    small = tiny.small_model()
+    report = inspect_model(small, [[1]], max_new_tokens=3)
+    assert report["exit_agreement"] == [1.0]
+    assert report["mask"] == {"skip_attention": [], "skip_mlp": [], "weights_read": 1.0}
+    for path in save_figures(report, tmp_path).values():
+        assert picture_size(Path(path)) > (500, 300)
+
+
+def test_the_budget_is_what_the_context_leaves(lm):
+    room = DEEP.context_length - 45
+    assert home._budget(lm, 45, None) == room == 3
+    assert home._budget(lm, 45, 2) == 2
+    roomy = tiny.language_model()
+    assert home._budget(roomy, 45, None) == home.DEFAULT_BUDGET
+
+
+# What is drawn
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG that is whole."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", content[16:24])
+
+
+def synthetic(depth: int, prompts: int = 2) -> dict:
+    """A report of a deep model, as far as figures read it."""
+    values = np.linspace(-0.021, 1, depth)
+    exits = np.linspace(0, 1, depth).tolist()
+    return {
+        "model": "a/$very$_long 名/" * 9,
+        "num_layers": depth,
+        "alpha": 0.985,
+        "every": 3,
+        "keep_last": 2,
+        "similarity": {name: {"by_layer": values.tolist()} for name in ("attention", "mlp")},
+        "mask": {"skip_attention": [2, 5, depth - 3], "skip_mlp": [2]},
+        "exit_agreement": exits,
+        "prompts": [{"exit_agreement": exits, "new_tokens": 5}] * prompts,
+    }
+
+
+def test_the_heat_map_shows_every_number():
+    report = synthetic(80)
+    figure = figures.similarity_figure(report)
+    *panels, bar = figure.axes
+    values = np.array(report["similarity"]["attention"]["by_layer"])
+    drawn = [np.asarray(panel.images[0].get_array()) for panel in panels]
+    assert [part.shape for part in drawn] == [(2, 20)] * 4
+    np.testing.assert_allclose(np.concatenate(drawn, axis=1), [values, values])
+    numbers = [label.get_text() for panel in panels for label in panel.texts if label.get_text() != "layer"]
+    assert len(numbers) == 160
+    assert (numbers[0], numbers[-1]) == ("−.021", "1.00")
+    layers = [label.get_text() for panel in panels for label in panel.get_xticklabels()]
+    assert layers == [str(number) for number in range(1, 81)]
+    assert sum(len(panel.patches) for panel in panels) == 4  # frames
+    assert bar.get_ylim()[1] == 1
+
+
+def test_a_last_line_of_layers_may_be_shorter():
+    panels = figures.similarity_figure(synthetic(21)).axes[:-1]
+    assert [panel.images[0].get_array().shape[1] for panel in panels] == [11, 10]
+    widths = [panel.get_position().width for panel in panels]
+    assert widths[0] / widths[1] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("depth", "ticks"), [(1, [1]), (12, range(1, 13)), (40, range(5, 41, 5))])
+def test_exits_are_counted_from_one(depth, ticks):
+    (axes,) = figures.exits_figure(synthetic(depth)).axes
+    assert axes.get_xticks().tolist() == list(ticks)
+    each, again, mean = axes.lines
+    assert mean.get_ydata().tolist() == each.get_ydata().tolist() == again.get_ydata().tolist()
+    assert mean.get_xdata().tolist() == list(range(1, depth + 1))
+    assert len(figures.exits_figure(synthetic(depth, prompts=1)).axes[0].lines) == 1
+
+
+def test_figures_come_together_or_not_at_all(tmp_path, monkeypatch, recwarn):
+    place = tmp_path / "new" / "place"
+    broken = synthetic(9) | {"exit_agreement": None}
+    with pytest.raises(ValueError, match="must not be None"):
+        save_figures(broken, place)
+    assert not place.exists()
+    paths = save_figures(synthetic(9), place)
+    assert sorted(place.iterdir()) == sorted(map(Path, paths.values()))
+    assert all(picture_size(path) > (500, 300) for path in place.iterdir())
+    assert not recwarn.list
+
+    before = {path: path.read_bytes() for path in place.iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_figures(synthetic(10), place)
+    assert {path: path.read_bytes() for path in place.iterdir()} == before
+
+
+def test_marks_of_a_mask():
+    mask = {"skip_attention": [0, 2, 11], "skip_mlp": [1, 2]}
+    assert _marks(mask, 12) == "▄▀·███████ █▄"
+    assert _marks({"skip_attention": [], "skip_mlp": []}, 25) == f"{'█' * 10} {'█' * 10}\n█████"
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command in this process; returns status, standard output and standard error."""
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)
+    monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_json(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
+    (tmp_path / "text").write_text("time\nupon\n")
+    files = ("--prompt-file", tmp_path / "text", "--output", tmp_path / "figures")
+    numbers = ("--alpha", 1, "--every", 1, "--keep-last", 1, "--max-new-tokens", 5)
+    status, out, err = run("inspect", "Once", "a time", "--model", model, *files, *numbers, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == [
+        "model",
+        "device",
+        "dtype",
+        "num_layers",
+        "alpha",
+        "every",
+        "keep_last",
+        "similarity",
+        "time_ms",
+        "live_tokens",
+        "mask",
+        "exit_agreement",
+        "prompts",
+        "figures",
+    ]
+    assert (report["model"], report["device"], report["dtype"]) == (str(model), "cpu", "float32")
+    assert (report["num_layers"], report["alpha"], report["every"], report["keep_last"]) == (2, 1, 1, 1)
+    for summary in report["similarity"].values():
+        assert list(summary) == ["by_layer", "min", "max", "mean", "median"]
+        assert len(summary["by_layer"]) == 2
+    assert report["mask"].keys() == {"skip_attention", "skip_mlp", "weights_read"}
+    assert (report["mask"]["skip_attention"], report["mask"]["skip_mlp"]) == ([0], [0])
+    assert [entry["prompt"] for entry in report["prompts"]] == ["Once", "a time", "time\nupon"]
+    for entry in report["prompts"]:
+        assert list(entry) == [
+            "prompt",
+            "prompt_tokens",
+            "new_tokens",
+            "similarity",
+            "mask",
+            "exit_agreement",
+        ]
+        assert 1 <= entry["new_tokens"] <= 5
+        assert len(entry["exit_agreement"]) == len(entry["similarity"]["mlp"]) == 2
+    assert list(report["figures"]) == ["similarity", "exit_agreement"]
+    for path in report["figures"].values():
+        assert Path(path).parent == tmp_path / "figures"
+        assert picture_size(Path(path)) > (500, 300)
+    assert len(list((tmp_path / "figures").iterdir())) == 2
+
+
+def test_tables(run, report, model, tmp_path, monkeypatch):
+    asked = {}
+
+    def inspect_model(lm, prompts, *, on_progress, **options):
+        asked.update(prompts=prompts, **options)
+        # A prompt is text, whatever a table would make of it.
+        return report | {"prompts": [entry | {"prompt": "[bold]two\nlines"} for entry in report["prompts"]]}
+
+    monkeypatch.setattr(home, "inspect_model", inspect_model)
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("inspect", "--model", model)
+    assert status == 0
+    defaults = {"alpha": 0.985, "every": 3, "keep_last": 2, "max_new_tokens": None}
+    assert asked == {"prompts": home.PROMPTS} | defaults
+    assert err.splitlines() == [
+        "jaxspec: wrote inspect-similarity.png",
+        "jaxspec: wrote inspect-exits.png",
+    ]
+    assert picture_size(tmp_path / "inspect-similarity.png") > (500, 300)
+    rows = [line.split() for line in out.splitlines()]
+    attention, mlp = report["similarity"]["attention"], report["similarity"]["mlp"]
+    for name, key in (("minimum", "min"), ("maximum", "max"), ("mean", "mean"), ("median", "median")):
+        assert [name, "ACS", f"{attention[key]:.3f}", f"{mlp[key]:.3f}"] in rows
+    last = (attention["by_layer"][2], mlp["by_layer"][2], 1)
+    assert ["3", *(f"{value:.3f}" for value in last)] in rows
+    masks = [entry["mask"] for entry in report["prompts"]]
+    shown = [row for row in rows if row[:2] == ["[bold]two", "lines"]]
+    assert [row[2] for row in shown] == [_marks(mask, 3) for mask in masks]
+    assert [row[-2] for row in shown] == [f"{100 * mask['weights_read']:.0f}" for mask in masks]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "a prompt is empty"),
+        (["Once", ""], "a prompt is empty"),
+        (["--prompt-file", "EMPTY"], "a prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "no file nowhere.txt; --prompt-file wants a text file"),
+        (["--prompt-file", "BINARY"], "is not text in UTF-8"),
+        (["--alpha", "0"], "--alpha is 0"),
+        (["--alpha", "1.01"], "--alpha is 1.01"),
+        (["--alpha", "nan"], "--alpha is nan"),
+        (["--every", "-1"], "--every is -1"),
+        (["--keep-last", "-1"], "--keep-last is -1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "512"], "exceed the model's context of 512"),
+        (["--prompt-file", "LONG"], "a prompt has 6.. tokens, the model's context 512; shorten it"),
+        (["--output", "EMPTY"], "--output .* cannot be a directory: .* is a file"),
+        (["--output", "EMPTY/below"], "--output .* cannot be a directory: .* is a file"),
+        (["--model", "nowhere"], "no directory 'nowhere'"),
+    ],
+)
+def test_bad_input(run, model, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "LONG").write_text("x" * 650)
+    before = sorted(tmp_path.iterdir())
+    given = arguments if "--model" in arguments else [*arguments, "--model", model]
+    assert re.search(message, one_error(run, "inspect", *given))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_to(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    error = one_error(run, "inspect", "Once", "--model", model, "--output", tmp_path / "new")
+    assert "is not writable; give another directory" in error
+
+
+def test_help_is_quick(run):
+    status, out, err = run("inspect", "--help")
+    assert (status, err) == (0, "")
+    assert "usage: jaxspec inspect [-h] [OPTIONS] [PROMPT ...]" in out
+    assert "None" not in out

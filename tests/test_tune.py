@@ -1,0 +1,247 @@
+"""The sweep of ASD: which settings differ on given prompts, what is measured how often, and what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.bench import calibration, tune
+from jaxspec.bench.tune import ASDOptions, tune_asd
+from jaxspec.cli import main
+from jaxspec.drafting.asd import admg
+from jaxspec.engine.language_model import LanguageModel, load
+from jaxspec.io.method_files import ASD_NAME, read_asd
+from jaxspec.selection import asd_grid
+from jaxspec.selection.asd_grid import Setting
+from tests import tiny
+from tests.test_cli import CONFIG, write_model, write_tokenizer
+
+DEEP = dataclasses.replace(tiny.TARGET, num_layers=6)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+# Of two prompts and six layers.
+SIMILARITIES = np.float32([[0.1, 0.9, 0.99, 0.7, 0.8, 0.6], [0.2, 0.9, 0.95, 0.6, 0.7, 0.99]])
+
+
+@pytest.fixture(scope="module")
+def deep() -> LanguageModel:
+    return LanguageModel(DEEP, tiny.params(DEEP), name="deep")
+
+
+# The grid
+
+
+def test_settings_of_equal_masks_are_one_group():
+    settings = asd_grid.grid((0.85, 0.92, 0.995, 1.0), (0, 2, 7), (0, 1))
+    assert len(settings) == 24
+    groups = asd_grid.grouped(SIMILARITIES, settings)
+    seen = {}
+    for group in groups:
+        for setting in group.settings:
+            masks = [
+                np.asarray(admg(jnp.asarray(row), setting.alpha, setting.every, setting.keep_last))
+                for row in SIMILARITIES
+            ]
+            assert (group.plans == masks).all()
+            seen[setting] = group
+        assert [s.rules for s in group.settings] == sorted(s.rules for s in group.settings)
+    assert len({group.plans.tobytes() for group in groups}) == len(groups) < len(seen)
+    # Left out: those that skip nothing.
+    idle = {s for s in settings if s.alpha >= 0.995 and s.every in (0, 7)}
+    assert set(settings) - set(seen) == idle
+    assert seen[Setting(0.92, 0, 0)] is seen[Setting(0.92, 7, 0)]
+    assert seen[Setting(0.92, 0, 0)].settings[0] == Setting(0.92, 0, 0)
+    assert seen[Setting(0.92, 0, 0)].skipped == (1.5, 0.0)
+    assert seen[Setting(0.92, 0, 1)].skipped == (1.0, 0.0)
+    assert seen[Setting(1.0, 2, 1)].skipped == (2.0, 2.0)
+
+
+def test_a_draft_of_nothing_is_left_out():
+    assert asd_grid.grouped(SIMILARITIES, [Setting(1.0, 1, 0)]) == []
+    assert len(asd_grid.grouped(SIMILARITIES, [Setting(1.0, 1, 1)])) == 1
+
+
+def test_default_alphas_are_those_of_the_model():
+    alphas = asd_grid.default_alphas(SIMILARITIES)
+    assert list(alphas) == sorted(alphas)
+    assert {0.985, 1.0} <= set(alphas)
+    assert len(alphas) == 6
+    skipped = [(alpha <= SIMILARITIES).mean() for alpha in alphas if alpha not in (0.985, 1.0)]
+    assert skipped == pytest.approx([0.8, 0.6, 0.4, 0.2], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (((1.5,), (0,), (0,)), "--alpha has 1.5; give numbers above 0 and at most 1"),
+        (((0.9,), (-1,), (0,)), "--every has -1"),
+        (((0.9,), (0,), (-2,)), "--keep-last has -2"),
+    ],
+)
+def test_wrong_grids(lists, message):
+    with pytest.raises(ValueError, match=message):
+        asd_grid.grid(*lists)
+
+
+# The sweep
+
+
+class FakeSpeed:
+    """Speeds that follow from the setting and the turn."""
+
+    def __init__(self, lm, prompts, max_new_tokens, drafter):
+        self.calls: list[tuple[float, int, int]] = []
+        FakeSpeed.last = self
+
+    def __call__(self, drafter):
+        setting = (round(float(drafter.alpha), 3), int(drafter.every), int(drafter.keep_last))
+        self.calls.append(setting)
+        alpha, every, keep_last = setting
+        score = 2 - abs(alpha - 0.92) + 0.2 * (every == 2) + 0.1 * (keep_last == 1)
+        # The first measurement of one setting is far too good.
+        if setting == (0.6, 0, 0) and self.calls.count(setting) == 1:
+            score = 9.0
+        return {
+            "score": score,
+            "tokens_per_second": 100 * score,
+            "plain_tokens_per_second": 100.0,
+            "draft_acceptance_rate": None,
+        }
+
+
+GRID = ASDOptions(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(0, 1), repeats=3)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(tune, "Speed", FakeSpeed)
+    gathered = np.stack([SIMILARITIES, SIMILARITIES], axis=-1)
+    monkeypatch.setattr(tune, "calibrate", lambda *args: (None, gathered))
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_fastest_are_measured_anew(deep):
+    told = []
+    report = tune_asd(deep, PROMPTS, GRID, on_measured=lambda *progress: told.append(progress[:2]))
+    calls = FakeSpeed.last.calls
+    distinct = report["distinct"]
+    assert report["settings"] == 16
+    assert (
+        len(set(calls[:distinct]))
+        == distinct
+        == len(asd_grid.grouped(SIMILARITIES, asd_grid.grid(*_lists())))
+    )
+    counts = {setting: calls[distinct:].count(setting) for setting in calls[distinct:]}
+    assert set(counts.values()) == {3}
+    assert len(counts) >= tune.FINALISTS
+    assert told[-1] == (len(calls), len(calls))
+    best = report["results"][0]
+    assert (best["alpha"], best["every"], best["keep_last"]) == (0.92, 2, 1)
+    assert best["score"] == pytest.approx(2.3)
+    assert best["turns"] == 3
+    scores = [row["score"] for row in report["results"] if row["turns"] == 3]
+    assert scores == sorted(scores, reverse=True)
+    assert 9.0 not in scores
+    rows = {row["rules"]: (row["alpha"], row["every"], row["keep_last"]) for row in report["ablation"]}
+    assert rows == {
+        "all rules": (0.92, 2, 1),
+        "cosine and rule 2": (0.92, 0, 1),
+        "cosine alone": (0.92, 0, 0),
+        "rules 1 and 2": (1.0, 2, 1),
+    }
+    assert all(row["turns"] == 3 for row in report["ablation"])
+    assert not report["interrupted"]
+
+
+def _lists():
+    return GRID.alphas, GRID.everys, GRID.keep_lasts
+
+
+@pytest.mark.usefixtures("fake")
+def test_rows_of_the_ablation_that_are_not_in_the_grid_are_measured_too(deep):
+    report = tune_asd(deep, PROMPTS, dataclasses.replace(GRID, alphas=(0.92,), everys=(2,), keep_lasts=(1,)))
+    assert [row["rules"] for row in report["ablation"]] == list(asd_grid.ablation(Setting(0.92, 2, 1)))
+    assert report["distinct"] == 1
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("after", [1, 5, 12])
+def test_an_interrupted_sweep_has_what_was_measured(deep, after):
+    def stop(done, total, best):
+        if done == after:
+            raise KeyboardInterrupt
+
+    report = tune_asd(deep, PROMPTS, GRID, on_measured=stop)
+    assert report["interrupted"]
+    assert sum(row["turns"] for row in report["results"]) <= after
+    assert report["results"][0]["turns"] == 1
+
+
+@pytest.mark.usefixtures("fake")
+def test_wrong_sweeps(deep):
+    with pytest.raises(ValueError, match="no setting skips anything"):
+        tune_asd(deep, PROMPTS, ASDOptions(alphas=(1.0,), everys=(0,)))
+    with pytest.raises(ValueError, match="--repeats is 0"):
+        ASDOptions(repeats=0)
+
+
+def test_no_setting_compiles(deep):
+    options = ASDOptions(everys=(0, 2), keep_lasts=(0, 1), max_new_tokens=4, repeats=1)
+    compiled = []
+    report = tune_asd(
+        deep, PROMPTS, options, on_measured=lambda *told: compiled.append(deep.executables.num_compilations)
+    )
+    assert len(set(compiled)) == 1
+    assert len(compiled) >= report["distinct"] > 3
+    similarities = np.asarray(calibration.calibrate(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
+    assert report["similarities"]["max"] == pytest.approx(similarities.max())
+    assert all(row["tokens_per_second"] > 0 for row in report["results"])
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = write_model(tmp_path_factory.mktemp("model"), dataclasses.replace(CONFIG, num_layers=4))
+    write_tokenizer(directory)
+    return directory
+
+
+def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once upon a time")
+    lists = ("--alpha", "0.5", "--alpha", "1", "--every", "2", "--keep-last", "1", "--repeats", "1")
+    arguments = ["tune", "--method", "asd", "--model", str(model), "--prompt-file", str(prompt), *lists]
+    assert main([*arguments, "--max-new-tokens", "4", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    best = report["results"][0]
+    lm = load(model)
+    numbers = read_asd(model / ASD_NAME, lm.fingerprint)
+    assert dataclasses.astuple(numbers) == (best["alpha"], best["every"], best["keep_last"])
+    assert report["output"] == str(model / ASD_NAME)
+    found_by = json.loads((model / ASD_NAME).read_text())["found_by"]
+    assert {"command", "score", "tokens_per_second", "turns", "settings"} <= set(found_by)
+    drafted = lm.generate("Once upon a time", method="asd", max_new_tokens=8)
+    assert drafted.tokens == lm.generate("Once upon a time", max_new_tokens=8).tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--alpha", "2"), "--alpha has 2.0; give numbers above 0 and at most 1 (off)"),
+        (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
+        (("--output", "/no/where.json"), "cannot write /no/where.json"),
+        (("--method", "s2d"), "invalid choice 's2d'"),
+    ],
+)
+def test_wrong_commands(model, capfd, more, message):
+    assert main(["tune", "--method", "asd", "--model", str(model), *more]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("jaxspec: error: ")
+    assert message in captured.err
