@@ -470,7 +470,9 @@ def test_a_prompt_file_that_is_not_text(tmp_path):
 # The program
 
 
-@pytest.mark.parametrize("command", ["", "generate", "compare", "profile", "convert", "inspect", "search", "tune"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "compare", "profile", "convert", "inspect", "search", "tune"]
+)
 def test_help(run, command):
     status, out, err = run(*filter(None, [command]), "--help")
     assert (status, err) == (0, "")

@@ -4,7 +4,9 @@ A step of 3 layers costs a quarter of a step of 12, and what it learns stays: th
 lower layers are those of the deeper model. Layers are stacked in the order 1 2 3 1 2 3, not 1 1 2 2 3 3, so
 that the model before growing is the early exit of the model after it (Gong et al. 2019, "Efficient Training
 of BERT by Progressively Stacking"; Du et al. 2024, "Stacking Your Transformers"). The copies' products that
-write into the residual stream are scaled by `COPY_SCALE`.
+write into the residual stream start from `COPY_SCALE` times the originals: from 0, growing changes no output, and
+the loss goes on where it was. (At 0.8M parameters, 3 → 6 layers, 400 steps after growing, held-out losses were
+3.015, 3.016 and 3.010 for scales 0, 0.3 and 1: no difference beyond noise.)
 
 How deep the model is at a step follows from the options alone, so a run that was killed and resumed grows at
 the same step with the same numbers.

@@ -1,8 +1,9 @@
 """How fast is jaxspec beside transformers? `python -m tests.peers.speed` prints JSON.
 
 Same weights, same prompts, same K, float32, both on all cores, in turns: plain decoding, prompt lookup
-against `ngram`, assisted generation with a constant schedule against `draft-model`. Random weights of a named
-shape, on the dial of `jaxspec.bench.dial`, so nothing has to be downloaded.
+against `ngram`, assisted generation with a constant schedule against `draft-model`, the same with an early exit
+of the model itself against `layerskip`. Random weights of a named shape, on the dial of `jaxspec.bench.dial`, so
+nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES
 from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
@@ -52,14 +54,16 @@ def main() -> None:
     lm, walker = LanguageModel(config, params), LanguageModel(config, walk)
     peer, peer_walk = peer_of(config, params), peer_of(config, walk)
     peer_draft = peer_of(draft_config, draft_params)
-    peer_draft.generation_config.num_assistant_tokens = drafts
-    peer_draft.generation_config.num_assistant_tokens_schedule = "constant"
-    peer_draft.generation_config.assistant_confidence_threshold = 0.0
+    for assistant in (peer_draft, peer):
+        assistant.generation_config.num_assistant_tokens = drafts
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
 
     start = list(range(3, 35))
     seen = walker.generate([3], max_new_tokens=budget, ignore_eos=True).tokens
     walked = [3, *seen, 3]
     drafter = (DraftModel(draft_config, num_draft_tokens=drafts), draft_params)
+    early = LayerSkip(config, depth, num_draft_tokens=drafts)
     lookup = NGram(match="earliest", ngram_max=2, num_draft_tokens=drafts)
 
     def ours(model, prompt, method):
@@ -88,6 +92,10 @@ def main() -> None:
         "draft-model": (
             lambda: ours(lm, start, drafter),
             lambda: theirs(peer, start, assistant_model=peer_draft),
+        ),
+        "layerskip": (
+            lambda: ours(lm, start, early),
+            lambda: theirs(peer, start, assistant_early_exit=depth),
         ),
     }
     timed = {}
