@@ -1,0 +1,188 @@
+"""Probes: what they are trained on, against a cache-free twin; the fit, its figures, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.io import huggingface, method_files
+from jaxspec.model import llama
+from jaxspec.model.numerics import rms_norm
+from tests import tiny
+from training import formats, losses, probe, probing, tokenizer
+
+CONFIG = dataclasses.replace(tiny.TARGET, eos_token_ids=())
+LAW = {"temperature": 0.7, "top_p": 0.8}
+STORIES = [f"Once {name} had a {thing} and {name} was glad." for name in "abcdefgh" for thing in "uvwxyz"]
+
+
+@jax.jit
+def _states(params, row):
+    batch = {"tokens": row, "segments": jnp.ones_like(row), "positions": jnp.arange(row.shape[1])[None]}
+    return [out[0] for out in losses.layer_outputs(CONFIG, params, batch)]
+
+
+def whole_pass(tokens: list[int]) -> list[jax.Array]:
+    """Residual streams after every layer at a text's last token, [L][D], without a cache."""
+    row = jnp.asarray([tokens + [0] * (24 - len(tokens))])  # what follows is not seen
+    return [states[len(tokens) - 1] for states in _states(tiny.params(CONFIG), row)]
+
+
+def greedy_examples():
+    """What greedy decoding drafts from each prefix, token by token, by whole forward passes."""
+    params, found = tiny.params(CONFIG), []
+    text = [1, 5, 2, 9]
+
+    def best(hidden):
+        return int(jnp.argmax(llama.logits(CONFIG, params, hidden)))
+
+    text.append(best(whole_pass(text)[-1]))
+    new, limit = 1, 12
+    while new < limit:
+        draft: list[int] = []
+        # The last of the budget is never a draft's.
+        for _ in range(min(tiny.K, limit - new - 1)):
+            states = whole_pass(text + draft)
+            token, wanted = best(states[0]), best(states[-1])
+            found.append((rms_norm(states[0], params["norm"], CONFIG.rms_norm_eps), float(token == wanted)))
+            if token != wanted:
+                break
+            draft.append(token)
+        text += [*draft, best(whole_pass(text + draft)[-1])]
+        new += len(draft) + 1
+    return found
+
+
+def test_gathered_states_and_labels_are_those_of_whole_passes():
+    got = probing.gather(
+        CONFIG,
+        tiny.params(CONFIG),
+        [[1, 5, 2, 9]],
+        1,
+        {},
+        num_draft_tokens=tiny.K,
+        new_tokens=12,
+        batch=1,
+        seed=0,
+    )
+    hidden, label = zip(*greedy_examples(), strict=True)
+    assert got.label.tolist() == list(label)
+    assert 0 < np.mean(label) < 1
+    np.testing.assert_allclose(got.hidden, np.stack(hidden), atol=1e-4)
+
+
+def test_sampled_labels_are_acceptance_probabilities():
+    """Their mean is the share of first draft tokens that rejection sampling accepts, and they are soft."""
+    prompts = [[1, 5, 2, 9], [3, 3], [7, 1, 4]] * 8
+    got = probing.gather(
+        CONFIG, tiny.params(CONFIG), prompts, 1, LAW, num_draft_tokens=1, new_tokens=20, batch=8, seed=3
+    )
+    assert ((got.label >= 0) & (got.label <= 1)).all()
+    assert ((got.label > 0.01) & (got.label < 0.99)).any()
+    model = jaxspec.LanguageModel(CONFIG, tiny.params(CONFIG))
+    results = model.generate(
+        prompts,
+        method="layerskip",
+        exit_layer=1,
+        num_draft_tokens=1,
+        max_new_tokens=20,
+        acceptor="rejection",
+        **LAW,
+    )
+    drafted = sum(result.statistics.num_draft_tokens for result in results)
+    accepted = sum(result.statistics.num_accepted_tokens for result in results)
+    error = np.sqrt(0.25 / drafted + 0.25 / len(got.label))
+    assert got.label.mean() == pytest.approx(accepted / drafted, abs=4 * error)
+
+
+def made_examples(count: int, seed: int):
+    """Labels drawn from a known probe."""
+    rng = np.random.default_rng(seed)
+    v, b = rng.normal(size=6), -0.4
+    hidden = rng.normal(size=(count, 6)).astype(np.float32)
+    chance = 1 / (1 + np.exp(-(hidden @ v + b)))
+    return probing.Examples(hidden, (rng.random(count) < chance).astype(np.float32), chance), v, b
+
+
+def test_the_fit_finds_the_probe_that_made_the_labels():
+    examples, v, b = made_examples(8000, 0)
+    found_v, found_b = probing.fit(examples)
+    np.testing.assert_allclose(found_v, v, atol=0.15)
+    assert found_b == pytest.approx(b, abs=0.15)
+    figures = probing.quality(probing.predict(found_v, found_b, examples.hidden), examples.label)
+    assert figures["calibration_error"] < 0.02
+    assert figures["cross_entropy"] == pytest.approx(
+        probing.quality(examples.confidence, examples.label)["cross_entropy"], abs=0.01
+    )
+
+
+def test_labels_that_are_all_the_same_are_refused():
+    examples = probing.Examples(np.ones((5, 2)), np.ones(5), np.ones(5))
+    with pytest.raises(ValueError, match="all 5 gathered draft tokens have the same label"):
+        probing.fit(examples)
+
+
+def test_quality_is_what_it_says():
+    label = np.array([1.0, 0.0, 1.0, 0.25])
+    got = probing.quality(np.array([0.9, 0.8, 0.2, 0.85]), label)
+    assert got["accuracy"] == pytest.approx((1 + 0 + 0 + 0.25) / 4)
+    # Tenths: [.8, .9) holds .8 and .85 (labels 0, .25), .9 and .2 stand alone.
+    assert got["calibration_error"] == pytest.approx((1.4 + 0.1 + 0.8) / 4)
+    assert got["cross_entropy"] == pytest.approx(
+        -np.mean([np.log(0.9), np.log(0.2), np.log(0.2), 0.25 * np.log(0.85) + 0.75 * np.log(0.15)])
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny model with a tokenizer, and data beside it."""
+    folder = tmp_path_factory.mktemp("probe")
+    words = tokenizer.train(STORIES, 300)
+    config = dataclasses.replace(
+        CONFIG,
+        vocab_size=words.get_vocab_size(),
+        bos_token_id=0,
+        eos_token_ids=(1,),
+        max_position_embeddings=64,
+    )
+    huggingface.save(folder, config, llama.init_params(config, jax.random.key(0), scale=3.0), np.float32)
+    tokenizer.save(words, folder, 64)
+    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
+    return folder
+
+
+def arguments(directory, *more: str) -> list[str]:
+    sizes = "--prompts 8 --held-out-prompts 2 --held-out 5 --new-tokens 8 --num-draft-tokens 2 --batch 2"
+    return ["--model", str(directory), "--data", str(directory / "text.txt"), *sizes.split(), *more]
+
+
+def test_the_command_writes_a_probe_that_decoding_takes(directory, capsys):
+    assert (
+        probe.main(arguments(directory, "--exit-layers", "1", "--temperature", "0.6", "--top-p", "0.9")) == 0
+    )
+    law = "temperature-0.6-top_p-0.9"
+    path = method_files.probe_path(directory, 1, law)
+    lm = jaxspec.load(directory)
+    assert method_files.read_probe(path, lm.fingerprint, lm.config.hidden_size, 1, law).law == law
+    report = json.loads(path.with_suffix(".json").read_text())
+    assert report["decoding"]["adaspeed-probe"]["mean_acceptance_length"] >= 1
+    assert set(report["probe"]) == {"accuracy", "cross_entropy", "calibration_error"}
+    assert "draft_probability" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--exit-layers", "2"], "give layers from 1 to 1"),
+        (["--exit-layers", "1", "--model", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_does_not_fit_gets_one_clear_line(directory, more, said, capsys):
+    assert probe.main(arguments(directory, *more)) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""Trains AdaSPEED's probes: `python -m training.probe --model DIR --exit-layers 3 6 --data FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jaxspec
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import method_files
+from jaxspec.io.files import write_json
+from training import formats, job, probing, tokenizer
+from training.options import DataOptions, SourceArgument, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Trains a linear probe for each exit layer, for texts of one law, and reports what it is good for.
+
+    Attributes:
+      model: a Hugging Face directory.
+      exit_layers: layers after which the draft exits; one probe each.
+      data: sources of prompts, as of the other training commands; weights say how many of each kind.
+      temperature: of the texts; 0 for greedy.
+      top_k: keep only so many tokens; 0 for all.
+      top_p: keep only the likeliest tokens up to this probability; 1 for all.
+      min_p: keep only tokens of at least this fraction of the likeliest one's probability; 0 for all.
+      prompts: how many texts to learn from.
+      held_out_prompts: how many texts, of held-out documents, to report on.
+      held_out: one document in so many is held out, chosen by its hash; as in the model's training.
+      prompt_tokens: longest prompt; it is the first half of a document.
+      new_tokens: generated after each prompt.
+      num_draft_tokens: K while gathering and for the report.
+      batch: prompts at once.
+      seed: of the choice of prompts and of the draws.
+      output: a directory for the probes; beside the model if not given.
+      skip_malformed: report and leave out records that do not fit their format, instead of ending.
+    """
+
+    model: Path
+    exit_layers: tuple[int, ...]
+    data: tuple[SourceArgument, ...]
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    prompts: int = 400
+    held_out_prompts: int = 60
+    held_out: int = 20
+    prompt_tokens: int = 96
+    new_tokens: int = 64
+    num_draft_tokens: int = 8
+    batch: int = 4
+    seed: int = 0
+    output: Path | None = None
+    skip_malformed: bool = False
+
+    def __post_init__(self):
+        for name in (
+            "prompts",
+            "held_out_prompts",
+            "prompt_tokens",
+            "new_tokens",
+            "num_draft_tokens",
+            "batch",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        if not self.exit_layers:
+            raise ValueError("exit_layers is empty; give at least one layer, such as --exit-layers 3 6")
+
+    @property
+    def law(self) -> dict[str, float]:
+        """The law's numbers that are not off."""
+        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+
+    @property
+    def law_name(self) -> str:
+        """How the probe's file calls the law."""
+        return method_files.law_name(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def prompt_ids(
+    documents: dict[str, list[formats.Document]], options: Options, lm: LanguageModel, count: int
+) -> list[list[int]]:
+    """The beginnings of `count` documents, or of all there are, of each kind as many as its weight says."""
+    rng = np.random.default_rng(options.seed)
+    weights = DataOptions(options.data).weights
+    total = sum(weights.values())
+    chosen: list[list[int]] = []
+    for kind, part in documents.items():
+        share = max(1, round(count * weights[kind] / total))
+        for index in rng.permutation(len(part))[:share]:
+            ids = lm.encode(part[index].text)
+            chosen.append(ids[: max(2, min(options.prompt_tokens, len(ids) // 2))])
+    return [chosen[index] for index in rng.permutation(len(chosen))[:count]]
+
+
+def decoded(
+    lm: LanguageModel, prompts: list[list[int]], options: Options, method: str, **more: Any
+) -> dict[str, Any]:
+    """What a method does with the prompts: mean acceptance length, and tokens drafted and accepted a round."""
+    settings: dict[str, Any] = {"temperature": 0.0, **options.law, **more}
+    results = lm.generate(
+        prompts,
+        method=method,
+        max_new_tokens=options.new_tokens,
+        num_draft_tokens=options.num_draft_tokens,
+        max_batch=options.batch,
+        **settings,
+    )
+    statistics = [result.statistics for result in results]
+    rounds = max(1, sum(one.num_rounds for one in statistics))
+    drafted = sum(one.num_draft_tokens for one in statistics)
+    accepted = sum(one.num_accepted_tokens for one in statistics)
+    return {
+        "mean_acceptance_length": sum(one.num_tokens - 1 for one in statistics) / rounds,
+        "drafted_a_round": drafted / rounds,
+        "draft_acceptance_rate": accepted / drafted if drafted else None,
+    }
+
+
+def train_probe(
+    lm: LanguageModel, exit_layer: int, parts: tuple[list[list[int]], list[list[int]]], options: Options
+) -> tuple[Path, dict[str, Any]]:
+    """Trains one probe, writes it, and reports on held-out prompts.
+
+    Raises:
+      ValueError: the exit layer is not below the last, or nothing can be learned.
+    """
+    depth = lm.config.num_layers
+    if not 1 <= exit_layer < depth:
+        raise ValueError(
+            f"exit layer {exit_layer} of a model with {depth} layers; give layers from 1 to {depth - 1}"
+        )
+    training, held_out = (
+        probing.gather(
+            lm.config,
+            lm.params,
+            prompts,
+            exit_layer,
+            options.law,
+            num_draft_tokens=options.num_draft_tokens,
+            new_tokens=options.new_tokens,
+            batch=options.batch,
+            seed=options.seed + number,
+        )
+        for number, prompts in enumerate(parts)
+    )
+    v, b = probing.fit(training)
+    path = method_files.probe_path(options.output or options.model, exit_layer, options.law_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
+    estimate = probing.predict(v, b, held_out.hidden)
+    report = {
+        "exit_layer": exit_layer,
+        "law": options.law_name,
+        "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
+        "accepted_share": float(held_out.label.mean()),
+        "probe": probing.quality(estimate, held_out.label),
+        "draft_probability": probing.quality(held_out.confidence, held_out.label),
+        "decoding": {
+            "layerskip": decoded(lm, parts[1], options, "layerskip", exit_layer=exit_layer),
+            "adaspeed": decoded(lm, parts[1], options, "adaspeed", exit_layer=exit_layer),
+            "adaspeed-probe": decoded(
+                lm, parts[1], options, "adaspeed-probe", exit_layer=exit_layer, probe=str(path)
+            ),
+        },
+    }
+    write_json(path.with_suffix(".json"), report)
+    return path, report
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Two small tables: the estimates, and what decoding makes of them."""
+    title = f"exit layer {report['exit_layer']}, {report['law']}: {report['accepted_share']:.1%} accepted"
+    table = Table("estimate", "accuracy", "cross-entropy", "calibration error", title=title)
+    for name in ("probe", "draft_probability"):
+        figures = report[name]
+        row = (figures[key] for key in ("accuracy", "cross_entropy", "calibration_error"))
+        table.add_row(name, *(f"{value:.3f}" for value in row))
+    console.print(table)
+    table = Table("method", "tokens a round", "drafted a round", "acceptance rate")
+    for name, figures in report["decoding"].items():
+        table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in figures.values()))
+    console.print(table)
+
+
+def train(options: Options, console: Console) -> None:
+    """Trains all probes that are asked for.
+
+    Raises:
+      ValueError: something given does not fit; the message says what to do.
+    """
+    lm = jaxspec.load(options.model)
+    given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
+    documents = job.read_kinds(given, formats.Chat(eos_token=tokenizer.EOS), console.print)
+    counts = (options.prompts, options.held_out_prompts)
+    training, held_out = (
+        prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)
+    )
+    for exit_layer in options.exit_layers:
+        path, report = train_probe(lm, exit_layer, (training, held_out), options)
+        show(report, console)
+        console.print(f"wrote {path} and {path.with_suffix('.json').name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        train(parse(Options, arguments, "python -m training.probe"), console)
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

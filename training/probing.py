@@ -1,0 +1,268 @@
+"""Linear probes of an early exit: states gathered by the real decoder, labels, logistic regression, calibration.
+
+AdaSPEED (section II.B) asks of each draft token whether the whole model would have said the same. The decoder
+drafts, verifies and commits as it does for a user; beside it stands what every draft token's state was, and
+what the verification thought of the token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+
+from jaxspec import decoding
+from jaxspec.acceptance import GreedyAcceptor, RejectionAcceptor
+from jaxspec.decoding import DecodeState, Parts, Request
+from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.numerics import rms_norm
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.sampling import Greedy, Law, Sampling
+
+# Weights of |v|² among which the examples choose; none is zero, so that a probe stays finite even where its
+# labels can be told apart without error.
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+LEFT_OUT = 0.2
+FIT_STEPS = 100
+CALIBRATION_BINS = 10
+
+
+class Examples(NamedTuple):
+    """Draft tokens.
+
+    Attributes:
+      hidden: float32[N, D], the state each was drawn from, after the final norm.
+      label: float32[N]. Greedy: 1 where the last layer says the same token, else 0. Sampled: min(1, p ÷ q),
+        the probability with which the token is accepted.
+      confidence: float32[N], the draft's own raw probability of the token, which a probe is to beat.
+    """
+
+    hidden: np.ndarray
+    label: np.ndarray
+    confidence: np.ndarray
+
+
+@struct.dataclass
+class Recording:
+    """A drafter that keeps its last proposal beside its state; else it is the drafter it wraps."""
+
+    inner: LayerSkip
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of the drafter within."""
+        return self.inner.num_draft_tokens
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """Those of the drafter within."""
+        return self.inner.verify_widths
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
+        """The state of the drafter within: nothing was proposed yet."""
+        return self.inner.init(params, view, prefill)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+    ) -> tuple[Proposal, State, KVCache]:
+        """The same proposal, kept."""
+        proposal, state, cache = self.inner.propose(keys, params, state, view, law)
+        return proposal, (state, proposal), cache
+
+    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
+        """Lets the drafter within learn."""
+        return self.inner.observe(params, state[0], outcome), state[1]
+
+    def carry(self, state: State) -> Drafter:
+        """Nothing is carried over."""
+        return self
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeState):
+    """One round: the state after it, and of each draft token its state, label and confidence [B, K].
+
+    A token counts only if all before it were accepted. What is asked of a probe is the chance of the next
+    token given that the draft stands so far; after a rejection there is no draft any more.
+    """
+    target, exit_layer = weights.target, cast(Recording, parts.drafter).inner.exit_layer
+    before = state.length
+    state, outcome, _ = decoding.decode_round(config, weights, parts, state)
+    own, proposal = state.drafter_state
+    state = dataclasses.replace(state, drafter_state=own)
+
+    # The verification once more, for its logits: the same rows over the same cache.
+    rest = range(exit_layer, config.num_layers)
+    verified, _ = llama.run_layers(config, target, proposal.exit_hidden, before - 1, state.cache, layers=rest)
+    law = parts.law.log_probs(llama.logits(config, target, verified))[:, :-1]
+
+    def of_drafted(log_probs: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(log_probs, proposal.tokens[..., None], axis=-1)[..., 0]
+
+    drawn_with = 0.0 if proposal.log_probs is None else of_drafted(proposal.log_probs)
+    label = jnp.exp(jnp.minimum(of_drafted(law) - drawn_with, 0.0))
+    exits = proposal.exit_hidden[:, :-1]
+    raw = jax.nn.log_softmax(llama.logits(config, target, exits), axis=-1)
+    hidden = rms_norm(exits, target["norm"], config.rms_norm_eps)
+    number = jnp.arange(label.shape[1])[None]
+    counts = (number < outcome.drafted[:, None]) & (number <= outcome.accepted[:, None])
+    return state, hidden, label, jnp.exp(of_drafted(raw)), counts
+
+
+_prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece"))
+
+
+def gather(
+    config: LlamaConfig,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    exit_layer: int,
+    law: dict[str, float],
+    *,
+    num_draft_tokens: int,
+    new_tokens: int,
+    batch: int,
+    seed: int,
+) -> Examples:
+    """Decodes after each prompt with the early exit as draft and keeps what probes learn from.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      prompts: token ids of each.
+      exit_layer: layers that draft.
+      law: `temperature` (0: greedy), and `top_k`, `top_p`, `min_p` where not off.
+      num_draft_tokens: K of every round.
+      new_tokens: generated after each prompt.
+      batch: prompts at once; prompts are gone through in such batches, a smaller last one left out unless it
+        is the only one.
+      seed: of the draws.
+    """
+    capacity = 1 << (max(map(len, prompts)) + new_tokens + num_draft_tokens + 1).bit_length()
+    drafter = Recording(LayerSkip(config, exit_layer, num_draft_tokens=num_draft_tokens))
+    weights = Weights(params)
+    parts_found: list[list[np.ndarray]] = [[], [], []]
+    batch = min(batch, len(prompts))
+    for first in range(0, len(prompts) - batch + 1, batch):
+        parts = Parts(drafter, *_law(law, batch))
+        request = _request(config, prompts[first : first + batch], capacity, new_tokens, seed + first)
+        state, _ = _prefill(config, weights, parts, request, piece=min(capacity, 64))
+        while not bool(state.done.all()):
+            state, *found, counts = _round(config, weights, parts, state)
+            chosen = np.asarray(counts)
+            for kept, array in zip(parts_found, found, strict=True):
+                kept.append(np.asarray(array, np.float32)[chosen])
+    return Examples(*(np.concatenate(arrays) for arrays in parts_found))
+
+
+def _law(numbers: dict[str, float], batch: int) -> tuple[Any, Law]:
+    """The acceptor and the law. Rejection, token by token, is what a sampled label speaks of."""
+    if not numbers.get("temperature"):
+        return GreedyAcceptor(), Greedy()
+    kinds = {"top_k": jnp.int32}
+    rows = {name: jnp.full(batch, value, kinds.get(name, jnp.float32)) for name, value in numbers.items()}
+    return RejectionAcceptor(), Sampling(**rows)
+
+
+def _request(
+    config: LlamaConfig, prompts: Sequence[Sequence[int]], capacity: int, new_tokens: int, seed: int
+) -> Request:
+    tokens = np.zeros((len(prompts), capacity), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    return Request(
+        tokens=jnp.asarray(tokens),
+        length=length,
+        limit=length + new_tokens,
+        eos_ids=jnp.array([config.eos_token_ids or (-1,)] * len(prompts), jnp.int32),
+        keys=jax.random.split(jax.random.key(seed), len(prompts)),
+    )
+
+
+def fit(examples: Examples) -> tuple[np.ndarray, float]:
+    """The probe σ(v·h + b) with the least binary cross-entropy: v float32[D], and b.
+
+    How strongly v is held back (`RIDGES`) is chosen by the cross-entropy of the last `LEFT_OUT` of the
+    examples; the probe is then fitted to all.
+
+    Raises:
+      ValueError: all labels are the same: there is nothing to tell apart.
+    """
+    label = examples.label
+    if len(label) < 2 or np.ptp(label) < 1e-3:
+        raise ValueError(
+            f"all {len(label)} gathered draft tokens have the same label; a probe needs both accepted and "
+            "rejected ones: take another exit layer, or more prompts"
+        )
+    kept = max(1, int(len(label) * (1 - LEFT_OUT)))
+    first, left_out = (
+        Examples(*(array[part] for array in examples)) for part in (np.s_[:kept], np.s_[kept:])
+    )
+
+    def entropy(ridge: float) -> float:
+        estimate = predict(*_fit(first, ridge), left_out.hidden)
+        return quality(estimate, left_out.label)["cross_entropy"]
+
+    return _fit(examples, min(RIDGES, key=entropy))
+
+
+def _fit(examples: Examples, ridge: float) -> tuple[np.ndarray, float]:
+    v, b = _minimise(jnp.asarray(examples.hidden), jnp.asarray(examples.label), ridge)
+    return np.asarray(v), float(b)
+
+
+@jax.jit
+def _minimise(hidden: jax.Array, label: jax.Array, ridge: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`FIT_STEPS` of L-BFGS over all examples at once; the problem is convex."""
+
+    def loss(weights):
+        v, b = weights
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(hidden @ v + b, label)) + ridge * jnp.sum(v**2)
+
+    solver = optax.lbfgs()
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(carry, _):
+        weights, state = carry
+        value, grad = value_and_grad(weights, state=state)
+        updates, state = solver.update(grad, state, weights, value=value, grad=grad, value_fn=loss)
+        return (optax.apply_updates(weights, updates), state), None
+
+    start = (jnp.zeros(hidden.shape[1]), jnp.float32(0))
+    return jax.lax.scan(step, (start, solver.init(start)), None, FIT_STEPS)[0][0]
+
+
+def predict(v: np.ndarray, b: float, hidden: np.ndarray) -> np.ndarray:
+    """σ(v·h + b), float[N]."""
+    return 1 / (1 + np.exp(-(hidden @ v + b)))
+
+
+def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float]:
+    """How good an estimate [N] of the labels [N] is.
+
+    Returns:
+      `accuracy`: how often the likelier of accepted and rejected, by the estimate, is what happens (of a soft
+      label, its probability). `cross_entropy`: nats. `calibration_error`: the mean, over tokens, of how far
+      the labels' mean in a token's tenth of [0, 1] is from the estimates' (expected calibration error).
+    """
+    clipped = np.clip(estimate, 1e-6, 1 - 1e-6)
+    entropy = -(label * np.log(clipped) + (1 - label) * np.log(1 - clipped))
+    bins = np.minimum((estimate * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    gaps = [abs((estimate - label)[bins == index].sum()) for index in range(CALIBRATION_BINS)]
+    return {
+        "accuracy": float(np.mean(np.where(estimate >= 0.5, label, 1 - label))),
+        "cross_entropy": float(entropy.mean()),
+        "calibration_error": float(sum(gaps) / len(label)),
+    }
