@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import evaluation, exit_losses, growth, losses, step
+from training import evaluation, exit_losses, growth, losses, step, throughput
 
 LAYERS = 3
 CONFIG = LlamaConfig(
@@ -288,3 +289,30 @@ def test_acceptance_is_against_the_target_where_one_is_given(params, batch):
     assert own[f"acceptance/{LAYERS}"] == pytest.approx(1)
     against = evaluation.make_measure(CONFIG, (LAYERS,), target=(CONFIG, other))
     assert against(params, {"a": [batch]}, {"a": 1.0})[f"acceptance/{LAYERS}"] < 0.9
+
+
+def test_operations_of_a_step_are_those_that_xla_counts(params, batch):
+    """Products dominate at these sizes only roughly: what XLA counts beside them bounds ours from above."""
+    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=256, vocab_size=512, head_dim=32)
+    rows, window = 4, 32
+    shape = jax.ShapeDtypeStruct((rows, window), jnp.int32)
+    given_batch = dict.fromkeys(("tokens", "segments", "positions"), shape)
+    given_batch["learn"] = jax.ShapeDtypeStruct((rows, window), jnp.bool_)
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), llama.param_shapes(config), is_leaf=llama.is_shape
+    )
+    loss = losses.next_token(config)
+    lowered = jax.jit(jax.grad(lambda p, b: loss(p, b, given())[0])).lower(shapes, given_batch)
+    counted = lowered.compile().cost_analysis()["flops"]
+    ours = sum(throughput.step_flops(config, rows, window, exits=1).values())
+    assert 0.85 < ours / counted <= 1.02
+
+
+def test_throughput_is_reported(capsys):
+    small = (
+        "--vocab-size 32 --hidden-size 8 --intermediate-size 8 --layers 2 --heads 1 --kv-heads 1 --head-dim 4"
+    )
+    assert throughput.main([*small.split(), "--window", "8", "--batch", "1", "--repeats", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens_per_second"] > 0
+    assert 0 < report["fraction_of_matrix_product_rate"] < 1

@@ -208,9 +208,10 @@ _CONFIG = "--config"
 
 
 def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
-    """Options from `--config FILE.yaml`, if given, and the command line, which wins.
+    """Options from `--config FILE.yaml`, given any number of times, and the command line, which wins.
 
-    A YAML file holds what the command line does: option names (with _ or -) and values; sections are free.
+    A YAML file holds what the command line does: option names (with _ or -) and values; sections are free. Of
+    several files the later ones win.
 
     Raises:
       ValueError: the file cannot be read.
@@ -250,7 +251,6 @@ def _words(options: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).replace("_", "-")
-        # A list of mappings is a list of sources.
         if isinstance(value, dict):
             words += _words(value)
         elif isinstance(value, bool):
