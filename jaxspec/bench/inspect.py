@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.asd import admg
@@ -21,14 +22,8 @@ from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.selection.exits import exit_agreement
 
-# Looked at where nobody gives a prompt: several kinds, short enough for every model.
-PROMPTS = (
-    "Once upon a time there was a little girl who lived near a big forest. One day she",
-    "Tom and his dog went to the park. The dog saw a red ball and",
-    "The sun is a star at the centre of our solar system. The planets move around it, and",
-    "Question: Why do birds fly south in winter?\nAnswer:",
-    "def fibonacci(n):\n    if n < 2:\n        return n\n",
-)
+# Looked at where nobody gives a prompt.
+PROMPTS = prompt_set.sample(2)
 DEFAULT_BUDGET = 64
 SUBLAYERS = ("attention", "mlp")
 # One timing takes at least this long, unless so many steps do not.

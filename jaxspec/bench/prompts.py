@@ -15,3 +15,8 @@ def load() -> dict[str, tuple[str, ...]]:
     """Prompts by kind of work: `stories`, `mathematics`, `code`, `copy-edit`."""
     text = resources.files("jaxspec.bench").joinpath("prompts.json").read_text(encoding="utf-8")
     return {kind: tuple(prompts) for kind, prompts in json.loads(text).items()}
+
+
+def sample(each: int) -> tuple[str, ...]:
+    """The first few of every kind: what is looked at where the user gives no prompt."""
+    return tuple(prompt for prompts in load().values() for prompt in prompts[:each])
