@@ -552,6 +552,24 @@ def test_a_sorted_draft_names_its_exits_and_is_cut_from_a_model(folder, whole):
     assert json.loads((folder / "baseline" / "config.json").read_text())["num_hidden_layers"] == 1
 
 
+def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
+    talk = {"conversations": [{"from": "human", "value": "Who is Tim?"}, {"from": "gpt", "value": "A boy."}]}
+    others = [
+        {"conversations": [{**turn, "value": f"{turn['value']} {n}"} for turn in talk["conversations"]]}
+        for n in range(40)
+    ]
+    (tmp_path / "talk.json").write_text(json.dumps([talk, *others]))
+    given = [*arguments(folder, "talk", "--steps", "5"), "--data", str(tmp_path / "talk.json")]
+    assert sft.main(given) == 0
+    from jaxspec.io.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(folder / "talk")
+    asked = loaded.encode_chat("Who is Tim?")
+    assert loaded.decode(asked).endswith("USER: Who is Tim? ASSISTANT:")
+    # Only the answer and its end are predicted.
+    assert metrics(folder, "talk")[0]["tokens"] < 2 * 30
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

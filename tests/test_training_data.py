@@ -81,6 +81,12 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         ("[system]Be kind.[user]Hi[assistant]", False),
         ("Hello!<e>", True),
     ]
+    settings = {"chat_template": template, "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert formats.chat_of(tmp_path) == formats.Chat(template, "<b>", "<e>")
+    (tmp_path / "chat_template.jinja").write_text("other")
+    assert formats.chat_of(tmp_path).template == "other"
+    assert formats.chat_of(tmp_path / "nowhere") == formats.Chat()
     rewriting = formats.Chat("{{ messages | length }}")
     with pytest.raises(formats.Malformed, match="rewrites earlier turns"):
         formats.read(str(file), formats.AUTO, rewriting, False)
@@ -220,7 +226,16 @@ def test_spans_keep_their_tokens_apart_and_say_which_to_learn():
     second = words.encode("d a ball.", add_special_tokens=False).ids
     # The end is spelled out by the text, and not put a second time.
     assert encoded.tokens.tolist() == [tokenizer.BOS_ID, *first, *second, tokenizer.EOS_ID]
-    assert np.array_equal(encoded.learn[1:], [False] * len(first) + [True] * (len(second) + 1))
+    assert np.array_equal(encoded.learn, [False] * (len(first) + 1) + [True] * (len(second) + 1))
+
+
+def test_a_document_that_spells_out_its_marks_gets_no_second_ones():
+    words = tokenizer.train([STORY], 300)
+    documents = [formats.Document((formats.Span(text, learn=False),), "x") for text in ("<s>Tim</s>", "Tim")]
+    spelt, plain = tokenizer.encode_documents(words, documents, tokenizer.BOS_ID, tokenizer.EOS_ID)
+    assert spelt.tokens.tolist() == plain.tokens.tolist()
+    assert not spelt.learn.any()
+    assert not plain.learn.any()
 
 
 def test_digits_are_tokens_of_their_own():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import tyro
 from orbax import checkpoint as ocp
 
 from jaxspec.io import files, huggingface
+from jaxspec.io.tokenizer import copy_files
 from jaxspec.model.llama import Params
 from training import card, loop, metrics, tokenizer
 
@@ -78,9 +78,7 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
     extra = files.read_json(run / "config.json").get("jaxspec")
     if extra is not None:
         files.write_json(output / "config.json", files.read_json(output / "config.json") | {"jaxspec": extra})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (run / name).is_file():
-            shutil.copyfile(run / name, output / name)
+    copy_files(run, output)
     rounded = huggingface.load_params(output, config, jnp.float32)
     words = tokenizer.load(output)
     texts = {

@@ -15,9 +15,11 @@ from typing import Any
 
 import jinja2
 
+from jaxspec.io.files import read_json, read_text
 from training import copy_edit
 
 SEPARATOR = "<|endoftext|>"
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # Vicuna's form, for a model whose tokenizer brings no chat template of its own.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -86,6 +88,23 @@ class Chat:
             eos_token=self.eos_token,
             raise_exception=_refuse,
         )
+
+
+def chat_of(directory: Path) -> Chat:
+    """How a model's own tokenizer writes conversations; Vicuna's form where it does not say."""
+    settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
+    template = settings.get("chat_template")
+    if (directory / TEMPLATE).is_file():
+        template = read_text(directory / TEMPLATE, "a chat template is Jinja")
+    if isinstance(template, list):  # several by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+
+    def token(name: str, usual: str) -> str:
+        value = settings.get(name) or usual
+        return value["content"] if isinstance(value, dict) else value
+
+    return Chat(template or CHAT_TEMPLATE, token("bos_token", ""), token("eos_token", "</s>"))
 
 
 @functools.cache

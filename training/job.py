@@ -17,6 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.io import files, hf_config, huggingface
+from jaxspec.io.tokenizer import copy_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -110,7 +111,9 @@ def start_model(options: JobOptions, kinds: Kinds, run: Path) -> Start:
         _copy_tokenizer(shape.tokenizer, run)
     elif not (run / "tokenizer.json").is_file():
         learned = learn_tokenizer(kinds, options.data.weights, shape.vocab_size)
-        tokenizer.save(learned, run, shape.context)
+        # A model that learns answers alone learns a form of conversation, and is used in it.
+        talks = any(not span.learn for part in kinds.values() for one in part for span in one.spans)
+        tokenizer.save(learned, run, shape.context, formats.CHAT_TEMPLATE if talks else None)
     words = tokenizer.load(run)
     config = LlamaConfig(
         vocab_size=words.get_vocab_size(),
@@ -139,10 +142,14 @@ def _given_model(source: Path, layers: int | None, run: Path) -> Start:
 
 
 def _copy_tokenizer(source: Path, run: Path) -> None:
-    tokenizer.load(source)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (source / name).is_file():
-            (run / name).write_bytes((source / name).read_bytes())
+    tokenizer.load(source)  # refused here if it is none of ours to read
+    copy_files(source, run)
+
+
+def chat_of(options: JobOptions) -> formats.Chat:
+    """How conversations are written: as the given model's or tokenizer's own template says."""
+    given = options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+    return formats.Chat() if given is None else formats.chat_of(given)
 
 
 def init_params(config: LlamaConfig, seed: int) -> Params:
@@ -204,7 +211,7 @@ def train(
     """
     run = options.run_directory
     run.mkdir(parents=True, exist_ok=True)
-    documents = read_kinds(options.data, formats.Chat(eos_token=tokenizer.EOS), console.print)
+    documents = read_kinds(options.data, chat_of(options), console.print)
     start = start_model(options, documents[0], run)
     windows, held_out = packed(options.data, documents, start.words, document_marks(start.config), run)
     aim = objective(start.config)

@@ -16,7 +16,7 @@ import jaxspec
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
-from training import formats, job, probing, tokenizer
+from training import formats, job, probing
 from training.options import DataOptions, SourceArgument, parse
 
 
@@ -202,7 +202,7 @@ def train(options: Options, console: Console) -> None:
     """
     lm = jaxspec.load(options.model)
     given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    documents = job.read_kinds(given, formats.Chat(eos_token=tokenizer.EOS), console.print)
+    documents = job.read_kinds(given, formats.chat_of(Path(options.model)), console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
         prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -50,11 +51,13 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, directory: Path, context_length: int) -> None:
+def save(
+    tokenizer: Tokenizer, directory: Path, context_length: int, chat_template: str | None = None
+) -> None:
     """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads from `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
@@ -62,6 +65,8 @@ def save(tokenizer: Tokenizer, directory: Path, context_length: int) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
     }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -82,18 +87,23 @@ def encode_documents(
 ) -> list[Encoded]:
     """Tokens of every document, `bos` before and `eos` after it, and which of them are to be learned.
 
-    A span's tokens are its own: spans are encoded apart, so that none reaches into the next. A document whose
-    text spells out its end, as chat templates do, gets no second one.
+    A span's tokens are its own: spans are encoded apart, so that none reaches into the next. A document
+    whose text spells out its beginning or its end gets no second one.
     """
     spans = [span for document in documents for span in document.spans]
     encoded = iter(tokenizer.encode_batch_fast([span.text for span in spans], add_special_tokens=False))
     made = []
     for document in documents:
-        ids, learn = [bos], [True]
+        ids: list[int] = []
+        learn: list[bool] = []
         for span in document.spans:
             own = next(encoded).ids
             ids += own
             learn += [span.learn] * len(own)
+        # A chat template may spell out the marks that every document gets.
+        if ids[:1] != [bos]:
+            ids.insert(0, bos)
+            learn.insert(0, document.spans[0].learn)
         if ids[-1] != eos:
             ids.append(eos)
             learn.append(document.spans[-1].learn)
