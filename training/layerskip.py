@@ -24,8 +24,6 @@ class Options(JobOptions):
     layerskip: LayerSkipOptions = dataclasses.field(default_factory=LayerSkipOptions)
     exits: tuple[int, ...] = ()
 
-    __doc__ += JobOptions.__doc__.partition("Attributes:\n")[2]  # type: ignore[union-attr]
-
 
 def objective(options: Options, config: LlamaConfig) -> job.Objective:
     """The LayerSkip loss; the exits draft for the model itself.

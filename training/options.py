@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,6 +206,10 @@ class JobOptions:
 
 Options = TypeVar("Options")
 _CONFIG = "--config"
+_CONFIG_HELP = (
+    "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
+    "command line wins."
+)
 
 
 def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
@@ -227,7 +232,15 @@ def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Op
             words += yaml_words(Path(file))
         else:
             rest.append(word)
-    return tyro.cli(kind, args=[*words, *rest], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
+    # tyro takes the attributes' part itself, for each option, unless a description is given.
+    about = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip()
+    return tyro.cli(
+        kind,
+        args=[*words, *rest],
+        prog=prog,
+        description=f"{about}\n\n{_CONFIG_HELP}",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
 
 
 def yaml_words(file: Path) -> list[str]:

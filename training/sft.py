@@ -15,8 +15,6 @@ from training.options import JobOptions
 class Options(JobOptions):
     """Trains a Llama by next-token prediction and writes the best checkpoint as a Hugging Face directory."""
 
-    __doc__ += JobOptions.__doc__.partition("\n")[2]  # type: ignore[union-attr]
-
 
 def objective(options: Options, config: LlamaConfig) -> job.Objective:
     """Cross-entropy of the last layer alone."""

@@ -35,8 +35,6 @@ class Options(JobOptions):
     target: Path | None = None
     distil_weight: float = 0.0
 
-    __doc__ += JobOptions.__doc__.partition("Attributes:\n")[2]  # type: ignore[union-attr]
-
     def __post_init__(self):
         if not self.exits or sorted(set(self.exits)) != list(self.exits) or self.exits[0] < 1:
             raise ValueError(f"exits is {self.exits}; give numbers of layers, rising, such as --exits 6 9 12")
