@@ -633,6 +633,17 @@ def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
     assert (options.model.growth, options.exits, options.layerskip.rotation) == (((1, 22),), (1,), 2)
 
 
+def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(folder):
+    places = ["--data", str(folder / "text.txt"), "--run", str(folder / "none")]
+    for more, expected in (
+        ([], "exponential"),
+        (["--start", "somewhere"], "constant"),
+        (["--start", "somewhere", "--dropout-over-time", "exponential"], "exponential"),
+    ):
+        options = training_options.parse(layerskip.Options, [*places, *more], "layerskip")
+        assert layerskip.recipe(options).dropout_over_time == expected
+
+
 # Several devices
 
 

@@ -76,8 +76,8 @@ class LayerSkipOptions:
     Attributes:
       max_dropout: the rate at which the last layer is dropped, per sample; lower layers are dropped less, the
         first never.
-      dropout_over_time: `exponential` grows the rates from 0 over the run (from scratch), `constant` does not
-        (a pretrained model goes on).
+      dropout_over_time: `exponential` grows the rates from 0 over the run, `constant` does not. By default the
+        first from scratch, and the second where a pretrained model goes on.
       early_exit_scale: how much the exits before the last layer count.
       curriculum: which exits a step trains beside the last layer: `rotational`, every `rotation`-th, shifted
         by one each step; `gradual`, from the last layer downwards as training goes on.
@@ -85,7 +85,7 @@ class LayerSkipOptions:
     """
 
     max_dropout: float = 0.1
-    dropout_over_time: Literal["exponential", "constant"] = "exponential"
+    dropout_over_time: Literal["exponential", "constant"] | None = None
     early_exit_scale: float = 0.2
     curriculum: Literal["rotational", "gradual"] = "rotational"
     rotation: int = 8
@@ -125,7 +125,10 @@ def most_exits(options: LayerSkipOptions, layers: int) -> int:
 
 
 def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps: int) -> jax.Array:
-    """The rate at which each layer is dropped at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3."""
+    """The rate at which each layer is dropped at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3.
+
+    Where the options leave S open it is that of training from scratch.
+    """
     depth = np.expm1(np.arange(layers) * math.log(2) / max(1, layers - 1))
     over_time = jnp.expm1(step * math.log(2) / max(1, steps - 1))
     if options.dropout_over_time == "constant":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from jaxspec.model.config import LlamaConfig
 from training import job
 from training.exit_losses import LayerSkipOptions, layer_skip
-from training.options import JobOptions
+from training.options import SCRATCH, JobOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,14 @@ class Options(JobOptions):
     exits: tuple[int, ...] = ()
 
 
+def recipe(options: Options) -> LayerSkipOptions:
+    """The recipe with what it leaves open settled: how dropout moves follows from where training starts."""
+    if options.layerskip.dropout_over_time is not None:
+        return options.layerskip
+    over_time: Literal["exponential", "constant"] = "exponential" if options.start == SCRATCH else "constant"
+    return dataclasses.replace(options.layerskip, dropout_over_time=over_time)
+
+
 def objective(options: Options, config: LlamaConfig) -> job.Objective:
     """The LayerSkip loss; the exits draft for the model itself.
 
@@ -37,7 +46,7 @@ def objective(options: Options, config: LlamaConfig) -> job.Objective:
             f"exits {outside} of a model with {config.num_layers} layers; give layers from 1 to "
             f"{config.num_layers - 1}"
         )
-    loss = layer_skip(config, options.layerskip, options.loop.steps, options.remat)
+    loss = layer_skip(config, recipe(options), options.loop.steps, options.remat)
     return job.Objective(loss, options.exits)
 
 
