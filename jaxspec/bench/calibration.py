@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.profile import CAPACITY, LIVE, Steps, WrongDrafts
-from jaxspec.bench.prompts import load as load_prompts
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_verify import DraftVerify
@@ -31,14 +31,6 @@ Report = Callable[[str], None]
 # Draft steps in one timing.
 _DRAFTED = 8
 
-# As many as in the papers, two of each kind of work.
-_OF_EACH_KIND = 2
-
-
-def default_prompts() -> tuple[str, ...]:
-    """The texts to go on from where the user gives none."""
-    return tuple(text for kind in load_prompts().values() for text in kind[:_OF_EACH_KIND])
-
 
 def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """Prompts as token ids: one a file; or the default ones, as far as they fit the model's context.
@@ -51,7 +43,9 @@ def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -
     wish = "--prompt-file wants a text file, one prompt each"
     context = lm.config.context_length
     if not files:
-        fitting = [ids for ids in map(lm.encode, default_prompts()) if len(ids) + max_new_tokens <= context]
+        fitting = [
+            ids for ids in map(lm.encode, prompt_set.sample(2)) if len(ids) + max_new_tokens <= context
+        ]
         if not fitting:
             raise ValueError(
                 f"--max-new-tokens ({max_new_tokens}) and the default prompts exceed the model's context of "
