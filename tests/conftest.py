@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 
 import pytest
 
@@ -23,6 +24,9 @@ def pytest_configure(config):
         if importlib.metadata.version("jaxlib").startswith("0.10."):
             flags += KNOWN_IN_0_10
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
