@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,6 +55,8 @@ __all__ = [
     "Resources",
     "build",
     "build_acceptor",
+    "carried_over",
+    "carries",
     "check_method",
     "options_for",
     "options_given",
@@ -121,6 +124,26 @@ def build_acceptor(options: MethodOptions, sampling: bool) -> Acceptor:
             )
         return GreedyAcceptor()
     return RejectionAcceptor() if name == "rejection" else BlockAcceptor()
+
+
+def carries(drafter: Drafter) -> bool:
+    """Whether a drafter has a γ that goes from text to text."""
+    return any(gamma.carries for gamma in jax.tree.leaves(drafter, is_leaf=_is_gamma) if _is_gamma(gamma))
+
+
+def carried_over(drafter: Drafter, before: Drafter | None) -> Drafter:
+    """The drafter with the γ that one of the same structure, made before, ended with."""
+    if len({jax.tree.structure(one) for one in (drafter, before)}) > 1:
+        return drafter
+
+    def take(new: Any, old: Any) -> Any:
+        return dataclasses.replace(new, first=old.first) if _is_gamma(new) and new.carries else new
+
+    return jax.tree.map(take, drafter, before, is_leaf=_is_gamma)
+
+
+def _is_gamma(node: Any) -> bool:
+    return isinstance(node, AdaptiveGamma)
 
 
 def _autoregressive(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:

@@ -78,7 +78,8 @@ class AdaptiveGamma:
       epsilon: ε.
       most: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
         it is where AR ≥ α and all K tokens were drafted.
-      carries: whether the next text starts from the γ that this one ended with, static.
+      carries: whether the next text of a call starts from the γ that one before it ended with, static; a
+        method given by name remembers it from call to call.
     """
 
     first: jax.Array | float = 0.6
@@ -114,7 +115,7 @@ class AdaptiveGamma:
 
     def carry(self, state: State) -> AdaptiveGamma:
         """The same, starting where a text of one row ended."""
-        return dataclasses.replace(self, first=state[0][0]) if self.carries else self
+        return dataclasses.replace(self, first=jnp.clip(state[0][0], 0, 1)) if self.carries else self
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.method_files import ASDNumbers, ProbeFile
 from jaxspec.method_options import MethodOptions, options_for, stop_rules
-from jaxspec.methods import Model, Resources, build
+from jaxspec.methods import Model, Resources, build, carried_over
 from jaxspec.model.plan import LayerPlan
 from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, ProductBelow
 from tests import tiny
@@ -140,6 +140,9 @@ def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     assert [float(n) for n in (drafter.alpha, drafter.every, drafter.keep_last)] == pytest.approx([0.8, 2, 1])
     moved = path.rename(path.with_name("elsewhere.json"))
     assert int(made("asd", beside, asd_numbers=str(moved)).every) == 2
+    method_files.write_asd(moved, beside.fingerprint, ASDNumbers(0.7, -1, 1), {})
+    with pytest.raises(ValueError, match=r"elsewhere\.json has alpha 0\.7, every -1"):
+        made("asd", beside, asd_numbers=str(moved))
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
         made("asd", beside, asd_numbers="missing.json")
 
@@ -258,12 +261,28 @@ def test_only_so_many_static_programs_are_kept():
     executables = Executables()
     double = jax.jit(lambda x, *, by: x * by, static_argnames="by")
     for by in range(MAX_VARIANTS + 2):
-        executables.has_variant(double, jnp.ones(2), by=by)
+        assert executables.variant(double, jnp.ones(2), by=by) is None
         executables.wait()
-    assert executables.has_variant(double, jnp.ones(2), by=MAX_VARIANTS + 1)
-    assert not executables.has_variant(double, jnp.ones(2), by=0)
+    assert executables.variant(double, jnp.ones(2), by=MAX_VARIANTS + 1)(jnp.ones(2)).tolist() == [17, 17]
+    assert executables.variant(double, jnp.ones(2), by=0) is None
+    executables.wait()
     assert executables.variants.hits == 1
-    assert len(executables._futures) == MAX_VARIANTS
+    assert len(executables._variants) == MAX_VARIANTS
+
+
+def test_a_static_program_that_fails_to_compile_is_not_tried_again():
+    executables, tried = Executables(), []
+
+    @jax.jit
+    def broken(x):
+        tried.append(x)
+        raise ValueError("no such operation")
+
+    for _ in range(3):
+        assert executables.variant(broken, jnp.ones(2)) is None
+        executables.wait()
+    assert len(tried) == 1
+    assert executables.variants.misses == 3
 
 
 # What is carried over
@@ -288,10 +307,17 @@ def test_gamma_is_carried_over_on_request():
     again = drafted(carry_gamma=True)
     assert again < first
     (kept,) = lm._carried.values()
-    assert float(kept.rule.gamma.first) > 1
-    # In one call: a row that comes after another.
+    assert float(kept.rule.gamma.first) == 1
+    # γ alone is carried, and only between drafters of the same structure.
+    fresh = dataclasses.replace(kept, rule=made("adaspeed", lm, carry_gamma=True, gamma=0.0, **numbers).rule)
+    assert float(carried_over(fresh, kept).rule.gamma.first) == 1
+    deeper = dataclasses.replace(fresh, exit_layer=2)
+    assert carried_over(deeper, kept) is deeper
+    # In one call: a row that comes after another, by a Drafter object too.
     lm._carried.clear()
     rows = generate(lm, [PROMPTS[2], PROMPTS[2]], max_batch=1, carry_gamma=True, **options, **numbers)
+    assert [row.statistics.num_draft_tokens for row in rows] == [first, again]
+    rows = generate(lm, [PROMPTS[2], PROMPTS[2]], max_batch=1, method=fresh)
     assert [row.statistics.num_draft_tokens for row in rows] == [first, again]
 
 

@@ -25,7 +25,7 @@ import tyro
 from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES, Steps, WrongDrafts
 from jaxspec.bench.submodel import SubmodelSteps, only_layers
-from jaxspec.bench.timing import interleaved, median_ratio
+from jaxspec.bench.timing import check_budget, interleaved, median_ratio
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
@@ -82,6 +82,7 @@ def measure(options: Options) -> dict[str, Any]:
     """
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
+    check_budget(options.max_new_tokens)
     place, dtype = resolve_placement(options.dtype, options.device)
     shape = SHAPES[options.shape]
     depth = options.exit_layer or max(1, shape.num_layers // 4)

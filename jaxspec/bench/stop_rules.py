@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 from jaxspec.bench import prompts as prompt_set
-from jaxspec.bench.timing import interleaved
+from jaxspec.bench.timing import check_budget, interleaved
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name, probe_path
@@ -73,6 +73,7 @@ def measure(options: Options) -> dict[str, Any]:
     Raises:
       ValueError, FileNotFoundError: an unknown kind of prompt, or what `load` and `generate` raise.
     """
+    check_budget(options.max_new_tokens)
     known = prompt_set.load()
     for kind in options.kinds:
         if kind not in known:
@@ -87,6 +88,9 @@ def measure(options: Options) -> dict[str, Any]:
         ignore_eos=True,
         temperature=options.temperature,
         top_p=top_p,
+        # Not the model's own defaults: the law is the one that is named.
+        top_k=0,
+        min_p=0.0,
     )
     exits = options.exit_layers or tuple(range(1, max(2, lm.config.num_layers // 2 + 1)))
     cases: dict[tuple[str, int], dict[str, Any]] = {("plain", 0): {}} | {

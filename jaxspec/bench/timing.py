@@ -38,3 +38,9 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dic
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """The median of the ratios round by round: what slows a whole round down cancels."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def check_budget(max_new_tokens: int) -> None:
+    """Refuses texts too short to be timed: speeds are of the tokens after the first."""
+    if max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; give at least 2")

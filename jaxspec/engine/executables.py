@@ -54,7 +54,8 @@ class Executables:
         self.compile_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
-        self._variants: OrderedDict[Any, None] = OrderedDict()
+        self._variants: OrderedDict[Any, Future] = OrderedDict()
+        self._variant_pool: ThreadPoolExecutor | None = None
         self._futures: dict[Any, Future] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -73,40 +74,46 @@ class Executables:
     def prepare(self, function: Callable, *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
         key, future, mine = self._claim(function, args, static)
-        if mine:
-            self._submit(self._compile, key, future, function, args, static)
-
-    def has_variant(self, function: Callable, *args: Any, **static: Any) -> bool:
-        """Whether the executable for such arguments is there; else it is compiled in the background.
-
-        For executables that a general one can stand in for: only `MAX_VARIANTS` of them are kept.
-        """
-        key, future, mine = self._claim(function, args, static)
-        if mine:
-            self._submit(self._compile_variant, key, future, function, args, static)
-        ready = future.done() and future.exception() is None
+        if not mine:
+            return
         with self._lock:
-            self._variants[key] = None
-            self._variants.move_to_end(key)
-            while len(self._variants) > MAX_VARIANTS:
-                oldest, _ = self._variants.popitem(last=False)
-                self._futures.pop(oldest, None)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
+        self._pool.submit(self._compile, key, future, function, args, static)
+
+    def variant(self, function: Callable, *args: Any, **static: Any) -> Callable | None:
+        """The executable for such arguments if it is there; else it is compiled in the background.
+
+        For executables that a general one can stand in for: only `MAX_VARIANTS` of them are kept, one is
+        compiled at a time, and one that fails to compile is not tried again.
+        """
+        key = _key(function, args, static)
+        with self._lock:
+            future = self._variants.get(key)
+            if future is None and all(other.done() for other in self._variants.values()):
+                future = self._variants[key] = Future()
+                if self._variant_pool is None:
+                    self._variant_pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-variant")
+                self._variant_pool.submit(self._compile_variant, future, function, args, static)
+                if len(self._variants) > MAX_VARIANTS:
+                    self._variants.popitem(last=False)
+            elif future is not None:
+                self._variants.move_to_end(key)
+            ready = future is not None and future.done() and future.exception() is None
             counted = {"hits": self.variants.hits + 1} if ready else {"misses": self.variants.misses + 1}
             self.variants = dataclasses.replace(self.variants, **counted)
-        return ready
+        return future.result() if ready and future is not None else None
 
     def wait(self) -> None:
         """Returns once nothing is compiling in the background any more: before times are taken."""
         with self._lock:
-            futures = list(self._futures.values())
+            futures = [*self._futures.values(), *self._variants.values()]
         for future in futures:
             future.exception()
 
     def _claim(self, function: Callable, args: Any, static: dict[str, Any]) -> tuple[Any, Future, bool]:
         """Key and future of this executable, and whether the caller is the one to build it."""
-        leaves, tree = jax.tree.flatten(args)
-        shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-        key = (function, tree, shapes, tuple(sorted(static.items())))
+        key = _key(function, args, static)
         with self._lock:
             known = self._futures.get(key)
             if known is not None:
@@ -115,18 +122,19 @@ class Executables:
             self._futures[key] = future
             return key, future, True
 
-    def _submit(self, work: Callable, *args: Any) -> None:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
-        self._pool.submit(work, *args)
-
-    def _compile_variant(self, *args: Any) -> None:
+    def _compile_variant(self, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
-        self._compile(*args)
-        spent = self.variants.compile_ms + 1e3 * (time.perf_counter() - began)
+        try:
+            compiled = function.lower(*args, **static).compile()
+        except Exception as error:
+            future.set_exception(error)
+            return
+        spent_ms = 1e3 * (time.perf_counter() - began)
         with self._lock:
-            self.variants = dataclasses.replace(self.variants, compile_ms=spent)
+            self.num_compilations += 1
+            self.compile_ms += spent_ms
+            self.variants = dataclasses.replace(self.variants, compile_ms=self.variants.compile_ms + spent_ms)
+        future.set_result(compiled)
 
     def _compile(self, key: Any, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
@@ -135,7 +143,7 @@ class Executables:
         except BaseException as error:
             # Forgotten, so that the next call tries again: it may have been an interruption.
             with self._lock:
-                self._futures.pop(key, None)
+                del self._futures[key]
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
@@ -144,3 +152,10 @@ class Executables:
             self.num_compilations += 1
             self.compile_ms += 1e3 * (time.perf_counter() - began)
         future.set_result(compiled)
+
+
+def _key(function: Callable, args: Any, static: dict[str, Any]) -> Any:
+    """What tells executables apart: the function, shapes and dtypes of its arguments, and what is static."""
+    leaves, tree = jax.tree.flatten(args)
+    shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+    return function, tree, shapes, tuple(sorted(static.items()))

@@ -217,7 +217,7 @@ class LanguageModel:
         # What is carried over belongs to a method, its options and its laws.
         carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
         if carried is not None:
-            drafter = self._carried.get(carried, drafter)
+            drafter = methods.carried_over(drafter, self._carried.get(carried))
         self._check_memory(requests, max_batch)
         session = Session(
             self.executables,
@@ -229,7 +229,7 @@ class LanguageModel:
             max_batch=max_batch,
             log_probs=logprobs,
             static_plans=chosen.static,
-            carries=chosen.carry_gamma,
+            carries=methods.carries(drafter),
             mesh=self.mesh,
             device=self.device,
         )

@@ -132,18 +132,15 @@ class Session:
         device: jax.Device | None = None,
     ) -> None:
         self._call, self._prepare = executables.call, executables.prepare
-        self._has_variant, self._static_plans, self._carries = (
-            executables.has_variant,
-            static_plans,
-            carries,
-        )
+        self._variant, self._static_plans, self._carries = executables.variant, static_plans, carries
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = _filters_used(requests) if needs_sampling(requests) else None
         self.drafter, self._acceptor = self._put((drafter, acceptor))
-        # The drafter for the one mask that all rows have, where there is one to specialise to.
+        # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
         self._specialised: Drafter | None = None
+        self._rows_changed = True
         self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
         self._waiting = deque(enumerate(requests))
         # Which request each row holds; None once it has ended.
@@ -187,7 +184,6 @@ class Session:
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
         self._state, emitted = self._prefill(requests, self._start_capacity(requests), self._parts)
-        self._specialise()
         return self._updates(emitted, range(len(first)))
 
     def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
@@ -199,7 +195,7 @@ class Session:
         self._halt[row] = False
         # A row that has ended keeps its old law: whatever it draws is thrown away.
         self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
-        self._specialise()
+        self._rows_changed = True
         return self._updates(emitted, [row])
 
     def _decode(self, max_rounds: int) -> list[Update]:
@@ -210,19 +206,22 @@ class Session:
         elif 2 * self._lengths.max() > self.capacity:
             self._prepare_next()
         arguments = (self._state, self._put(np.int32(max_rounds)), self._put(self._halt))
-        parts, static = self._parts, self._chunk_static()
+        static, compiled, parts = self._chunk_static(), None, self._parts
+        if self._static_plans and self._rows_changed:
+            self._specialise()
         if self._specialised is not None:
             special = dataclasses.replace(parts, drafter=self._specialised)
-            if self._has_variant(_chunk, self._params, special, *arguments, **static):
-                parts = special
-        self._state, emitted = self._call(_chunk, self._params, parts, *arguments, **static)
+            compiled = self._variant(_chunk, self._params, special, *arguments, **static)
+        if compiled is not None:
+            self._state, emitted = compiled(self._params, special, *arguments)
+        else:
+            self._state, emitted = self._call(_chunk, self._params, parts, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
 
     def _specialise(self) -> None:
         """Looks whether all rows have one mask."""
-        if not self._static_plans:
-            return
         assert self._state is not None
+        self._rows_changed = False
         live = jnp.array([held is not None for held in self._rows])
         drafter = cast(MaskedDrafter, self.drafter)
         plans = np.asarray(drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
@@ -232,6 +231,7 @@ class Session:
     def _end(self, row: int) -> None:
         """Frees a row, and keeps what the drafter carries over from its text."""
         self._rows[row] = None
+        self._rows_changed = True
         if self._carries:
             assert self._state is not None
             state = self._state.drafter_state

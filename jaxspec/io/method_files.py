@@ -132,10 +132,19 @@ def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
     """
     content = _read(path, ASD_FORMAT, "a file of ASD's numbers")
     _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
-    try:
-        return ASDNumbers(float(content["alpha"]), int(content["every"]), int(content["keep_last"]))
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} lacks the numbers alpha, every and keep_last") from None
+    alpha, every, keep_last = (content.get(name) for name in ("alpha", "every", "keep_last"))
+    if not (
+        isinstance(alpha, (int, float))
+        and 0 < alpha <= 1
+        and isinstance(every, int)
+        and isinstance(keep_last, int)
+        and min(every, keep_last) >= 0
+    ):
+        raise ValueError(
+            f"{path} has alpha {alpha}, every {every}, keep_last {keep_last}; expected a number above 0 and at "
+            "most 1, and two whole numbers"
+        )
+    return ASDNumbers(float(alpha), every, keep_last)
 
 
 def law_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:
