@@ -34,6 +34,8 @@ for options in (
     {"method": "autoregressive"},
     {"method": "ngram", "num_draft_tokens": 2},
     {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
+    {"method": "asd", "num_draft_tokens": 2, "alpha": 0.8, "every": 0, "keep_last": 0},
+    {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1, "carry_gamma": True},
 ):
     rows = spread[0].generate(prompts, max_new_tokens=10, **options)
     assert [row.tokens for row in rows] == expected, options
@@ -58,4 +60,6 @@ def test_a_mesh_decodes_as_one_device():
         "autoregressive",
         "ngram",
         "draft-model",
+        "asd",
+        "adaspeed",
     ]
