@@ -2,8 +2,8 @@
 
 Row b has `length[b]` committed tokens. Caches hold the first length − 1 of them; the last is pending and is
 fed by the next forward pass. A round feeds (pending, K drafts) and commits 1 to K + 1 tokens. The condition
-for running a round at all is length + K + 1 ≤ capacity, in every row, finished ones too: no write ever
-reaches past the end.
+for running a round at all is length + K + 1 ≤ capacity (more, if the drafter reaches farther), in every row,
+finished ones too: no write ever reaches past the end.
 
 Everything here is pure and knows no method by name; `engine` compiles it and decides when to call what.
 """
@@ -232,7 +232,7 @@ def chunk(
 
     def more(carry) -> jax.Array:
         rounds, state, *_ = carry
-        fits = jnp.all(state.length + width <= state.capacity)
+        fits = jnp.all(state.length + parts.drafter.reach <= state.capacity)
         reported = jnp.all(state.length - first + width <= window)
         return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
 

@@ -17,6 +17,7 @@ Method = Literal[
     "layerskip",
     "adaspeed",
     "adaspeed-probe",
+    "s2d",
 ]
 StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
 GammaEdge = Literal["paper", "code"]
@@ -30,7 +31,8 @@ class MethodOptions:
     """Options of the methods that stand in brackets; another method does not know them.
 
     Attributes:
-      draft: [draft-model] the draft: a directory or a hub id.
+      draft: [draft-model, s2d] the draft: a directory or a hub id. s2d wants one with sorted exits, made by
+        `python -m training.soft`; without one, a model with sorted exits drafts for itself.
       draft_exit: [draft-model] run only its first N layers; without a draft, the model's own.
       num_draft_tokens: [all that draft] the most tokens drafted in a round, K. Default 5, with a
         stop rule 12; ngram 10, with a reference 20.
@@ -38,7 +40,7 @@ class MethodOptions:
         probability is below gamma), product (that of all the draft's tokens together is), probe (the same with
         a probe's probabilities), adaptive-length (5, + 2 after a round fully accepted, else − 1). Several stop
         at the first of them. Default: confidence for asd and draft-verify, product for adaspeed, probe for
-        adaspeed-probe, constant for layerskip and draft-model.
+        adaspeed-probe, adaptive-length for s2d, constant for layerskip and draft-model.
       gamma: [all but ngram] the γ of confidence, product and probe to start with, 0 to 1. Default 0.6, of product
         and probe 0.8.
       adaptive_gamma: [all but ngram] let γ follow the acceptance rate, as in Draft & Verify.
@@ -63,6 +65,8 @@ class MethodOptions:
       exit_layer: [layerskip, adaspeed, adaspeed-probe] draft with the first E layers. Default: a quarter of them.
       probe: [layerskip, adaspeed, adaspeed-probe] the probe's file, instead of the one beside the model. Made
         by `python -m training.probe`.
+      thresholds: [s2d] the file with the probabilities from which on each exit is taken, instead of the one beside
+        the model. Made by `jaxspec tune --method s2d`. Default: as tuned, else 0.5.
       ngram_max: [ngram] longest run of tokens looked for. Default 3, with a reference 5.
       ngram_min: [ngram] shortest. Default 1.
       match: [ngram] which of several places: latest, earliest, longest continuation, or random among those.
@@ -93,6 +97,7 @@ class MethodOptions:
     static: bool = False
     exit_layer: int | None = None
     probe: str | None = None
+    thresholds: str | None = None
     ngram_max: int | None = None
     ngram_min: int | None = None
     match: Match | None = None
@@ -121,6 +126,7 @@ _USUAL_RULE: dict[Method, StopName] = {
     "layerskip": "constant",
     "adaspeed": "product",
     "adaspeed-probe": "probe",
+    "s2d": "adaptive-length",
 }
 _EXIT = ("exit_layer", "probe")
 # What else each method reads; `acceptor` belongs to all.
@@ -133,6 +139,7 @@ _OPTIONS: dict[Method, tuple[str, ...]] = {
     "layerskip": _EXIT,
     "adaspeed": _EXIT,
     "adaspeed-probe": _EXIT,
+    "s2d": ("draft", "thresholds"),
 }
 
 

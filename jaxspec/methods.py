@@ -19,6 +19,7 @@ from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.drafting.s2d import S2D
 from jaxspec.io import method_files
 from jaxspec.io.files import read_text
 from jaxspec.io.method_files import ASDNumbers
@@ -69,11 +70,12 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model's config and parameters, and what it is called."""
+    """A model's config and parameters, what it is called, and the exits it was trained for, in layers."""
 
     config: LlamaConfig
     params: Params
     name: str = ""
+    exits: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +240,44 @@ def _layerskip(
     return LayerSkip(target.config, exit_layer, rule, most), None
 
 
+# The lowest that the paper tries; best there for small targets.
+_THRESHOLD = 0.5
+
+
+def _s2d(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
+    sorted_target = options.draft is None
+    draft = target if options.draft is None else resources.load_draft(options.draft)
+    # The target's last layer is what verifies.
+    exits = tuple(n for n in draft.exits if not sorted_target or n < target.config.num_layers)
+    if not exits:
+        raise ValueError(
+            f"method s2d needs a draft with sorted exits, and {draft.name or 'the model'} has none"
+            f"{' below its last layer' if sorted_target else ''}; give --draft DIR, made by "
+            "`python -m training.soft`"
+        )
+    config, params = draft.config.truncated(exits[-1]), llama.truncate(draft.params, exits[-1])
+    thresholds = _thresholds(options, exits, Model(config, params), resources)
+    rule, most = _stopping("s2d", options)
+    if sorted_target:
+        return S2D(target.config, exits, thresholds, rule, most, sorted_target=True), None
+    return S2D(config, exits, thresholds, rule, most), params
+
+
+def _thresholds(
+    options: MethodOptions, exits: tuple[int, ...], draft: Model, resources: Resources
+) -> jax.Array:
+    """As in the file named, else as in the one beside the model, else the paper's."""
+    numbers = [_THRESHOLD] * (len(exits) - 1)
+    fingerprint = method_files.fingerprint(draft.config, draft.params)
+    path = None if options.thresholds is None else Path(options.thresholds)
+    if path is None and resources.directory is not None:
+        beside = method_files.thresholds_path(resources.directory, fingerprint)
+        path = beside if beside.is_file() else None
+    if path is not None:
+        numbers = method_files.read_thresholds(path, resources.fingerprint(), fingerprint, exits)
+    return jnp.asarray(numbers, jnp.float32)
+
+
 def _beside(named: str | None, resources: Resources, name: str) -> Path | None:
     """The file that the user named, else `name` beside the model; None for a model made in memory."""
     if named is not None:
@@ -278,12 +318,13 @@ _BUILDERS: dict[Method, Callable[[MethodOptions, Model, Resources], tuple[Drafte
     "layerskip": functools.partial(_layerskip, "layerskip"),
     "adaspeed": functools.partial(_layerskip, "adaspeed"),
     "adaspeed-probe": functools.partial(_layerskip, "adaspeed-probe"),
+    "s2d": _s2d,
 }
 
 
 def _no_probe() -> Probe:
     raise ValueError(
-        "--stop probe needs a draft that exits early; choose layerskip, adaspeed or adaspeed-probe"
+        "--stop probe needs a draft that always exits at one layer; choose layerskip, adaspeed or adaspeed-probe"
     )
 
 

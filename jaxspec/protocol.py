@@ -10,7 +10,7 @@ B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -165,9 +165,10 @@ class StopRule(Protocol):
 class Drafter(Protocol):
     """Proposes tokens for the target to verify.
 
-    `num_draft_tokens` (K) and `verify_widths` are static. `verify_widths` are the numbers of rows, rising to
-    K + 1, for which a verification is compiled; each round takes the narrowest that fits its longest
-    draft.
+    `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows,
+    rising to K + 1, for which a verification is compiled; each round takes the narrowest that fits its
+    longest draft. `reach` says how many slots past the committed tokens a round may write, at
+    least K + 1: no round begins unless every cache has them.
 
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
@@ -181,6 +182,9 @@ class Drafter(Protocol):
 
     @property
     def verify_widths(self) -> tuple[int, ...]: ...
+
+    @property
+    def reach(self) -> int: ...
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State: ...
 
@@ -223,6 +227,11 @@ class StatelessRule:
 
 class StatelessDrafter:
     """The same for a drafter; it supplies `propose`."""
+
+    @property
+    def reach(self) -> int:
+        """What verification needs."""
+        return cast(Drafter, self).num_draft_tokens + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
         """No state."""

@@ -23,6 +23,7 @@ from jaxspec.decoding import Parts, Request
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine import session as engine
@@ -71,7 +72,7 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     """Of every cache in a chunk's state: they end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
-    assert len(caches) == (2 if isinstance(call.args[1].drafter, DraftModel) else 1)
+    assert len(caches) == (2 if isinstance(call.args[1].drafter, (DraftModel, S2D)) else 1)
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
 

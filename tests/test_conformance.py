@@ -22,6 +22,7 @@ from jaxspec.drafting.chain import ChainDrafter, draft_chain
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.drafting.s2d import S2D
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import View, Weights
 from jaxspec.sampling import Greedy, Sampling
@@ -111,7 +112,7 @@ def code_of(texts: jax.Array) -> jax.Array:
     return code
 
 
-def draft_step(code, token, i):
+def draft_step(code, token, i, active):
     code = jnp.where(i == 0, 0, code * V + token)
     logits = jnp.asarray(DRAFT_TABLE)[i, code]
     return logits, logits, code
@@ -275,6 +276,13 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
             tiny.params(),
             tiny.params(),
         ),
+        # It never leaves before the last exit.
+        "s2d": (
+            tiny.TARGET,
+            S2D(tiny.TARGET, (1, 2), jnp.float32([1.1]), Constant(), tiny.K),
+            tiny.params(),
+            tiny.params(),
+        ),
         "asd": (config, asd, weights, None),
         "asd-shared": (config, asd.replace(shared_mask=True), weights, None),
         "draft-verify": (config, verify.replace(plan=everything.traced()), weights, None),
@@ -284,7 +292,13 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
     }
 
 
-WHOLE = [("draft-model", "block"), ("asd", "block"), ("draft-verify", "rejection"), ("layerskip", "greedy")]
+WHOLE = [
+    ("draft-model", "block"),
+    ("asd", "block"),
+    ("draft-verify", "rejection"),
+    ("layerskip", "greedy"),
+    ("s2d", "block"),
+]
 
 
 @pytest.mark.parametrize(
@@ -315,6 +329,8 @@ SAMPLED = [
     tiny.Combination("asd", "product", "block"),
     tiny.Combination("draft-verify", "any_of", "rejection"),
     tiny.Combination("layerskip", "probe", "block"),
+    tiny.Combination("s2d", "adaptive", "rejection"),
+    tiny.Combination("s2d-target", "confidence", "block"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -41,6 +41,10 @@ class Scripted:
     def verify_widths(self):
         return WIDTHS
 
+    @property
+    def reach(self):
+        return K + 1
+
     def init(self, params, view, prefill):
         return ()
 

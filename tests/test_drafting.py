@@ -134,7 +134,7 @@ NUM_ROWS = 30_000
 TABLE = 1.5 * np.random.default_rng(0).standard_normal((K, V**K, V)).astype(np.float32)
 
 
-def table_step(code, token, i):
+def table_step(code, token, i, active):
     """The carry numbers the text so far; the pending token 0 starts it."""
     code = jnp.where(i == 0, 0, code * V + token)
     return jnp.asarray(TABLE)[i, code], jnp.zeros((len(token), 1)), code

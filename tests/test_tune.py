@@ -1,16 +1,18 @@
-"""The sweep of ASD: which settings differ on given prompts, what is measured how often, and what is written."""
+"""The sweeps of ASD and S2D: which settings differ, what is measured how often, and what is written."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import calibration, tune
-from jaxspec.bench.tune import ASDOptions, tune_asd
+from jaxspec.bench import calibration, race, tune
+from jaxspec.bench.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd
 from jaxspec.cli import main
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel, load
@@ -136,7 +138,7 @@ def test_the_fastest_are_measured_anew(deep):
     )
     counts = {setting: calls[distinct:].count(setting) for setting in calls[distinct:]}
     assert set(counts.values()) == {3}
-    assert len(counts) >= tune.FINALISTS
+    assert len(counts) >= race.FINALISTS
     assert told[-1] == (len(calls), len(calls))
     best = report["results"][0]
     assert (best["alpha"], best["every"], best["keep_last"]) == (0.92, 2, 1)
@@ -235,13 +237,65 @@ def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd
         (("--alpha", "2"), "--alpha has 2.0; give numbers above 0 and at most 1 (off)"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--output", "/no/where.json"), "cannot write /no/where.json"),
-        (("--method", "s2d"), "invalid choice 's2d'"),
+        (("--method", "ngram"), "invalid choice 'ngram'"),
+        (("--threshold", "0.5"), "tune --method asd has no option --threshold; leave it out"),
     ],
 )
 def test_wrong_commands(model, capfd, more, message):
     assert main(["tune", "--method", "asd", "--model", str(model), *more]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("jaxspec: error: ")
-    assert message in captured.err
+    # A slow machine says what it is doing first.
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("jaxspec: error: ")
+    assert message in error
+
+
+# S2D
+
+
+def test_thresholds_that_draft_alike_are_tried_once():
+    assert s2d_grid((0.0, 0.5, 1.0), 2) == [(0.0,), (0.5,), (1.0,)]
+    three = s2d_grid((1.0, 0.0, 0.5, 0.5), 3)
+    assert three == [(0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"values": (0.5, 1.5)}, "--threshold has (0.5, 1.5); give numbers from 0 to 1"),
+        ({"values": ()}, "--threshold has ()"),
+        ({"repeats": 0}, "--repeats is 0; give at least 1"),
+    ],
+)
+def test_wrong_sweeps_of_thresholds(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        S2DOptions(**options)
+
+
+def test_the_command_writes_thresholds_that_the_method_finds(model, tmp_path, capfd):
+    draft, prompt = tmp_path / "draft", tmp_path / "prompt.txt"
+    write_tokenizer(write_model(draft, dataclasses.replace(CONFIG, num_layers=3), seed=2))
+    content = json.loads((draft / "config.json").read_text())
+    prompt.write_text("Once upon a time")
+    arguments = ["tune", "--method", "s2d", "--model", str(model), "--draft", str(draft)]
+    assert main(arguments) == 2
+    assert "needs a draft with sorted exits" in capfd.readouterr().err
+    (draft / "config.json").write_text(json.dumps({**content, "jaxspec": {"exits": [1, 2, 3]}}))
+    arguments += ["--prompt-file", str(prompt), "--max-new-tokens", "4", "--repeats", "1"]
+    assert main([*arguments, "--threshold", "0", "--threshold", "0.5", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["settings"] == 3 == len(report["results"])
+    best = report["results"][0]
+    lm = load(model)
+    drafter, _ = lm.drafter("s2d", draft=str(draft))
+    assert drafter.thresholds.tolist() == best["thresholds"]
+    written = json.loads(Path(report["output"]).read_text())
+    assert (written["target"], written["exits"]) == (lm.fingerprint, [1, 2, 3])
+    assert {"command", "score", "tokens_per_second", "turns", "settings"} <= set(written["found_by"])
+    # As a table too, and elsewhere.
+    assert main([*arguments, "--threshold", "0", "--output", str(tmp_path / "t.json")]) == 0
+    assert "exits after 1, 2, 3 layers" in " ".join(capfd.readouterr().out.split())
+    assert json.loads((tmp_path / "t.json").read_text())["thresholds"] == [0.0, 0.0, 0.0]
+    assert main([*arguments, "--alpha", "0.5"]) == 2
+    assert "tune --method s2d has no option --alpha" in capfd.readouterr().err

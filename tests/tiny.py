@@ -22,6 +22,7 @@ from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.model import llama
@@ -130,6 +131,11 @@ def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tupl
         return (verify.specialised(plan) if name == "draft-verify-static" else verify), None
     if name.startswith("layerskip"):
         return LayerSkip(config, depth - 1 if name == "layerskip-late" else 1, made, K), None
+    if name == "s2d-target":
+        return S2D(config, (1, depth - 1), jnp.float32([0.35]), made, K, sorted_target=True), None
+    if name == "s2d":
+        layers = dataclasses.replace(config, num_layers=3, intermediate_size=20)
+        return S2D(layers, (1, 2, 3), jnp.float32([0.4, 0.3]), made, K), params(layers)
     if name == "draft-exit":
         return DraftModel(config.truncated(1), made, K), llama.truncate(params(config), 1)
     small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
@@ -143,12 +149,13 @@ CHAINS = (
     ("asd-static", "asd-shared", "asd"),
     ("draft-verify-static", "draft-verify"),
     ("layerskip-late", "layerskip"),
+    ("s2d-target", "s2d"),
 )
 
 
 def config_of(drafter: str) -> LlamaConfig:
     """The target on which a drafter is tested."""
-    return DEEP if drafter.startswith(("asd", "draft-verify", "layerskip")) else TARGET
+    return DEEP if drafter.startswith(("asd", "draft-verify", "layerskip", "s2d-target")) else TARGET
 
 
 def with_rules() -> list[tuple[str, str]]:
@@ -315,6 +322,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "asd": {},
     "draft-verify": {},
     "layerskip": {},
+    "s2d": {},
 }
 
 
@@ -346,8 +354,9 @@ def tokenizer() -> Tokenizer:
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "layerskip")):
-        return {"method": drafter_of(method, "confidence", engine_config())[0]}
+    if method.startswith(("asd", "draft-verify", "layerskip", "s2d")):
+        drafter, weights = drafter_of(method, "confidence", engine_config())
+        return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})
 
 

@@ -69,6 +69,11 @@ class Recording:
         """Those of the drafter within."""
         return self.inner.verify_widths
 
+    @property
+    def reach(self) -> int:
+        """As the drafter's."""
+        return self.inner.reach
+
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
         """The state of the drafter within: nothing was proposed yet."""
         return self.inner.init(params, view, prefill)

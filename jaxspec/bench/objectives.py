@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.bench.timing import median_ratio
+from jaxspec.bench.totals import acceptance, running_ms, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model.plan import LayerPlan
@@ -47,6 +48,10 @@ class Agreement:
         }
 
 
+# As `LanguageModel.generate` takes it.
+Method = Drafter | tuple[Drafter, Any]
+
+
 class Speed:
     """Measures the speed of drafters beside plain decoding; one set of executables serves all of one structure.
 
@@ -54,11 +59,11 @@ class Speed:
       lm: the model.
       prompts: token ids; each is generated after by itself, as in the papers.
       max_new_tokens: of each.
-      drafter: any of those to be measured; it compiles them all.
+      drafter: any of those to be measured, with its parameters if it has some; it compiles them all.
     """
 
     def __init__(
-        self, lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: Drafter
+        self, lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: Method
     ) -> None:
         self._prompts = prompts
         self._turns = 0
@@ -68,7 +73,7 @@ class Speed:
         self(drafter)
         lm.executables.wait()
 
-    def __call__(self, drafter: Drafter) -> dict[str, Any]:
+    def __call__(self, drafter: Method) -> dict[str, Any]:
         """One turn over all prompts.
 
         Returns:
@@ -84,22 +89,9 @@ class Speed:
             for results, method in turn if self._turns % 2 == 0 else reversed(turn):
                 results.append(self._generate(prompt, **method))
             self._turns += 1
-        drafted = sum(result.statistics.num_draft_tokens for result in mine)
-        accepted = sum(result.statistics.num_accepted_tokens for result in mine)
         return {
-            "score": median_ratio(list(map(_running_ms, plain)), list(map(_running_ms, mine))),
-            "tokens_per_second": _tokens_per_second(mine),
-            "plain_tokens_per_second": _tokens_per_second(plain),
-            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "score": median_ratio(list(map(running_ms, plain)), list(map(running_ms, mine))),
+            "tokens_per_second": tokens_per_second(mine),
+            "plain_tokens_per_second": tokens_per_second(plain),
+            "draft_acceptance_rate": acceptance(mine)["draft_acceptance_rate"],
         }
-
-
-def _running_ms(result: Result) -> float:
-    """From its first token to its last, compilation left out."""
-    return result.statistics.decode_ms - result.statistics.compile_ms
-
-
-def _tokens_per_second(results: Sequence[Result]) -> float:
-    """Of texts generated one after another, after their first tokens."""
-    tokens = sum(result.statistics.num_tokens - 1 for result in results)
-    return 1e3 * tokens / sum(map(_running_ms, results))

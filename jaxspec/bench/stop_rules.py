@@ -18,6 +18,7 @@ import tyro
 
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.timing import check_budget, interleaved
+from jaxspec.bench.totals import acceptance, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name, probe_path
@@ -137,23 +138,12 @@ def _has_probe(lm: LanguageModel, exit_layer: int, law: str) -> bool:
 
 def _speed(turns: list[list[Result]]) -> float:
     """Tokens a second over all prompts, the median of the turns."""
-    return statistics.median(
-        sum(result.statistics.num_tokens - 1 for result in turn)
-        / sum(1e-3 * (result.statistics.decode_ms - result.statistics.compile_ms) for result in turn)
-        for turn in turns
-    )
+    return statistics.median(filter(None, map(tokens_per_second, turns)))
 
 
 def _entry(turns: list[list[Result]], plain: float) -> dict[str, Any]:
-    speed, counts = _speed(turns), [result.statistics for result in turns[0]]
-    rounds, drafted = sum(c.num_rounds for c in counts), sum(c.num_draft_tokens for c in counts)
-    return {
-        "tokens_per_second": speed,
-        "speedup": speed / plain,
-        "mean_acceptance_length": sum(c.num_tokens - 1 for c in counts) / rounds,
-        "draft_acceptance_rate": sum(c.num_accepted_tokens for c in counts) / drafted if drafted else None,
-        "mean_draft_length": drafted / rounds,
-    }
+    speed = _speed(turns)
+    return {"tokens_per_second": speed, "speedup": speed / plain, **acceptance(turns[0])}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from jaxspec.bench.calibration import Report, calibrate
 from jaxspec.bench.objectives import Speed
+from jaxspec.bench.race import Race, Turn, medians
 from jaxspec.drafting.asd import ASD
+from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.selection import asd_grid
 from jaxspec.selection.asd_grid import Group, Setting
 
-# Groups that are measured anew once all have been measured once.
-FINALISTS = 6
 # Settings with all rules on, from the fastest down, among which the ablation looks for one where each matters.
 _BASES = 12
 
@@ -42,8 +42,7 @@ class ASDOptions:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"--repeats is {self.repeats}; give at least 1")
+        _check_repeats(self.repeats)
 
 
 def tune_asd(
@@ -91,45 +90,22 @@ def tune_asd(
         )
     on_progress("compiling")
     speed = Speed(lm, prompts, options.max_new_tokens, _drafter(lm, found[0].settings[0]))
-    measured: dict[Group, list[dict[str, Any]]] = {group: [] for group in found}
-    anew: dict[Group, list[dict[str, Any]]] = {}
-    total = len(found) + options.repeats * min(FINALISTS, len(found))
     rows: dict[str, tuple[Setting, Group]] = {}
-    interrupted = False
 
-    def measure(group: Group, into: list[dict[str, Any]]) -> None:
-        into.append(speed(_drafter(lm, group.settings[0])))
-        done = sum(map(len, (*measured.values(), *anew.values())))
-        # Single turns do not compare with medians of many.
-        on_measured(done, total, ranked(anew or measured)[0])
+    def ablation(fastest: list[Group]) -> list[Group]:
+        rows.update(_ablation_rows(fastest, similarities))
+        return [group for _, group in rows.values()]
 
-    def ranked(turns: dict[Group, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        reports = [_row(group, taken) for group, taken in turns.items() if taken]
-        return sorted(reports, key=lambda row: -row["score"])
-
-    try:
-        for group in found:
-            measure(group, measured[group])
-        fastest = sorted(found, key=lambda group: -measured[group][0]["score"])
-        rows = _ablation_rows(fastest, similarities)
-        finalists = dict.fromkeys([*fastest[:FINALISTS], *(group for _, group in rows.values())])
-        anew = {group: [] for group in finalists}
-        total = len(found) + options.repeats * len(finalists)
-        for turn in range(options.repeats):
-            for group in finalists if turn % 2 == 0 else reversed(finalists):
-                measure(group, anew[group])
-    except KeyboardInterrupt:
-        interrupted = True
-        if not any(measured.values()):
-            raise
-    final = {group: turns for group, turns in anew.items() if turns}
-    once = {group: turns for group, turns in measured.items() if group not in final}
+    race = Race[Group](
+        lambda group: speed(_drafter(lm, group.settings[0])), options.repeats, _row, on_measured
+    )
+    race.run(found, ablation)
     return {
-        "results": ranked(final) + ranked(once),
+        "results": race.results(),
         "ablation": [
             {"rules": name, **_row(group, turns), **dataclasses.asdict(setting)}
             for name, (setting, group) in rows.items()
-            if (turns := final.get(group) or measured.get(group))
+            if (turns := race.turns(group))
         ],
         "similarities": {
             "min": float(similarities.min()),
@@ -138,7 +114,7 @@ def tune_asd(
         },
         "settings": len(settings),
         "distinct": len(found),
-        "interrupted": interrupted,
+        "interrupted": race.interrupted,
     }
 
 
@@ -168,18 +144,101 @@ def _ablation_rows(fastest: Sequence[Group], similarities: np.ndarray) -> dict[s
     return max(every, key=telling)
 
 
-def _row(group: Group, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _row(group: Group, turns: Sequence[Turn]) -> dict[str, Any]:
     attention, mlp = group.skipped
-
-    def median(name: str) -> float | None:
-        known = [turn[name] for turn in turns if turn[name] is not None]
-        return statistics.median(known) if known else None
-
     return {
         **dataclasses.asdict(group.settings[0]),
         "same_masks": len(group.settings),
         "skipped_attention": attention,
         "skipped_mlp": mlp,
-        "turns": len(turns),
-        **{name: median(name) for name in turns[0]},
+        **medians(turns),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class S2DOptions:
+    """The sweep of S2D's thresholds.
+
+    Attributes:
+      values: thresholds to try at each exit but the last, 0 to 1: 0 always leaves there, 1 hardly ever.
+      max_new_tokens: generated after each prompt.
+      repeats: turns in which the finalists are measured.
+    """
+
+    values: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
+    max_new_tokens: int = 32
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        _check_repeats(self.repeats)
+        if not self.values or not all(0 <= value <= 1 for value in self.values):
+            raise ValueError(f"--threshold has {self.values}; give numbers from 0 to 1")
+
+
+def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
+    """Every combination of thresholds for `exits` exits that drafts differently.
+
+    An exit that is always taken makes those after it unreachable: only one such combination is kept. An exit's
+    threshold is no lower than a later one's, as in the paper's: what is sure enough to leave early would be
+    sure enough later.
+    """
+    found = {}
+    for combination in itertools.product(sorted(set(values)), repeat=exits - 1):
+        always = combination.index(0.0) if 0.0 in combination else len(combination)
+        reachable = combination[:always]
+        if list(reachable) == sorted(reachable, reverse=True):
+            found[reachable] = reachable + (0.0,) * (len(combination) - always)
+    return list(found.values())
+
+
+def tune_s2d(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    options: S2DOptions,
+    drafter: S2D,
+    draft: Any = None,
+    *,
+    on_progress: Report = lambda what: None,
+    on_measured: Callable[[int, int, dict[str, Any]], None] = lambda done, total, best: None,
+) -> dict[str, Any]:
+    """Sweeps S2D's thresholds and measures tokens/s beside plain decoding, in turns, as `tune_asd` does.
+
+    Args:
+      lm: the target.
+      prompts: token ids.
+      options: of the sweep.
+      drafter: the method, with any thresholds.
+      draft: its parameters; None where the target drafts for itself.
+      on_progress: told what is being done.
+      on_measured: told how many measurements are done, of how many, and the best row so far.
+
+    Returns:
+      `results`, the best first: `thresholds`, `turns`, `score`, `tokens_per_second`,
+      `plain_tokens_per_second`, `draft_acceptance_rate`; `settings`, `interrupted`.
+
+    Raises:
+      ValueError: the draft has one exit.
+      KeyboardInterrupt: interrupted before the first measurement.
+    """
+    if len(drafter.exits) < 2:
+        raise ValueError(f"the draft has one exit ({drafter.exits[0]} layers); there is nothing to tune")
+
+    def method(thresholds: tuple[float, ...]) -> tuple[S2D, Any]:
+        return dataclasses.replace(drafter, thresholds=jnp.asarray(thresholds, jnp.float32)), draft
+
+    candidates = s2d_grid(options.values, len(drafter.exits))
+    on_progress("compiling")
+    speed = Speed(lm, prompts, options.max_new_tokens, method(candidates[0]))
+    race = Race[tuple[float, ...]](
+        lambda thresholds: speed(method(thresholds)),
+        options.repeats,
+        lambda thresholds, turns: {"thresholds": list(thresholds), **medians(turns)},
+        on_measured,
+    )
+    race.run(candidates)
+    return {"results": race.results(), "settings": len(candidates), "interrupted": race.interrupted}
+
+
+def _check_repeats(repeats: int) -> None:
+    if repeats < 1:
+        raise ValueError(f"--repeats is {repeats}; give at least 1")

@@ -33,7 +33,8 @@ class Generate(TextOptions):
         it repeats. draft-model: drafts of a smaller model (--draft), or of the model's own first layers
         (--draft-exit). asd: the model without the layers that the prompt shows to matter least. draft-verify:
         the model without layers that a search chose. layerskip: its first layers, whose work verification
-        shares. adaspeed, adaspeed-probe: the same, until the draft as a whole is doubtful.
+        shares. adaspeed, adaspeed-probe: the same, until the draft as a whole is doubtful. s2d: a sorted draft
+        (--draft), each token from its first exit that is sure.
       stream: print the text as it comes, or only once it is whole.
     """
 

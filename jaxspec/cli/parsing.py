@@ -42,6 +42,7 @@ _METAVARS = {
     "plan": "FILE",
     "probe": "FILE",
     "asd_numbers": "FILE",
+    "thresholds": "FILE",
     "shape": "NAME",
     "num_draft_tokens": "K",
     "method": "{" + ",".join(METHODS) + "}",
@@ -64,7 +65,7 @@ def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> A
     """
     name = argv[0] if argv else ""
     if name in commands:
-        return _parse(commands[name], f"jaxspec {name}", argv[1:])
+        return parse_as(commands[name], f"jaxspec {name}", argv[1:])
     if name and not name.startswith("-"):
         raise ValueError(f"unknown command {name!r}; the commands are {', '.join(commands)}")
     union: Any = None
@@ -72,10 +73,15 @@ def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> A
         summary = (command.__doc__ or "").partition("\n")[0]
         member: Any = Annotated[command, tyro.conf.subcommand(name, description=summary)]
         union = member if union is None else union | member
-    return _parse(union, "jaxspec", argv, description)
+    return parse_as(union, "jaxspec", argv, description)
 
 
-def _parse(target: Any, prog: str, argv: Sequence[str], description: str | None = None) -> Any:
+def parse_as(target: Any, prog: str, argv: Sequence[str], description: str | None = None) -> Any:
+    """What `argv` gives for `target`, a dataclass or a union of them; `prog` is called so in help and errors.
+
+    Raises:
+      SystemExit, ValueError: as `parse`.
+    """
     complaint = io.StringIO()
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
     try:

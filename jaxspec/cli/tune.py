@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.cli.bar import Bar
 from jaxspec.cli.options import ModelOptions
 from jaxspec.cli.output import output_file
 from jaxspec.cli.status import INTERRUPTED
 
-Tunable = Literal["asd"]
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
+
+Tunable = Literal["asd", "s2d"]
 # Rows of the table; the JSON has all.
 _SHOWN = 10
 
@@ -24,23 +29,30 @@ class Tune:
     asd: alpha (skip attention of at least this cosine similarity), every (skip every so many-th layer whole),
     keep-last (keep so many last layers). Numbers that skip the same are measured once.
 
+    s2d: for each exit of a sorted draft the probability from which on it is taken. They belong to this model and
+    this draft.
+
     Attributes:
       method: whose numbers.
+      draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
       prompt_file: a file that holds one prompt. Default: a few short ones.
-      alphas: an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
-      everys: an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
-      keep_lasts: a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
+      alphas: [asd] an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
+      everys: [asd] an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
+      keep_lasts: [asd] a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
+      thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 hardly ever. Default: 0, .3, .5, .7, .9, 1.
       max_new_tokens: how many tokens to generate after each prompt.
       repeats: how often the fastest are measured anew.
-      output: the file to write. Default: jaxspec.asd.json beside the model, where the method finds it.
+      output: the file to write. Default: beside the model, where the method finds it.
       json: print one JSON object and nothing else.
     """
 
-    method: Tunable = dataclasses.field(metadata={"metavar": "{asd}"})
+    method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d}"})
+    draft: str | None = None
     prompt_file: tuple[str, ...] = ()
     alphas: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--alpha"})
     everys: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--every"})
     keep_lasts: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--keep-last"})
+    thresholds: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--threshold"})
     max_new_tokens: int = 32
     repeats: int = 5
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
@@ -48,52 +60,28 @@ class Tune:
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
-        """Measures; returns the exit status."""
-        return {"asd": self._asd}[self.method]()
+        """Measures; returns the exit status.
 
-    def _asd(self) -> int:
+        Raises:
+          ValueError: an option of another method, or a number outside its range.
+        """
+        tune, foreign = {
+            "asd": (self._asd, ("thresholds", "draft")),
+            "s2d": (self._s2d, ("alphas", "everys", "keep_lasts")),
+        }[self.method]
+        for field in dataclasses.fields(self):
+            if field.name in foreign and getattr(self, field.name):
+                option = field.metadata.get("option", f"--{field.name}")
+                raise ValueError(f"tune --method {self.method} has no option {option}; leave it out")
         with Bar() as bar:
             bar("loading the model")
-            from jaxspec.bench.calibration import read_prompts
-            from jaxspec.bench.tune import ASDOptions, tune_asd
-            from jaxspec.io.method_files import ASD_NAME, ASDNumbers, write_asd
-
-            given = {"alphas": self.alphas, "everys": self.everys, "keep_lasts": self.keep_lasts}
-            options = ASDOptions(
-                max_new_tokens=self.max_new_tokens,
-                repeats=self.repeats,
-                **{name: values for name, values in given.items() if values},  # type: ignore[arg-type]
-            )
             lm = self.model.load()
-            output = output_file(self.output, lm.directory, ASD_NAME)
-            prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
-            report = tune_asd(
-                lm,
-                prompts,
-                options,
-                on_progress=bar,
-                on_measured=lambda done, total, best: bar.count(
-                    "measuring", done, total, f"{best['score']:.2f}× ({_numbers(best)})"
-                ),
-            )
-            best = report["results"][0]
-            numbers = ASDNumbers(best["alpha"], best["every"], best["keep_last"])
-            found_by = {
-                "command": "jaxspec tune --method asd",
-                "prompts": len(prompts),
-                "max_new_tokens": self.max_new_tokens,
-                "device": lm.device.device_kind,
-                "dtype": lm.dtype,
-                **{name: report[name] for name in ("settings", "distinct", "interrupted")},
-                **{name: value for name, value in best.items() if name not in dataclasses.asdict(numbers)},
-            }
-            write_asd(output, lm.fingerprint, numbers, found_by)
+            output, report = tune(lm, bar)
         report = {
             "model": lm.name,
             "device": lm.device.device_kind,
             "dtype": lm.dtype,
             "method": self.method,
-            "prompts": len(prompts),
             **report,
             "output": str(output),
         }
@@ -101,10 +89,11 @@ class Tune:
             print(json.dumps(report))
         else:
             _print(report)
+        best = report["results"][0]
         if best["score"] < 1:
             print(
-                f"jaxspec: warning: asd is slower here than plain decoding ({best['score']:.2f}×) with all of "
-                "these numbers",
+                f"jaxspec: warning: {self.method} is slower here than plain decoding ({best['score']:.2f}×) with "
+                "all of these numbers",
                 file=sys.stderr,
             )
         if report["interrupted"]:
@@ -112,9 +101,94 @@ class Tune:
             return INTERRUPTED
         return 0
 
+    def _asd(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
+        from jaxspec.bench.calibration import read_prompts
+        from jaxspec.bench.tune import ASDOptions, tune_asd
+        from jaxspec.io.method_files import ASD_NAME, ASDNumbers, write_asd
+
+        options = ASDOptions(
+            **self._given(alphas="alphas", everys="everys", keep_lasts="keep_lasts"),
+            max_new_tokens=self.max_new_tokens,
+            repeats=self.repeats,
+        )
+        output = output_file(self.output, lm.directory, ASD_NAME)
+        prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
+        report = tune_asd(lm, prompts, options, on_progress=bar, on_measured=_shown(bar))
+        best = report["results"][0]
+        numbers = ASDNumbers(best["alpha"], best["every"], best["keep_last"])
+        found_by = self._found_by(lm, prompts, report, dataclasses.asdict(numbers))
+        write_asd(output, lm.fingerprint, numbers, found_by)
+        return output, {"prompts": len(prompts), **report}
+
+    def _s2d(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
+        from jaxspec.bench.calibration import read_prompts
+        from jaxspec.bench.tune import S2DOptions, tune_s2d
+        from jaxspec.drafting.s2d import S2D
+        from jaxspec.io.method_files import fingerprint, thresholds_path, write_thresholds
+        from jaxspec.model import llama
+
+        options = S2DOptions(
+            **self._given(thresholds="values"), max_new_tokens=self.max_new_tokens, repeats=self.repeats
+        )
+        drafter, weights = lm.drafter("s2d", draft=self.draft)
+        assert isinstance(drafter, S2D)
+        last = drafter.exits[-1]
+        draft = fingerprint(drafter.config.truncated(last), llama.truncate(weights or lm.params, last))
+        name = str(thresholds_path(Path(), draft))
+        if lm.directory is not None and self.output is None:
+            (lm.directory / name).parent.mkdir(exist_ok=True)
+        output = output_file(self.output, lm.directory, name)
+        prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
+        report = tune_s2d(lm, prompts, options, drafter, weights, on_progress=bar, on_measured=_shown(bar))
+        found = report["results"][0]["thresholds"]
+        found_by = self._found_by(lm, prompts, report, {"thresholds": found})
+        write_thresholds(output, lm.fingerprint, draft, drafter.exits, found, found_by)
+        return output, {"prompts": len(prompts), "exits": list(drafter.exits), **report}
+
+    def _given(self, **names: str) -> dict[str, Any]:
+        """Fields of this command that were set, by the name that the sweep has for them."""
+        return {theirs: getattr(self, mine) for mine, theirs in names.items() if getattr(self, mine)}
+
+    def _found_by(
+        self, lm: LanguageModel, prompts: Sequence[Any], report: dict[str, Any], numbers: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What a file says of how its numbers were found."""
+        about = {name: report[name] for name in ("settings", "distinct", "interrupted") if name in report}
+        best = {name: value for name, value in report["results"][0].items() if name not in numbers}
+        return {
+            "command": f"jaxspec tune --method {self.method}",
+            "prompts": len(prompts),
+            "max_new_tokens": self.max_new_tokens,
+            "device": lm.device.device_kind,
+            "dtype": lm.dtype,
+            **about,
+            **best,
+        }
+
+
+def _shown(bar: Bar) -> Callable[[int, int, dict[str, Any]], None]:
+    return lambda done, total, best: bar.count(
+        "measuring", done, total, f"{best['score']:.2f}× ({_numbers(best)})"
+    )
+
 
 def _numbers(row: dict[str, Any]) -> str:
+    """The numbers of a row, in few words."""
+    if "thresholds" in row:
+        return ", ".join(f"{number:g}" for number in row["thresholds"])
     return f"{row['alpha']:g}, {row['every']}, {row['keep_last']}"
+
+
+# Heading → cell, by method; what all have in common follows them.
+_COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "asd": {
+        "alpha": lambda row: "off" if row["alpha"] >= 1 else f"{row['alpha']:g}",
+        "every": lambda row: str(row["every"] or "off"),
+        "keep last": lambda row: str(row["keep_last"] or "off"),
+        "skips attention + MLP": lambda row: f"{row['skipped_attention']:.1f} + {row['skipped_mlp']:.1f}",
+    },
+    "s2d": {"thresholds": _numbers},
+}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -124,31 +198,31 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console(file=sys.stdout)
     title = f"{report['model']}, {report['dtype']}, {report['device']}"
+    if "exits" in report:
+        title += f", exits after {', '.join(map(str, report['exits']))} layers"
+    columns = _COLUMNS[report["method"]]
     for rows, first, caption in (
         (report["results"][:_SHOWN], "turns", title),
-        (report["ablation"], "rules", "which rules matter"),
+        (report.get("ablation"), "rules", "which rules matter"),
     ):
         if not rows:
             continue
         table = Table(title=caption, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
         table.add_column(first, no_wrap=True)
-        headings = ("alpha", "every", "keep last", "skips attention + MLP", "acceptance rate")
-        for heading in (*headings, "tokens/s", "speed-up"):
+        for heading in (*columns, "acceptance rate", "tokens/s", "speed-up"):
             table.add_column(heading, justify="right")
         for row in rows:
             rate = row["draft_acceptance_rate"]
             table.add_row(
                 str(row[first]),
-                "off" if row["alpha"] >= 1 else f"{row['alpha']:g}",
-                str(row["every"] or "off"),
-                str(row["keep_last"] or "off"),
-                f"{row['skipped_attention']:.1f} + {row['skipped_mlp']:.1f}",
+                *(cell(row) for cell in columns.values()),
                 "–" if rate is None else f"{rate:.2f}",
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['score']:.2f}",
             )
         console.print(table)
+    different = f", {report['distinct']} different on these prompts" if "distinct" in report else ""
+    console.print(f"{report['settings']} settings{different}", highlight=False)
     console.print(
-        f"{report['settings']} settings, {report['distinct']} different on these prompts", highlight=False
+        f"written to {report['output']}, for --method {report['method']}", highlight=False, soft_wrap=True
     )
-    console.print(f"written to {report['output']}, for --method asd", highlight=False, soft_wrap=True)

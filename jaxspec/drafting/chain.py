@@ -30,8 +30,9 @@ from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
-# (carry, token int32[B], number of the step) -> logits float32[B, V], hidden [B, D], carry
-Step = Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, jax.Array, Carry]]
+# (carry, token int32[B], number of the step, which rows still draft bool[B])
+#   -> logits float32[B, V], hidden [B, D], carry
+Step = Callable[[Carry, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, Carry]]
 
 
 def draft_chain(
@@ -48,7 +49,8 @@ def draft_chain(
     """Drafts up to K tokens a row, each after the one before, until the rule has stopped every row.
 
     Args:
-      step: the draft model's step, given the token before.
+      step: the draft model's step, given the token before; what it gives rows that no longer draft means
+        nothing.
       carry: what it carries (a cache, say).
       token: int32[B], the pending token.
       room: int32[B], the most a row drafts; a row with 0 sits the round out.
@@ -64,14 +66,14 @@ def draft_chain(
     """
     batch = token.shape[0]
 
-    def draft(i: jax.Array, token: jax.Array, carry: Carry):
-        logits, hidden, carry = step(carry, token, i)
+    def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry):
+        logits, hidden, carry = step(carry, token, i, active)
         drawn, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
         return drawn, log_probs, logits, hidden, carry
 
     def body(state):
         i, active, token, proposal, rule_state, carry = state
-        token, log_probs, logits, hidden, carry = draft(i, token, carry)
+        token, log_probs, logits, hidden, carry = draft(i, token, active, carry)
         tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
         laws = proposal.log_probs
         if log_probs is not None:
@@ -87,7 +89,7 @@ def draft_chain(
             carry,
         )
 
-    shape = jax.eval_shape(draft, jnp.int32(0), token, carry)[1]
+    shape = jax.eval_shape(draft, jnp.int32(0), token, room > 0, carry)[1]
     laws = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
     empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), laws)
     state = (jnp.int32(0), room > 0, token, empty, rule_state, carry)
@@ -109,7 +111,8 @@ def model_step(
 ) -> Step[KVCache]:
     """The step of a model that carries its cache; the pending token stands at `start`, int32[B]."""
 
-    def step(cache: KVCache, token: jax.Array, i: jax.Array):
+    def step(cache: KVCache, token: jax.Array, i: jax.Array, active: jax.Array):
+        del active  # all rows cost what one does
         hidden = llama.embed(params, token[:, None])
         hidden, cache = llama.run_layers(config, params, hidden, start + i, cache, plan=plan)
         return llama.logits(config, params, hidden[:, 0]), hidden[:, 0], cache
@@ -141,6 +144,11 @@ class ChainDrafter:
         if isinstance(self.rule, Constant):
             return (self.num_draft_tokens + 1,)
         return rising_widths(self.num_draft_tokens)
+
+    @property
+    def reach(self) -> int:
+        """What verification needs."""
+        return self.num_draft_tokens + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """The rule's state."""

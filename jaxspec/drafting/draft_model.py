@@ -55,7 +55,9 @@ class DraftModel(ChainDrafter):
         cache, behind = state.own
         before = jnp.take_along_axis(view.tokens, view.start[:, None] - 1, axis=1)
         catch_up = model_step(self.config, params.drafter, view.start - 1)
-        cache = once(jnp.any(behind), lambda cache: catch_up(cache, before[:, 0], jnp.int32(0))[2], cache)
+        cache = once(
+            jnp.any(behind), lambda cache: catch_up(cache, before[:, 0], jnp.int32(0), behind)[2], cache
+        )
         step = model_step(self.config, params.drafter, view.start)
         proposal, cache, state = self.draft(step, cache, keys, state, view, law)
         return proposal, state._replace(own=(cache, behind)), view.cache

@@ -49,7 +49,8 @@ class LayerSkip(ChainDrafter):
             hidden = llama.embed(target, token[:, None])
             return llama.run_layers(config, target, hidden, position, cache, layers=range(self.exit_layer))
 
-        def step(carry, token, i):
+        def step(carry, token, i, active):
+            del active
             cache, exits = carry
             hidden, cache = run(cache, token, view.start + i)
             exits = jax.lax.dynamic_update_slice(exits, hidden, (0, i, 0))

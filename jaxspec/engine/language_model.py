@@ -85,6 +85,7 @@ def load(
         device=place_on,
         mesh=mesh,
         defaults=huggingface.generation_defaults(directory),
+        exits=huggingface.read_exits(directory, config.num_layers),
     )
 
 
@@ -100,6 +101,7 @@ class LanguageModel:
       device: where params are; None for JAX's default device.
       mesh: over which params are spread; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
+      exits: those it was trained for, in layers run (SoFT).
     """
 
     def __init__(
@@ -113,9 +115,10 @@ class LanguageModel:
         device: jax.Device | None = None,
         mesh: Mesh | None = None,
         defaults: dict[str, Any] | None = None,
+        exits: Sequence[int] = (),
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
-        self.directory = directory
+        self.directory, self.exits = directory, tuple(exits)
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self.executables = Executables()
@@ -241,6 +244,15 @@ class LanguageModel:
         ordered = [results[index] for index in range(len(batch))]
         return ordered[0] if single else ordered
 
+    def drafter(self, method: str, **method_options: Any) -> tuple[Drafter, Any]:
+        """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
+
+        Raises:
+          ValueError, FileNotFoundError: as `generate`.
+        """
+        drafter, weights = self._method(method, self._options(method_options), ("greedy",))
+        return drafter, weights.drafter
+
     def _requests(
         self,
         prompts: Sequence[Prompt],
@@ -315,7 +327,7 @@ class LanguageModel:
         if isinstance(draft, LanguageModel):
             self._check_draft(draft.name, draft.config, draft.tokenizer)
             options = {**options, "draft": draft.name}
-            self._drafts[draft.name] = Model(draft.config, draft.params)
+            self._drafts[draft.name] = Model(draft.config, draft.params, draft.name, draft.exits)
         return MethodOptions(**options)
 
     def _method(
@@ -335,7 +347,7 @@ class LanguageModel:
             resources = methods.Resources(
                 self._load_draft, self.encode, lambda: self.fingerprint, self.directory, laws
             )
-            target = Model(self.config, self.params, self.name)
+            target = Model(self.config, self.params, self.name, self.exits)
             drafter, params = methods.build(method, chosen, target, resources)
         return drafter, Weights(self.params, params)
 
@@ -348,7 +360,8 @@ class LanguageModel:
             if self.mesh is None:
                 memory.check_fits(config, dtype, batch_size=1, capacity=START_CAPACITY, device=self.device)
             params = place_params(directory, config, dtype, self.device, self.mesh)
-            self._drafts[name] = Model(config, params)
+            exits = huggingface.read_exits(directory, config.num_layers)
+            self._drafts[name] = Model(config, params, name, exits)
         return self._drafts[name]
 
     def _check_draft(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:

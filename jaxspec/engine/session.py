@@ -200,8 +200,7 @@ class Session:
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
-        width = self.drafter.num_draft_tokens + 1
-        if self._lengths.max() + width > self.capacity:
+        if self._lengths.max() + self.drafter.reach > self.capacity:
             self._grow(2 * self.capacity)
         elif 2 * self._lengths.max() > self.capacity:
             self._prepare_next()
@@ -282,7 +281,7 @@ class Session:
         held = [row[1] for row in self._rows if row is not None]
         waiting = [request for _, request in self._waiting]
         limits = [len(request.prompt) + request.max_new_tokens for request in held + waiting]
-        if self._mesh is not None or max(limits) + self.drafter.num_draft_tokens < state.capacity:
+        if self._mesh is not None or max(limits) + self.drafter.reach <= state.capacity:
             return
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
@@ -300,9 +299,9 @@ class Session:
         }
 
     def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
-        width = self.drafter.num_draft_tokens + 1
-        total = max(len(r.prompt) + r.max_new_tokens for r in requests) + width
-        prompt = max(len(r.prompt) for r in requests) + 1 + width
+        reach = self.drafter.reach
+        total = max(len(r.prompt) + r.max_new_tokens for r in requests) + reach
+        prompt = max(len(r.prompt) for r in requests) + 1 + reach
         return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:

@@ -76,6 +76,25 @@ def read_config(directory: str | Path) -> LlamaConfig:
         raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from None
 
 
+def read_exits(directory: str | Path, num_layers: int) -> tuple[int, ...]:
+    """The exits a model was trained for, in layers run, rising; () where its config names none.
+
+    Raises:
+      ValueError: they are no rising list of depths of this model.
+    """
+    path = Path(directory) / "config.json"
+    own = read_json(path).get("jaxspec") or {}
+    exits = own.get("exits") if isinstance(own, Mapping) else None
+    if exits is None:
+        return ()
+    rising = isinstance(exits, list) and all(type(n) is int for n in exits) and exits == sorted(set(exits))
+    if not rising or not exits or exits[0] < 1 or exits[-1] > num_layers:
+        raise ValueError(
+            f"{path} names the exits {exits}; expected a rising list of layers from 1 to {num_layers}"
+        )
+    return tuple(exits)
+
+
 def generation_defaults(directory: str | Path) -> dict[str, Any]:
     """What `generation_config.json` says of do_sample, temperature, top_k, top_p, min_p; {} where nothing."""
     content = _read_generation(Path(directory))

@@ -16,12 +16,20 @@ import numpy as np
 
 from jaxspec.io import tensors
 from jaxspec.io.files import read_json, write_json
-from jaxspec.io.hf_config import config_json, generation_defaults, generation_json, read_config
+from jaxspec.io.hf_config import config_json, generation_defaults, generation_json, read_config, read_exits
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 
-__all__ = ["generation_defaults", "load_params", "read_config", "resolve", "save", "stored_dtype"]
+__all__ = [
+    "generation_defaults",
+    "load_params",
+    "read_config",
+    "read_exits",
+    "resolve",
+    "save",
+    "stored_dtype",
+]
 
 Place = Callable[[str, np.ndarray], jax.Array]
 

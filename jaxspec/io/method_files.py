@@ -1,4 +1,4 @@
-"""The files that belong to a model's methods: skip plans, ASD's numbers, probes. Each names its model.
+"""The files that belong to a model's methods: skip plans, ASD's numbers, probes, thresholds. Each names its model.
 
 They lie beside the model, where the methods find them, or wherever the user says.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
+THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
 # Their names beside a model.
 PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
+THRESHOLDS_NAME = "thresholds"
 # What of a config says which model it is; the rest is about its text.
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
 # Numbers of each parameter's first and last row that go into a fingerprint.
@@ -202,6 +205,61 @@ def read_probe(path: str | os.PathLike, model: str, hidden_size: int, exit_layer
     if v.shape != (hidden_size,):
         raise ValueError(f"{path} has v of shape {v.shape}, expected ({hidden_size},)")
     return ProbeFile(v, b, exit_layer, law)
+
+
+def thresholds_path(directory: Path, draft: str) -> Path:
+    """Where a target's thresholds for a draft of this fingerprint lie: that of its layers up to the last exit."""
+    return directory / THRESHOLDS_NAME / f"{draft}.json"
+
+
+def write_thresholds(
+    path: str | os.PathLike,
+    target: str,
+    draft: str,
+    exits: Sequence[int],
+    thresholds: Sequence[float],
+    found_by: dict[str, Any],
+) -> None:
+    """Writes a threshold for each exit of a draft but the last, which is unconditional.
+
+    `target` and `draft` are fingerprints; the file has a 0 for the last exit.
+    """
+    content = {
+        "format": THRESHOLDS_FORMAT,
+        "target": target,
+        "draft": draft,
+        "exits": list(exits),
+        "thresholds": [*thresholds, 0.0],
+        "found_by": found_by,
+    }
+    write_json(path, content)
+
+
+def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Sequence[int]) -> list[float]:
+    """The thresholds in a file, one for each exit but the last, checked to be for these models and exits.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    content = _read(path, THRESHOLDS_FORMAT, "a file of thresholds")
+    _check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
+    if content.get("draft") != draft or content.get("exits") != list(exits):
+        raise ValueError(
+            f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
+            f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
+        )
+    numbers = content.get("thresholds")
+    if (
+        not isinstance(numbers, list)
+        or not all(isinstance(n, (int, float)) and 0 <= n <= 1 for n in numbers)
+        or len(numbers) != len(exits)
+        or numbers[-1] != 0
+    ):
+        raise ValueError(
+            f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
+            "0 for the last"
+        )
+    return [float(n) for n in numbers[:-1]]
 
 
 def _read(path: str | os.PathLike, form: str, what: str) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""Finds the fastest of many candidates: each is measured once, then the best of them again, in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+Candidate = TypeVar("Candidate", bound=Hashable)
+# What one turn measured of a candidate, by name; `score` ranks.
+Turn = dict[str, Any]
+# Candidates that are measured anew once all have been measured once.
+FINALISTS = 6
+
+
+class Race(Generic[Candidate]):
+    """A sweep in two heats. Interrupted (Ctrl-C), it ends with what was measured.
+
+    Args:
+      measure: takes a turn of a candidate.
+      repeats: turns of the second heat.
+      row: a candidate and its turns → its line in the report.
+      on_measured: told how many turns are done, of how many, and the best line so far.
+
+    Attributes:
+      interrupted: whether it was.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[Candidate], Turn],
+        repeats: int,
+        row: Callable[[Candidate, Sequence[Turn]], dict[str, Any]],
+        on_measured: Callable[[int, int, dict[str, Any]], None],
+    ) -> None:
+        self._measure, self._repeats, self._row, self._told = measure, repeats, row, on_measured
+        self._once: dict[Candidate, list[Turn]] = {}
+        self._anew: dict[Candidate, list[Turn]] = {}
+        self._total = 0
+        self.interrupted = False
+
+    def run(
+        self,
+        candidates: Sequence[Candidate],
+        also: Callable[[list[Candidate]], Iterable[Candidate]] = lambda fastest: (),
+    ) -> None:
+        """Both heats; `also` names candidates of the second beside the fastest, given all from the fastest down.
+
+        Raises:
+          KeyboardInterrupt: interrupted before the first turn was done.
+        """
+        self._total = len(candidates) + self._repeats * min(FINALISTS, len(candidates))
+        try:
+            for candidate in candidates:
+                self._turn(candidate, self._once)
+            fastest = sorted(candidates, key=lambda one: -self._once[one][0]["score"])
+            finalists = list(dict.fromkeys([*fastest[:FINALISTS], *also(fastest)]))
+            self._total = len(candidates) + self._repeats * len(finalists)
+            for turn in range(self._repeats):
+                for candidate in finalists if turn % 2 == 0 else reversed(finalists):
+                    self._turn(candidate, self._anew)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            if not self._once:
+                raise
+
+    def turns(self, candidate: Candidate) -> list[Turn]:
+        """What counts of a candidate: its second heat, else its first; [] if it was not measured."""
+        return self._anew.get(candidate) or self._once.get(candidate) or []
+
+    def results(self) -> list[dict[str, Any]]:
+        """Lines of the report, the best first; those of the second heat stand before the others."""
+        single = {one: turns for one, turns in self._once.items() if one not in self._anew}
+        return self._ranked(self._anew) + self._ranked(single)
+
+    def _turn(self, candidate: Candidate, heat: dict[Candidate, list[Turn]]) -> None:
+        taken = self._measure(candidate)
+        heat.setdefault(candidate, []).append(taken)
+        done = sum(map(len, (*self._once.values(), *self._anew.values())))
+        # Single turns do not compare with medians of many.
+        self._told(done, self._total, self._ranked(self._anew or self._once)[0])
+
+    def _ranked(self, heat: dict[Candidate, list[Turn]]) -> list[dict[str, Any]]:
+        return sorted((self._row(*entry) for entry in heat.items()), key=lambda row: -row["score"])
+
+
+def medians(turns: Sequence[Turn]) -> dict[str, Any]:
+    """How many turns, and of each number its median over those that know it."""
+
+    def median(name: str) -> float | None:
+        known = [turn[name] for turn in turns if turn[name] is not None]
+        return statistics.median(known) if known else None
+
+    return {"turns": len(turns), **{name: median(name) for name in turns[0]}}

@@ -1,0 +1,194 @@
+"""Sorted speculative decoding: a draft with several exits, left as early as each token allows.
+
+S2D (Kavehzadeh et al. 2024). The draft was trained so that each of its exits is a model of its own (SoFT).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.chain import ChainDrafter, ChainState
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import once
+from jaxspec.model.llama import Params
+from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights
+from jaxspec.sampling import Law
+from jaxspec.stopping import AdaptiveLength
+
+# Waiting tokens that run together, by compiled width; the widest holds all that may wait.
+WIDTHS = (1, 4, 8)
+
+
+@struct.dataclass
+class Waiting:
+    """How far the latest tokens of each row have come.
+
+    A token that left early lacks the keys and values of the layers above its exit. It waits there until a later
+    one goes deeper: then all that wait run together, as one block that reads the weights once. So every exit
+    sees exactly what it would see if it alone were the model.
+
+    Attributes:
+      passed: int32[B, M], how many positions have passed each of the M exits; falling from exit to exit.
+      hidden: [B, W, D], of position passed[b, M − 1] and those after it, the residual stream at the last
+        exit that each has passed, or its embedding.
+    """
+
+    passed: jax.Array
+    hidden: jax.Array
+
+    @property
+    def first(self) -> jax.Array:
+        """int32[B], the position of the first that waits."""
+        return self.passed[:, -1]
+
+    def put(self, position: jax.Array, hidden: jax.Array, where: jax.Array | bool = True) -> Waiting:
+        """With hidden [B, T, D] at positions [B, T], where that holds."""
+        slot = jnp.where(where, position - self.first[:, None], self.hidden.shape[1])
+        rows = jnp.arange(len(slot))[:, None]
+        return dataclasses.replace(self, hidden=self.hidden.at[rows, slot].set(hidden, mode="drop"))
+
+    def get(self, position: jax.Array) -> jax.Array:
+        """What stands at positions [B, T], [B, T, D]."""
+        slot = jnp.minimum(position - self.first[:, None], self.hidden.shape[1] - 1)
+        return jnp.take_along_axis(self.hidden, slot[..., None], axis=1)
+
+
+@struct.dataclass
+class S2D(ChainDrafter):
+    """Each draft token comes from the first exit that is sure of its most probable token.
+
+    The draft is a model with a cache of its own, `params.drafter`; or, `sorted_target`, the target itself,
+    below its last layer and in its own cache. At a temperature above 0 a token is drawn from the law of the
+    exit that its maximum has chosen, and that law is what verification is told: exact. (To draw first and then
+    ask how probable the drawn token is would not be.)
+
+    Attributes:
+      config: of the draft.
+      exits: how many layers run up to each exit, rising; the last one is unconditional.
+      thresholds: float32[M − 1] or [B, M − 1], τ: an exit but the last is taken if its largest raw
+        probability is at least that.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K.
+      sorted_target: whether the target drafts for itself.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    exits: tuple[int, ...] = struct.field(pytree_node=False)
+    thresholds: jax.Array
+    rule: StopRule = AdaptiveLength()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=12)
+    sorted_target: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def most_waiting(self) -> int:
+        """W. In its own cache the target needs no more than a draft: verification makes up for what lacks."""
+        return self.num_draft_tokens if self.sorted_target else WIDTHS[-1]
+
+    @property
+    def reach(self) -> int:
+        """The widest block may begin at the last token that is fed."""
+        return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.most_waiting)
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Of its own, unless it is the target: a cache that holds the prompt, and nothing that waits."""
+        state = super().init(params, view, prefill)
+        if self.sorted_target:
+            return state
+        batch, capacity = view.tokens.shape
+        cache = kv.create(self.config, batch, capacity, params.drafter["embed"].dtype, view.cache.merged)
+        _, _, cache = llama.prefill(
+            self.config, params.drafter, view.tokens, view.start, cache, prefill.piece
+        )
+        return state._replace(own=(cache, self._nothing(params.drafter, view.start)))
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts token by token; what was rejected since the last round is forgotten first."""
+        if self.sorted_target:
+            carry = view.cache, self._nothing(params.target, view.start)
+            step = functools.partial(self._step, params.target, view.start)
+            proposal, (cache, _), state = self.draft(step, carry, keys, state, view, law)
+            return proposal, state, cache
+        cache, waiting = state.own
+        waiting = dataclasses.replace(waiting, passed=jnp.minimum(waiting.passed, view.start[:, None]))
+        # The last draft token is never fed, so after "all accepted" it waits before the first layer.
+        position = view.start[:, None] - 1
+        before = llama.embed(params.drafter, jnp.take_along_axis(view.tokens, position, axis=1))
+        waiting = waiting.put(position, before, waiting.passed[:, :1] <= position)
+        step = functools.partial(self._step, params.drafter, view.start)
+        proposal, own, state = self.draft(step, (cache, waiting), keys, state, view, law)
+        return proposal, state._replace(own=own), view.cache
+
+    def _nothing(self, draft: Params, start: jax.Array) -> Waiting:
+        """All positions before `start` have passed every exit."""
+        passed = jnp.broadcast_to(start[:, None], (len(start), len(self.exits)))
+        shape = (len(start), self.most_waiting, self.config.hidden_size)
+        return Waiting(passed, jnp.zeros(shape, draft["embed"].dtype))
+
+    def _step(
+        self, draft: Params, start: jax.Array, carry, token: jax.Array, i: jax.Array, active: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[KVCache, Waiting]]:
+        """Feeds the tokens and tries the exits in order, for as long as an active row has not left."""
+        cache, waiting = carry
+        batch, position = len(start), (start + i)[:, None]
+        waiting = waiting.put(position, llama.embed(draft, token[:, None]))
+        # Two more may come before anyone looks again: the last token of a draft, and the one after it.
+        full = jnp.any(position + 2 >= waiting.first[:, None] + self.most_waiting) & (not self.sorted_target)
+
+        def deepen(carry, number):
+            cache, waiting, passed = carry
+            cache, waiting = self._through(draft, number, position, cache, waiting)
+            return cache, waiting, passed.at[:, number].set(position[:, 0] + 1)
+
+        def look(seen, number, waiting):
+            logits, hidden, left = seen
+            here = waiting.get(position)[:, 0]
+            new = llama.logits(self.config, draft, here)
+            largest = jnp.exp(jnp.max(new, axis=-1) - jax.nn.logsumexp(new, axis=-1))
+            sure = number == len(self.exits) - 1 or largest >= self.thresholds[..., number]
+            stays = left[:, None]
+            return jnp.where(stays, logits, new), jnp.where(stays, hidden, here), left | sure
+
+        # While the step goes on `waiting.passed` stays: it says where each block begins.
+        deepened = deepen((cache, waiting, waiting.passed), 0)
+        nothing = jnp.zeros((batch, self.config.vocab_size)), jnp.zeros_like(waiting.hidden[:, 0])
+        logits, hidden, left = look((*nothing, ~active), 0, deepened[1])
+        for number in range(1, len(self.exits)):
+            deeper = jnp.any(~left)
+            deepened = once(deeper | full, functools.partial(deepen, number=number), deepened)
+            looked = functools.partial(look, number=number, waiting=deepened[1])
+            logits, hidden, left = once(deeper, looked, (logits, hidden, left))
+        cache, waiting, passed = deepened
+        return logits, hidden, (cache, dataclasses.replace(waiting, passed=passed))
+
+    def _through(
+        self, draft: Params, number: int, position: jax.Array, cache: KVCache, waiting: Waiting
+    ) -> tuple[KVCache, Waiting]:
+        """Runs the layers up to an exit over all that waits before them, in the narrowest block that holds it."""
+        begin = waiting.passed[:, number]
+        longest = jnp.max(position[:, 0] + 1 - begin)
+        layers = range(self.exits[number - 1] if number else 0, self.exits[number])
+
+        def run(carry, width):
+            cache, waiting = carry
+            at = begin[:, None] + jnp.arange(width)
+            hidden, cache = llama.run_layers(self.config, draft, waiting.get(at), begin, cache, layers=layers)
+            return cache, waiting.put(at, hidden, at <= position)
+
+        most = self.most_waiting if number else 2 - self.sorted_target
+        widths = (*(width for width in WIDTHS if width < most), most)
+        if widths == (1,):
+            return run((cache, waiting), 1)
+        for below, width in zip((0, *widths), widths, strict=False):
+            fits = (below < longest) & (longest <= width)
+            cache, waiting = once(fits, functools.partial(run, width=width), (cache, waiting))
+        return cache, waiting
