@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxspec.engine.language_model import LanguageModel, embedded_model, load
+    from jaxspec.engine.language_model import LanguageModel, load
+    from jaxspec.engine.loading import embedded_model
     from jaxspec.engine.results import Piece, Result, Statistics
     from jaxspec.method_options import METHODS
 
@@ -12,7 +13,8 @@ __all__ = ["METHODS", "LanguageModel", "Piece", "Result", "Statistics", "embedde
 __version__ = "0.1.0"
 
 _HOMES = {
-    "jaxspec.engine.language_model": ("LanguageModel", "embedded_model", "load"),
+    "jaxspec.engine.language_model": ("LanguageModel", "load"),
+    "jaxspec.engine.loading": ("embedded_model",),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
     "jaxspec.method_options": ("METHODS",),
 }

@@ -23,9 +23,9 @@ from jaxspec.decoding import Parts, Request
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
-from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.drafting.s2d import S2D
 from jaxspec.engine import session as engine
 from jaxspec.model import llama, numerics
 from jaxspec.model.cache import KVCache

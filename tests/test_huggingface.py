@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.engine.loading import EMBEDDED, embedded_model, find_model
 from jaxspec.io import files, hf_config, huggingface, memory, tensors
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
@@ -310,6 +311,19 @@ def test_no_model_there(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds a JSON list"):
         huggingface.read_config(tmp_path)
+
+
+def test_embedded_models_have_names(tmp_path, monkeypatch):
+    """A directory of the same name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert find_model(None) == embedded_model()
+    assert find_model(EMBEDDED) == embedded_model(EMBEDDED)
+    with pytest.raises(FileNotFoundError, match="no directory 'absent'"):
+        find_model("absent")
+    with pytest.raises(FileNotFoundError, match="no model 'absent' comes with this installation"):
+        embedded_model("absent")
+    (tmp_path / EMBEDDED).mkdir()
+    assert find_model(EMBEDDED).resolve() == tmp_path / EMBEDDED
 
 
 def test_hub_ids(tmp_path, monkeypatch):

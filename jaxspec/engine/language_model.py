@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec import methods
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.loading import find_tokenizer, place_params, resolve_placement
+from jaxspec.engine.loading import find_model, find_tokenizer, place_params, resolve_placement
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
@@ -37,15 +37,6 @@ STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
 DEFAULT_BUDGET = 128
 
 
-def embedded_model() -> Path:
-    """The directory of the model that comes with jaxspec."""
-    package = Path(__file__).parents[1]
-    for parent in (package, package.parent):  # a wheel, a checkout
-        if (parent / "checkpoints" / "small" / "config.json").is_file():
-            return parent / "checkpoints" / "small"
-    raise FileNotFoundError("the embedded model is missing from this installation; install jaxspec again")
-
-
 def load(
     model: str | os.PathLike | None = None,
     *,
@@ -57,7 +48,8 @@ def load(
     """Loads a Llama-type model.
 
     Args:
-      model: a Hugging Face directory or hub id; None for the embedded model.
+      model: a Hugging Face directory, the name of an embedded model, or a hub id; None for the embedded model
+        of `loading.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: with axes `data` and `model`, to spread the model over several devices instead.
@@ -66,7 +58,7 @@ def load(
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
-    directory = embedded_model() if model is None else huggingface.resolve(os.fspath(model))
+    directory = find_model(model)
     config = huggingface.read_config(directory)
     if mesh is not None:
         # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
@@ -353,7 +345,7 @@ class LanguageModel:
 
     def _load_draft(self, name: str) -> Model:
         if name not in self._drafts:
-            directory = huggingface.resolve(name)
+            directory = find_model(name)
             config, tokenizer = huggingface.read_config(directory), find_tokenizer(directory)
             self._check_draft(name, config, tokenizer)
             dtype = self.params["embed"].dtype

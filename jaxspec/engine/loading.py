@@ -16,7 +16,42 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import param_shardings
 
+# The embedded model that serves where none is named.
+EMBEDDED = "small"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+def embedded_model(name: str = EMBEDDED) -> Path:
+    """The directory of a model that comes with jaxspec.
+
+    Raises:
+      FileNotFoundError: no model of this name comes with it.
+    """
+    here = _embedded(name)
+    if here is None:
+        raise FileNotFoundError(f"no model {name!r} comes with this installation; install jaxspec again")
+    return here
+
+
+def find_model(model: str | os.PathLike | None) -> Path:
+    """The directory of a model: itself, an embedded one by its name, or a hub id's snapshot.
+
+    Raises:
+      FileNotFoundError, ValueError: there is none; see `io.huggingface.resolve`.
+    """
+    if model is None:
+        return embedded_model()
+    name = os.fspath(model)
+    embedded = None if Path(name).exists() or not name.isidentifier() else _embedded(name)
+    return embedded or huggingface.resolve(name)
+
+
+def _embedded(name: str) -> Path | None:
+    package = Path(__file__).parents[1]
+    for parent in (package, package.parent):  # a wheel, a checkout
+        if (parent / "checkpoints" / name / "config.json").is_file():
+            return parent / "checkpoints" / name
+    return None
 
 
 def resolve_placement(
