@@ -77,6 +77,22 @@ class Model:
     name: str = ""
     exits: tuple[int, ...] = ()
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See `io.method_files.fingerprint`."""
+        return method_files.fingerprint(self.config, self.params)
+
+    def until(self, num_layers: int) -> Model:
+        """Its first layers alone, the same object each time."""
+        if num_layers not in self._cut:
+            config = self.config.truncated(num_layers)
+            self._cut[num_layers] = Model(config, llama.truncate(self.params, num_layers), self.name)
+        return self._cut[num_layers]
+
+    @functools.cached_property
+    def _cut(self) -> dict[int, Model]:
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
@@ -159,9 +175,7 @@ def _draft_model(options: MethodOptions, target: Model, resources: Resources) ->
         )
     draft = target if options.draft is None else resources.load_draft(options.draft)
     if options.draft_exit is not None:
-        draft = Model(
-            draft.config.truncated(options.draft_exit), llama.truncate(draft.params, options.draft_exit)
-        )
+        draft = draft.until(options.draft_exit)
     rule, most = _stopping("draft-model", options)
     return DraftModel(draft.config, rule, most), draft.params
 
@@ -255,12 +269,12 @@ def _s2d(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
             f"{' below its last layer' if sorted_target else ''}; give --draft DIR, made by "
             "`python -m training.soft`"
         )
-    config, params = draft.config.truncated(exits[-1]), llama.truncate(draft.params, exits[-1])
-    thresholds = _thresholds(options, exits, Model(config, params), resources)
+    draft = draft.until(exits[-1])
+    thresholds = _thresholds(options, exits, draft, resources)
     rule, most = _stopping("s2d", options)
     if sorted_target:
         return S2D(target.config, exits, thresholds, rule, most, sorted_target=True), None
-    return S2D(config, exits, thresholds, rule, most), params
+    return S2D(draft.config, exits, thresholds, rule, most), draft.params
 
 
 def _thresholds(
@@ -268,13 +282,12 @@ def _thresholds(
 ) -> jax.Array:
     """As in the file named, else as in the one beside the model, else the paper's."""
     numbers = [_THRESHOLD] * (len(exits) - 1)
-    fingerprint = method_files.fingerprint(draft.config, draft.params)
     path = None if options.thresholds is None else Path(options.thresholds)
     if path is None and resources.directory is not None:
-        beside = method_files.thresholds_path(resources.directory, fingerprint)
+        beside = method_files.thresholds_path(resources.directory, draft.fingerprint)
         path = beside if beside.is_file() else None
     if path is not None:
-        numbers = method_files.read_thresholds(path, resources.fingerprint(), fingerprint, exits)
+        numbers = method_files.read_thresholds(path, resources.fingerprint(), draft.fingerprint, exits)
     return jnp.asarray(numbers, jnp.float32)
 
 

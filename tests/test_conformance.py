@@ -178,7 +178,7 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
         assert np.abs((drawn - q).sum(axis=0) / spread).max() < 4.5
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip"])
+@pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d"])
 def test_a_greedy_draft_is_a_point_mass(drafter):
     """Not the softmax that it is the maximum of."""
     loop = tiny.loop(tiny.Combination(drafter, "constant", "greedy"))

@@ -23,8 +23,10 @@ mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 config = dataclasses.replace(tiny.TARGET, vocab_size=16, num_kv_heads=4)
 small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_kv_heads=4)
 spread = [
-    LanguageModel(one, jax.device_put(tiny.params(one), param_shardings(mesh, one)), mesh=mesh, name=name)
-    for one, name in ((config, "target"), (small, "draft"))
+    LanguageModel(
+        one, jax.device_put(tiny.params(one), param_shardings(mesh, one)), mesh=mesh, name=name, exits=exits
+    )
+    for one, name, exits in ((config, "target", ()), (small, "draft", ()), (config, "sorted", (1, 2)))
 ]
 weights = spread[0].params["layers"][0]["attention"]["qkv"]
 assert weights.sharding.spec[0] == "model" and len(weights.sharding.device_set) == 8
@@ -35,6 +37,7 @@ for options in (
     {"method": "ngram", "num_draft_tokens": 2},
     {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
     {"method": "asd", "num_draft_tokens": 2, "alpha": 0.8, "every": 0, "keep_last": 0},
+    {"method": "s2d", "num_draft_tokens": 2, "draft": spread[2]},
     {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1, "carry_gamma": True},
 ):
     rows = spread[0].generate(prompts, max_new_tokens=10, **options)
@@ -61,5 +64,6 @@ def test_a_mesh_decodes_as_one_device():
         "ngram",
         "draft-model",
         "asd",
+        "s2d",
         "adaspeed",
     ]

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafting.s2d import S2D, WIDTHS
+from jaxspec.cli import main
+from jaxspec.drafting.s2d import MOST_WAITING, S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io import method_files
 from jaxspec.model import cache as kv
@@ -23,7 +24,7 @@ from jaxspec.protocol import Outcome, Prefill, View, Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import AdaptiveLength, Constant
 from tests import reference, tiny
-from tests.test_cli import CONFIG, write_model
+from tests.test_cli import CONFIG, write_model, write_tokenizer
 
 CAPACITY, ROUNDS, K = 64, 7, 4
 DRAFT = dataclasses.replace(tiny.TARGET, num_layers=4)
@@ -56,12 +57,12 @@ def expected_draft(text, exits, thresholds, count: int) -> list[int]:
 @functools.partial(jax.jit, static_argnames="shared")
 def init(method, weights, tokens, length, shared):
     config = method.config if shared else tiny.TARGET
-    cache = kv.create(config, len(length), CAPACITY, jnp.float32)
+    cache = kv.create(config, len(length), tokens.shape[1], jnp.float32)
     if shared:
-        _, _, cache = llama.prefill(config, weights.target, tokens, length - 1, cache, 8)
+        cache = fill(config, weights.target, tokens, length - 1, cache)
     view = View(tokens, length, cache, jnp.full(len(length), K))
     batch = len(length)
-    prefill = Prefill(jnp.zeros((batch, config.hidden_size)), jnp.zeros((batch, config.num_layers, 2)), 8)
+    prefill = Prefill(jnp.zeros((batch, config.hidden_size)), jnp.zeros((batch, config.num_layers, 2)), 1)
     return view.cache, method.init(weights, view, prefill)
 
 
@@ -71,27 +72,29 @@ def propose(method, weights, state, view):
     return method.propose(keys, weights, state, view, Greedy())
 
 
-def run(method: S2D, exits, thresholds, prompts, script, counts=None) -> list[int]:
-    """Rounds in which a script, not a target, says how much is accepted; each draft is compared."""
-    shared = method.sorted_target
+def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> list[int]:
+    """Rounds in which a script, not a target, says how much is accepted; each draft is compared.
+
+    Returns how many tokens waited after each.
+    """
+    shared, most = method.sorted_target, method.num_draft_tokens
     weights = Weights(tiny.params(DRAFT), None if shared else llama.truncate(tiny.params(DRAFT), exits[-1]))
-    tokens = np.zeros((len(prompts), CAPACITY), np.int32)
+    tokens = np.zeros((len(prompts), capacity), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     cache, state = init(method, weights, jnp.asarray(tokens), jnp.asarray(length), shared)
     waited = []
     for round_, accepted in enumerate(script):
-        view = View(jnp.asarray(tokens), jnp.asarray(length), cache, jnp.full(len(prompts), K))
+        view = View(jnp.asarray(tokens), jnp.asarray(length), cache, jnp.full(len(prompts), most))
         proposal, state, _ = propose(method, weights, state, view)
         if not shared:
             waiting = state.own[1]
             waited.append(int(jnp.max(waiting.passed[:, 0] - waiting.passed[:, -1])))
-            assert waited[-1] <= WIDTHS[-1] - 2
+            assert waited[-1] <= MOST_WAITING - 2
         drafted = np.asarray(proposal.tokens)
         kept = np.minimum(accepted[: len(prompts)], proposal.count)
-        for row, prompt in enumerate(prompts):
-            del prompt
+        for row in range(len(prompts)):
             text = tokens[row, : length[row]].tolist()
             limits = thresholds[row] if np.ndim(thresholds) == 2 else thresholds
             expected = expected_draft(text, exits, limits, int(proposal.count[row]))
@@ -102,21 +105,21 @@ def run(method: S2D, exits, thresholds, prompts, script, counts=None) -> list[in
             length[row] += 1
         if shared:
             # Verification fills every layer.
-            cache = kv.create(method.config, len(prompts), CAPACITY, jnp.float32)
+            cache = kv.create(method.config, len(prompts), capacity, jnp.float32)
             cache = fill(method.config, weights.target, jnp.asarray(tokens), jnp.asarray(length) - 1, cache)
-        outcome = Outcome(jnp.zeros((len(prompts), K + 1), jnp.int32), kept + 1, proposal.count, kept)
+        outcome = Outcome(jnp.zeros((len(prompts), most + 1), jnp.int32), kept + 1, proposal.count, kept)
         state = method.observe(weights, state, outcome)
     return waited
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def fill(config, weights, tokens, length, cache):
-    return llama.prefill(config, weights, tokens, length, cache, 8)[2]
+    return llama.prefill(config, weights, tokens, length, cache, 1)[2]
 
 
 PROMPTS = ((1, 2, 3), (5, 4), (7, 1, 7, 1, 7, 1, 7, 2, 9, 11))
 SCRIPTS = st.lists(st.tuples(*[st.integers(0, K)] * 3).map(np.array), min_size=ROUNDS, max_size=ROUNDS)
-LIMITS = st.sampled_from([0.0, 0.12, 0.16, 0.2, 0.25, 0.3, 1.0])
+LIMITS = st.sampled_from([0.0, 0.35, 0.5, 0.65, 0.8, 1.1])
 
 
 @settings(max_examples=12, deadline=None)
@@ -140,14 +143,36 @@ def test_a_sorted_target_drafts_below_its_last_layer(script, limit, rows):
     run(drafter(thresholds, exits, sorted_target=True), exits, thresholds, PROMPTS[:rows], script)
 
 
-@pytest.mark.parametrize("rule", [Constant(), AdaptiveLength(*map(jnp.int32, (2, 2, 1, K)))])
-def test_tokens_wait_until_the_buffer_is_full_and_no_longer(rule):
-    """Everything leaves at the first exit and is accepted; then everything goes to the last."""
-    exits, script = (1, 2, 4), [np.full(3, K)] * 8
-    waited = run(drafter((0.0, 0.0), exits, rule), exits, (0.0, 0.0), PROMPTS[:1], script)
-    assert max(waited) >= K
-    waited = run(drafter((1.1, 1.1), exits, rule), exits, (1.1, 1.1), PROMPTS[:1], script)
-    assert max(waited) == 0
+def test_these_tests_leave_by_every_exit():
+    left = set()
+    for row in range(40):
+        logits = [exit_logits(layers, (row % 13, row // 13)) for layers in (1, 2)]
+        sure = [tiny.warp(one).max() >= 0.5 for one in logits]
+        left.add(sure.index(True) if True in sure else 2)
+    assert left == {0, 1, 2}
+
+
+def test_tokens_wait_until_the_buffer_is_full_and_no_longer():
+    """Everything leaves at the first exit; then everything goes to the last."""
+    exits, script = (1, 2, 4), [np.array([accepted]) for accepted in (1, 3, 0, 4, 4, 4, 1)]
+    waited = run(drafter((0.0, 0.0), exits), exits, (0.0, 0.0), PROMPTS[:1], script)
+    assert max(waited) == MOST_WAITING - 2
+    assert run(drafter((1.1, 1.1), exits), exits, (1.1, 1.1), PROMPTS[:1], script) == [0] * len(script)
+
+
+@pytest.mark.parametrize("sorted_target", [False, True])
+def test_long_drafts_reach_to_the_last_slot(sorted_target):
+    """K = 12, three rows that have come differently far, and a cache that ends where `reach` says."""
+    exits, thresholds, script = (
+        (1, 3),
+        (0.6,),
+        [np.array(counts) for counts in ((12, 0, 5), (2, 7, 12), (0,) * 3)],
+    )
+    method = drafter(thresholds, exits, **({"sorted_target": True} if sorted_target else {}))
+    method = dataclasses.replace(method, num_draft_tokens=12)
+    # Before the last round.
+    length = max(len(p) + sum(counts[row] + 1 for counts in script[:-1]) for row, p in enumerate(PROMPTS))
+    run(method, exits, thresholds, PROMPTS, script, capacity=length + method.reach)
 
 
 # Names, files and models
@@ -213,10 +238,24 @@ def test_exits_are_read_from_a_models_config(tmp_path):
     assert load(tmp_path / "model").exits == (1, 3)
     # A draft that is deeper than its last exit runs no farther.
     assert load(tmp_path / "model").drafter("s2d", draft=str(tmp_path / "model"))[0].config.num_layers == 3
-    for wrong in ([], [3, 1], [0, 2], [2, 5], [1, 1], "2", [True, 2], 3):
+    for wrong in ([], [3, 1], [0, 2], [2, 5], [1, 1], "2", [True, 2], 3, None):
         path.write_text(json.dumps({**content, "jaxspec": {"exits": wrong}}))
         with pytest.raises(ValueError, match="expected a rising list of layers from 1 to 4"):
             load(tmp_path / "model")
+    path.write_text(json.dumps({**content, "jaxspec": [1, 3]}))
+    with pytest.raises(ValueError, match="expected an object"):
+        load(tmp_path / "model")
+    with pytest.raises(ValueError, match="expected a rising list"):
+        sorted_draft((4, 2))
+
+
+def test_a_converted_draft_stays_sorted(tmp_path):
+    source = write_model(tmp_path / "source", dataclasses.replace(CONFIG, num_layers=4))
+    write_tokenizer(source)
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, "jaxspec": {"exits": [1, 3]}}))
+    assert main(["convert", str(source), str(tmp_path / "copy")]) == 0
+    assert load(tmp_path / "copy").exits == (1, 3)
 
 
 def test_what_does_not_fit_is_one_line(target, tmp_path):
@@ -226,7 +265,10 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
         ({}, "needs a draft with sorted exits, and tiny has none below its last layer; give --draft DIR"),
         ({"draft": two}, "needs a draft with sorted exits, and unsorted has none; give --draft DIR"),
         ({"draft": sorted_draft(vocab_size=12)}, "has a vocabulary of 12 tokens, the target of 13"),
-        ({"draft": draft, "thresholds": str(tmp_path / "none.json")}, "none.json does not exist"),
+        (
+            {"draft": draft, "thresholds": str(tmp_path / "none.json")},
+            "none.json; make them with `jaxspec tune",
+        ),
         ({"draft": draft, "stop_rule": "probe"}, "--stop probe needs a draft that always exits at one layer"),
         ({"draft": draft, "gamma": 0.3}, "s2d with --stop adaptive-length has no option --gamma"),
         ({"draft": draft, "draft_exit": 2}, "has no option --draft-exit"),

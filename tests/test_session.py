@@ -85,7 +85,7 @@ def test_a_single_token(lm):
     assert (row.statistics.mean_acceptance_length, row.statistics.tokens_per_second) == (None, None)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft-exit"])
+@pytest.mark.parametrize("method", ["ngram", "draft-exit", "s2d"])
 def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     found = generate(lm, PROMPTS[:1], method, max_new_tokens=80, ignore_eos=True, logprobs=True)[0]
     assert found.tokens == tiny.greedy(PROMPTS[0], 80)
@@ -93,7 +93,7 @@ def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     assert found.statistics.num_tokens == 80
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "draft-exit"])
+@pytest.mark.parametrize("method", ["autoregressive", "draft-exit", "s2d"])
 def test_finished_rows_make_room(lm, method):
     """More prompts than rows: every text is what it would have been alone, in the order of the prompts."""
     prompts, budgets = [*PROMPTS, (1, 2, 3), (4,), (9, 9)], [3, 16, 1, 12, 7]

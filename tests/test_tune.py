@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import calibration, race, tune
-from jaxspec.bench.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd
+from jaxspec.bench.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd, tune_s2d
 from jaxspec.cli import main
 from jaxspec.drafting.asd import admg
+from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import ASD_NAME, read_asd
 from jaxspec.selection import asd_grid
@@ -255,9 +256,35 @@ def test_wrong_commands(model, capfd, more, message):
 
 
 def test_thresholds_that_draft_alike_are_tried_once():
-    assert s2d_grid((0.0, 0.5, 1.0), 2) == [(0.0,), (0.5,), (1.0,)]
+    assert s2d_grid((0.0, 0.5, 1.0), 2) == [(1.0,), (0.5,), (0.0,)]
     three = s2d_grid((1.0, 0.0, 0.5, 0.5), 3)
-    assert three == [(0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)]
+    assert three == [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.5, 0.5), (0.5, 0.0), (0.0, 0.0)]
+    with pytest.raises(ValueError, match="6 thresholds at 11 exits are 4368 settings, more than 200"):
+        s2d_grid(S2DOptions().values, 12)
+
+
+def test_the_fastest_thresholds_win(deep, monkeypatch):
+    class Known:
+        """Speeds that follow from the thresholds."""
+
+        def __init__(self, lm, prompts, max_new_tokens, method):
+            self(method)
+
+        def __call__(self, method):
+            first, second = (round(float(number), 3) for number in method[0].thresholds)
+            assert method[1] == "parameters"
+            score = 2 - abs(first - 0.7) - abs(second - 0.3)
+            return {"score": score, "tokens_per_second": 1.0, "draft_acceptance_rate": None}
+
+    monkeypatch.setattr(tune, "Speed", Known)
+    drafter = S2D(deep.config, (1, 2, 3), jnp.zeros(2))
+    report = tune_s2d(deep, PROMPTS, S2DOptions(), drafter, "parameters")
+    assert report["results"][0] == {
+        "thresholds": [0.7, 0.3], "turns": 5, "score": 2.0, "tokens_per_second": 1.0, "draft_acceptance_rate": None,
+    }  # fmt: skip
+    assert len(report["results"]) == report["settings"] == 21
+    with pytest.raises(ValueError, match=r"the draft has one exit \(2 layers\)"):
+        tune_s2d(deep, PROMPTS, S2DOptions(), S2D(deep.config, (2,), jnp.zeros(0)))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +320,10 @@ def test_the_command_writes_thresholds_that_the_method_finds(model, tmp_path, ca
     written = json.loads(Path(report["output"]).read_text())
     assert (written["target"], written["exits"]) == (lm.fingerprint, [1, 2, 3])
     assert {"command", "score", "tokens_per_second", "turns", "settings"} <= set(written["found_by"])
+    # A file that no longer fits is written anew.
+    Path(report["output"]).write_text(json.dumps(written | {"target": "another"}))
+    assert main([*arguments, "--threshold", "0"]) == 0
+    assert json.loads(Path(report["output"]).read_text())["target"] == lm.fingerprint
     # As a table too, and elsewhere.
     assert main([*arguments, "--threshold", "0", "--output", str(tmp_path / "t.json")]) == 0
     assert "exits after 1, 2, 3 layers" in " ".join(capfd.readouterr().out.split())

@@ -131,11 +131,13 @@ def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tupl
         return (verify.specialised(plan) if name == "draft-verify-static" else verify), None
     if name.startswith("layerskip"):
         return LayerSkip(config, depth - 1 if name == "layerskip-late" else 1, made, K), None
+    # So that tokens leave by every exit.
+    sure = (0.5, 0.5) if config.vocab_size > 4 else (0.77, 0.75)
     if name == "s2d-target":
-        return S2D(config, (1, depth - 1), jnp.float32([0.35]), made, K, sorted_target=True), None
+        return S2D(config, (1, depth - 1), jnp.float32(sure[:1]), made, K, sorted_target=True), None
     if name == "s2d":
         layers = dataclasses.replace(config, num_layers=3, intermediate_size=20)
-        return S2D(layers, (1, 2, 3), jnp.float32([0.4, 0.3]), made, K), params(layers)
+        return S2D(layers, (1, 2, 3), jnp.float32(sure), made, K), params(layers)
     if name == "draft-exit":
         return DraftModel(config.truncated(1), made, K), llama.truncate(params(config), 1)
     small = dataclasses.replace(config, num_layers=1, intermediate_size=20)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,13 @@ def best_step(manager: ocp.CheckpointManager) -> tuple[int, dict[str, float]]:
     """(step, what was measured there) of the checkpoint with the lowest held-out loss.
 
     Raises:
-      ValueError: there is no checkpoint.
+      ValueError: there is no checkpoint, or none of a finite loss.
     """
-    measured = {step: dict(manager.metrics(step)) for step in manager.all_steps()}
+    every = {step: dict(manager.metrics(step)) for step in manager.all_steps()}
+    measured = {step: one for step, one in every.items() if math.isfinite(one["held_out_loss"])}
     if not measured:
-        raise ValueError(f"no checkpoint in {manager.directory}; train first")
+        found = " with a finite held-out loss" if every else ""
+        raise ValueError(f"no checkpoint{found} in {manager.directory}; train first")
     step = min(measured, key=lambda step: measured[step]["held_out_loss"])
     return step, measured[step]
 
@@ -74,10 +77,8 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
     with loop.checkpoint_manager(run / "checkpoints", keep=1, read_only=True) as manager:
         params, step, measured = best_params(manager)
     config = config.truncated(len(params["layers"]))
-    huggingface.save(output, config, params, dtype=jnp.bfloat16)
-    extra = files.read_json(run / "config.json").get("jaxspec")
-    if extra is not None:
-        files.write_json(output / "config.json", files.read_json(output / "config.json") | {"jaxspec": extra})
+    exits = huggingface.read_exits(run, config.num_layers)
+    huggingface.save(output, config, params, dtype=jnp.bfloat16, exits=exits)
     copy_files(run, output)
     rounded = huggingface.load_params(output, config, jnp.float32)
     words = tokenizer.load(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,20 +176,27 @@ class S2DOptions:
             raise ValueError(f"--threshold has {self.values}; give numbers from 0 to 1")
 
 
-def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
-    """Every combination of thresholds for `exits` exits that drafts differently.
+# Settings of thresholds beyond which a sweep would take hours.
+MOST_SETTINGS = 200
 
-    An exit that is always taken makes those after it unreachable: only one such combination is kept. An exit's
-    threshold is no lower than a later one's, as in the paper's: what is sure enough to leave early would be
-    sure enough later.
+
+def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
+    """Thresholds for `exits` exits but the last: every choice that does not rise from exit to exit.
+
+    As in the paper: what is sure enough to leave early would be sure enough later. So nothing is tried twice: an
+    exit that is always taken (0) makes those after it unreachable, and they have 0 too.
+
+    Raises:
+      ValueError: they are too many to be measured.
     """
-    found = {}
-    for combination in itertools.product(sorted(set(values)), repeat=exits - 1):
-        always = combination.index(0.0) if 0.0 in combination else len(combination)
-        reachable = combination[:always]
-        if list(reachable) == sorted(reachable, reverse=True):
-            found[reachable] = reachable + (0.0,) * (len(combination) - always)
-    return list(found.values())
+    falling = sorted(set(values), reverse=True)
+    count = math.comb(len(falling) + exits - 2, exits - 1)
+    if count > MOST_SETTINGS:
+        raise ValueError(
+            f"{len(falling)} thresholds at {exits - 1} exits are {count} settings, more than {MOST_SETTINGS}; "
+            "give fewer with --threshold"
+        )
+    return list(itertools.combinations_with_replacement(falling, exits - 1))
 
 
 def tune_s2d(

@@ -46,7 +46,9 @@ class Convert:
             config, params = _read(source, self.dtype)
             progress(f"writing {destination}")
             generation = huggingface.generation_defaults(source)
-            huggingface.save(destination, config, params, generation=generation)
+            trained = (source / "config.json").is_file()
+            exits = huggingface.read_exits(source, config.num_layers) if trained else ()
+            huggingface.save(destination, config, params, generation=generation, exits=exits)
             tokenizer.copy_files(source, destination)
         return 0
 

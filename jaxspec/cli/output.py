@@ -18,6 +18,8 @@ def output_file(given: str | None, directory: Path | None, name: str) -> Path:
     if path.is_dir():
         raise ValueError(f"{path} is a directory; give --output FILE")
     try:
+        if given is None:
+            path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

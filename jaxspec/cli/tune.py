@@ -130,13 +130,11 @@ class Tune:
         options = S2DOptions(
             **self._given(thresholds="values"), max_new_tokens=self.max_new_tokens, repeats=self.repeats
         )
-        drafter, weights = lm.drafter("s2d", draft=self.draft)
+        drafter, weights = lm.drafter("s2d", beside=False, draft=self.draft)
         assert isinstance(drafter, S2D)
         last = drafter.exits[-1]
         draft = fingerprint(drafter.config.truncated(last), llama.truncate(weights or lm.params, last))
         name = str(thresholds_path(Path(), draft))
-        if lm.directory is not None and self.output is None:
-            (lm.directory / name).parent.mkdir(exist_ok=True)
         output = output_file(self.output, lm.directory, name)
         prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
         report = tune_s2d(lm, prompts, options, drafter, weights, on_progress=bar, on_measured=_shown(bar))

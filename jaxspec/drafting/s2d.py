@@ -19,12 +19,12 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights
+from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights, rising_widths
 from jaxspec.sampling import Law
 from jaxspec.stopping import AdaptiveLength
 
-# Waiting tokens that run together, by compiled width; the widest holds all that may wait.
-WIDTHS = (1, 4, 8)
+# W of a draft with a cache of its own.
+MOST_WAITING = 8
 
 
 @struct.dataclass
@@ -35,10 +35,13 @@ class Waiting:
     one goes deeper: then all that wait run together, as one block that reads the weights once. So every exit
     sees exactly what it would see if it alone were the model.
 
+    `passed` never rises from exit to exit, and position p lies in slot p − passed[b, M − 1]: what has passed
+    the last exit waits no longer.
+
     Attributes:
-      passed: int32[B, M], how many positions have passed each of the M exits; falling from exit to exit.
-      hidden: [B, W, D], of position passed[b, M − 1] and those after it, the residual stream at the last
-        exit that each has passed, or its embedding.
+      passed: int32[B, M], how many positions have passed each of the M exits.
+      hidden: [B, W, D], the residual stream of those that wait, after the last exit that each has passed, or its
+        embedding before the first.
     """
 
     passed: jax.Array
@@ -83,18 +86,18 @@ class S2D(ChainDrafter):
     config: LlamaConfig = struct.field(pytree_node=False)
     exits: tuple[int, ...] = struct.field(pytree_node=False)
     thresholds: jax.Array
-    rule: StopRule = AdaptiveLength()
+    rule: StopRule = AdaptiveLength(most=12)
     num_draft_tokens: int = struct.field(pytree_node=False, default=12)
     sorted_target: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def most_waiting(self) -> int:
-        """W. In its own cache the target needs no more than a draft: verification makes up for what lacks."""
-        return self.num_draft_tokens if self.sorted_target else WIDTHS[-1]
+        """W. In the target's cache nothing waits across rounds, for verification fills it: K is all there is."""
+        return self.num_draft_tokens if self.sorted_target else MOST_WAITING
 
     @property
     def reach(self) -> int:
-        """The widest block may begin at the last token that is fed."""
+        """A block of W may begin at the last token that is fed."""
         return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.most_waiting)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
@@ -137,11 +140,15 @@ class S2D(ChainDrafter):
     def _step(
         self, draft: Params, start: jax.Array, carry, token: jax.Array, i: jax.Array, active: jax.Array
     ) -> tuple[jax.Array, jax.Array, tuple[KVCache, Waiting]]:
-        """Feeds the tokens and tries the exits in order, for as long as an active row has not left."""
+        """Feeds the tokens and tries the exits in order.
+
+        How deep the layers run is one decision for the batch: as deep as some active row wants. Where a token
+        leaves is its row's own: it keeps the logits of its exit whatever runs after.
+        """
         cache, waiting = carry
-        batch, position = len(start), (start + i)[:, None]
+        position = (start + i)[:, None]
         waiting = waiting.put(position, llama.embed(draft, token[:, None]))
-        # Two more may come before anyone looks again: the last token of a draft, and the one after it.
+        # Before this is asked again two more may come: the last token of this draft, and the one after it.
         full = jnp.any(position + 2 >= waiting.first[:, None] + self.most_waiting) & (not self.sorted_target)
 
         def deepen(carry, number):
@@ -158,22 +165,28 @@ class S2D(ChainDrafter):
             stays = left[:, None]
             return jnp.where(stays, logits, new), jnp.where(stays, hidden, here), left | sure
 
-        # While the step goes on `waiting.passed` stays: it says where each block begins.
-        deepened = deepen((cache, waiting, waiting.passed), 0)
-        nothing = jnp.zeros((batch, self.config.vocab_size)), jnp.zeros_like(waiting.hidden[:, 0])
-        logits, hidden, left = look((*nothing, ~active), 0, deepened[1])
-        for number in range(1, len(self.exits)):
+        # `waiting.passed` stands still until the step is over: it says where each block begins.
+        passed, left = waiting.passed, ~active
+        logits = jnp.zeros((len(start), self.config.vocab_size), jnp.float32)
+        hidden = jnp.zeros_like(waiting.hidden[:, 0])
+        for number in range(len(self.exits)):
             deeper = jnp.any(~left)
-            deepened = once(deeper | full, functools.partial(deepen, number=number), deepened)
-            looked = functools.partial(look, number=number, waiting=deepened[1])
-            logits, hidden, left = once(deeper, looked, (logits, hidden, left))
-        cache, waiting, passed = deepened
+            run = number == 0 or deeper | full
+            cache, waiting, passed = once(
+                run, functools.partial(deepen, number=number), (cache, waiting, passed)
+            )
+            looked = functools.partial(look, number=number, waiting=waiting)
+            logits, hidden, left = once(number == 0 or deeper, looked, (logits, hidden, left))
         return logits, hidden, (cache, dataclasses.replace(waiting, passed=passed))
 
     def _through(
         self, draft: Params, number: int, position: jax.Array, cache: KVCache, waiting: Waiting
     ) -> tuple[KVCache, Waiting]:
-        """Runs the layers up to an exit over all that waits before them, in the narrowest block that holds it."""
+        """Runs the layers up to an exit over all that waits before them, in the narrowest block that holds it.
+
+        What of the block lies past `position` means nothing: no query sees those slots before they are written
+        again.
+        """
         begin = waiting.passed[:, number]
         longest = jnp.max(position[:, 0] + 1 - begin)
         layers = range(self.exits[number - 1] if number else 0, self.exits[number])
@@ -184,11 +197,10 @@ class S2D(ChainDrafter):
             hidden, cache = llama.run_layers(self.config, draft, waiting.get(at), begin, cache, layers=layers)
             return cache, waiting.put(at, hidden, at <= position)
 
+        # Before the first layer waits, beside the token, at most the last one of a draft that was accepted whole.
         most = self.most_waiting if number else 2 - self.sorted_target
-        widths = (*(width for width in WIDTHS if width < most), most)
-        if widths == (1,):
-            return run((cache, waiting), 1)
+        widths = rising_widths(most - 1) if most > 1 else (1,)
         for below, width in zip((0, *widths), widths, strict=False):
-            fits = (below < longest) & (longest <= width)
+            fits = (below < longest) & (longest <= width) if len(widths) > 1 else True
             cache, waiting = once(fits, functools.partial(run, width=width), (cache, waiting))
         return cache, waiting

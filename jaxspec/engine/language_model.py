@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -22,7 +21,8 @@ from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
 from jaxspec.engine.text import RowText
-from jaxspec.io import huggingface, memory, method_files
+from jaxspec.io import huggingface, memory
+from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import MethodOptions, Model
@@ -113,6 +113,7 @@ class LanguageModel:
         self.directory, self.exits = directory, tuple(exits)
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
+        self._as_target = Model(config, params, name, check_exits(exits, config.num_layers))
         self.executables = Executables()
         self._drafts: dict[str, Model] = {}
         # By method and options: the drafter that the last text left, where something is carried over.
@@ -123,10 +124,10 @@ class LanguageModel:
         """The dtype of the parameters, by name."""
         return str(self.params["embed"].dtype)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
-        return method_files.fingerprint(self.config, self.params)
+        return self._as_target.fingerprint
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Token ids of a text, or of a user's message in the model's chat template."""
@@ -208,12 +209,12 @@ class LanguageModel:
         chosen = self._options(method_options)
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
-        drafter, weights = self._method(method, chosen, laws)
+        drafter, weights = self._method(method, chosen, laws, self.directory)
         # What is carried over belongs to a method, its options and its laws.
         carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
         if carried is not None:
             drafter = methods.carried_over(drafter, self._carried.get(carried))
-        self._check_memory(requests, max_batch)
+        self._check_memory(requests, max_batch, drafter.reach)
         session = Session(
             self.executables,
             self.config,
@@ -236,13 +237,16 @@ class LanguageModel:
         ordered = [results[index] for index in range(len(batch))]
         return ordered[0] if single else ordered
 
-    def drafter(self, method: str, **method_options: Any) -> tuple[Drafter, Any]:
+    def drafter(self, method: str, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:
         """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
+
+        `beside`: whether the files that lie beside the model count.
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
         """
-        drafter, weights = self._method(method, self._options(method_options), ("greedy",))
+        directory = self.directory if beside else None
+        drafter, weights = self._method(method, self._options(method_options), ("greedy",), directory)
         return drafter, weights.drafter
 
     def _requests(
@@ -297,13 +301,13 @@ class LanguageModel:
             )
         return requests
 
-    def _check_memory(self, requests: Sequence[RowRequest], max_batch: int) -> None:
+    def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
         """Refuses a batch whose cache cannot fit beside the model, before anything is computed."""
         if self.mesh is None:
             longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
             rows = min(max_batch, len(requests))
             memory.check_cache_fits(
-                self.config, self.params["embed"].dtype, rows, bucket(longest), self.device
+                self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
             )
 
     def _options(self, options: dict[str, Any]) -> MethodOptions:
@@ -327,6 +331,7 @@ class LanguageModel:
         method: str | Drafter | tuple[Drafter, Any],
         chosen: MethodOptions,
         laws: tuple[str, ...],
+        directory: Path | None,
     ) -> tuple[Drafter, Weights]:
         if not isinstance(method, str):
             foreign = sorted(set(methods.options_given(chosen)) - {"acceptor"})
@@ -337,10 +342,9 @@ class LanguageModel:
             drafter, params = method if isinstance(method, tuple) else (method, None)
         else:
             resources = methods.Resources(
-                self._load_draft, self.encode, lambda: self.fingerprint, self.directory, laws
+                self._load_draft, self.encode, lambda: self.fingerprint, directory, laws
             )
-            target = Model(self.config, self.params, self.name, self.exits)
-            drafter, params = methods.build(method, chosen, target, resources)
+            drafter, params = methods.build(method, chosen, self._as_target, resources)
         return drafter, Weights(self.params, params)
 
     def _load_draft(self, name: str) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -42,7 +43,7 @@ def find_model(model: str | os.PathLike | None) -> Path:
     if model is None:
         return embedded_model()
     name = os.fspath(model)
-    embedded = None if Path(name).exists() or not name.isidentifier() else _embedded(name)
+    embedded = None if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) else _embedded(name)
     return embedded or huggingface.resolve(name)
 
 

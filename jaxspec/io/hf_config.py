@@ -83,16 +83,28 @@ def read_exits(directory: str | Path, num_layers: int) -> tuple[int, ...]:
       ValueError: they are no rising list of depths of this model.
     """
     path = Path(directory) / "config.json"
-    own = read_json(path).get("jaxspec") or {}
-    exits = own.get("exits") if isinstance(own, Mapping) else None
-    if exits is None:
+    own = read_json(path).get("jaxspec", {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f'{path} has {own!r} under jaxspec; expected an object such as {{"exits": [2, 4]}}')
+    if "exits" not in own:
         return ()
-    rising = isinstance(exits, list) and all(type(n) is int for n in exits) and exits == sorted(set(exits))
-    if not rising or not exits or exits[0] < 1 or exits[-1] > num_layers:
-        raise ValueError(
-            f"{path} names the exits {exits}; expected a rising list of layers from 1 to {num_layers}"
-        )
-    return tuple(exits)
+    try:
+        return check_exits(own["exits"] or None, num_layers)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_exits(exits: Any, num_layers: int) -> tuple[int, ...]:
+    """A list of exits, in layers run, as a tuple; it may be empty.
+
+    Raises:
+      ValueError: it is no rising list of depths of a model of `num_layers` layers.
+    """
+    listed: list[Any] = list(exits) if isinstance(exits, (list, tuple)) else [None]
+    whole = all(type(n) is int and 1 <= n <= num_layers for n in listed)
+    if not whole or listed != sorted(set(listed)):
+        raise ValueError(f"the exits are {exits}; expected a rising list of layers from 1 to {num_layers}")
+    return tuple(listed)
 
 
 def generation_defaults(directory: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import numpy as np
 
 from jaxspec.io import tensors
 from jaxspec.io.files import read_json, write_json
-from jaxspec.io.hf_config import config_json, generation_defaults, generation_json, read_config, read_exits
+from jaxspec.io.hf_config import (
+    check_exits,
+    config_json,
+    generation_defaults,
+    generation_json,
+    read_config,
+    read_exits,
+)
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
@@ -187,6 +194,7 @@ def save(
     dtype=None,
     max_shard_bytes: int = 5_000_000_000,
     generation: Mapping[str, Any] | None = None,
+    exits: Sequence[int] = (),
 ) -> None:
     """Writes a directory that `load_params` and transformers read: config, generation config, safetensors.
 
@@ -200,6 +208,7 @@ def save(
       dtype: of the files; None for that of the embedding.
       max_shard_bytes: a larger model is cut into several files with an index.
       generation: sampling defaults for `generation_config.json`, as from `generation_defaults`.
+      exits: those that the model was trained for, as from `read_exits`.
 
     Raises:
       ValueError: the parameters are not those of `config`, or `config.model_type` cannot express it.
@@ -218,6 +227,8 @@ def save(
             )
         placed |= {source.name: (array, source) for source in sources}
     content = config_json(config, dtype.name)  # refused before anything is written
+    if exits:
+        content["jaxspec"] = {"exits": list(check_exits(exits, config.num_layers))}
 
     def fetch(name: str) -> np.ndarray:
         array, source = placed[name]

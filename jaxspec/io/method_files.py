@@ -241,6 +241,8 @@ def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Seq
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no thresholds {path}; make them with `jaxspec tune --method s2d`")
     content = _read(path, THRESHOLDS_FORMAT, "a file of thresholds")
     _check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
     if content.get("draft") != draft or content.get("exits") != list(exits):
@@ -257,7 +259,7 @@ def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Seq
     ):
         raise ValueError(
             f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
-            "0 for the last"
+            "0 for the last; make them with `jaxspec tune --method s2d`"
         )
     return [float(n) for n in numbers[:-1]]
 

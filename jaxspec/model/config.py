@@ -110,6 +110,7 @@ class LlamaConfig:
                 f"cannot keep {num_layers} layers of a model that has {self.num_layers}; "
                 f"give a number from 1 to {self.num_layers}"
             )
-        return dataclasses.replace(
-            self, num_layers=num_layers, sliding_windows=self.sliding_windows[:num_layers]
-        )
+        windows = self.sliding_windows[:num_layers]
+        if all(window is None for window in windows):
+            windows = ()  # as the cut model is read back from its file
+        return dataclasses.replace(self, num_layers=num_layers, sliding_windows=windows)

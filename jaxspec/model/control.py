@@ -22,10 +22,12 @@ def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Car
     return jax.lax.cond(run, sublayer, lambda same: same, carry)
 
 
-def once(pred: jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip.
+def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
 
     A conditional would do the same, but several that write the cache make XLA copy it; loops do not.
     """
+    if isinstance(pred, bool):
+        return f(carry) if pred else carry
     _, carry = jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), f(c[1])), (pred, carry))
     return carry

@@ -31,6 +31,8 @@ from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
 
 Params = dict[str, Any]
+# Queries that training attends with at once: what they see must fit a processor's cache.
+QUERIES_AT_ONCE = 128
 # (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # Shown the residual stream [B, T, D] before and after each sublayer, in their order.
@@ -207,8 +209,13 @@ def run_block(
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
     def attend(q, k, v, layer_cache):
-        split = (k.swapaxes(1, 2), v.swapaxes(1, 2))
-        return kv.attend_where(q, split, mask, merged=False), layer_cache
+        # No query sees a later key: a piece of the queries meets only the keys up to its own end.
+        mixed = []
+        for begin in range(0, q.shape[1], QUERIES_AT_ONCE):
+            end = min(begin + QUERIES_AT_ONCE, q.shape[1])
+            split = (k[:, :end].swapaxes(1, 2), v[:, :end].swapaxes(1, 2))
+            mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], merged=False))
+        return jnp.concatenate(mixed, axis=1), layer_cache
 
     hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None)
     return _mlp(config, p["mlp"], hidden)
