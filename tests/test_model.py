@@ -272,3 +272,9 @@ def test_wrong_configs_are_refused():
         BASE.truncated(3)
     with pytest.raises(ValueError, match=r"skips layers \[2\]"):
         LayerPlan.skipping(2, mlp=[2])
+
+
+def test_a_model_cut_below_its_sliding_windows_has_none():
+    config = dataclasses.replace(BASE, sliding_windows=(None, 4))
+    assert config.truncated(2) == config
+    assert config.truncated(1) == BASE.truncated(1)

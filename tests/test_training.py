@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -23,10 +24,12 @@ from hypothesis import strategies as st
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from training import (
+    card,
     data,
     evaluation,
     export,
     formats,
+    job,
     layerskip,
     loop,
     losses,
@@ -295,7 +298,8 @@ def test_a_vocabulary_must_hold_all_bytes():
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:
     shape = "--vocab-size 300 --hidden-size 16 --intermediate-size 24 --layers 1 --heads 2 --kv-heads 1"
-    size = "--head-dim 8 --context 64 --window 32 --batch 2 --held-out 6 --samples 1 --every 5"
+    shape = "" if "--start" in more else f"{shape} --head-dim 8 --context 64"
+    size = "--window 32 --batch 2 --held-out 6 --samples 1 --every 5"
     places = {"--data": "text.txt", "--output": name, "--run": f"run-{name}"}
     named = [word for option, place in places.items() for word in (option, str(folder / place))]
     return [*named, *shape.split(), *size.split(), *more]
@@ -425,6 +429,93 @@ def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsy
     assert losses_of(metrics(folder, "whole")) == whole
 
 
+def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, capsys):
+    """What the shape does not tell: nothing is written before the refusal, and a record of before is no other."""
+    assert sft.main(arguments(folder, "own", "--steps", "5")) == 0
+    run = folder / "run-own"
+    (tmp_path / "other.txt").write_text((folder / "text.txt").read_text().replace("Mom", "Pop"))
+    files = [path for path in run.iterdir() if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    capsys.readouterr()
+    for command, more, said in (
+        (soft, ["--exits", "1"], "job training.sft, exits []; asked for is job training.soft, exits [1]"),
+        (sft, ["--start", str(folder / "own")], "start scratch, vocab_size 300; asked for is start "),
+        (sft, ["--held-out", "7"], "held_out 6, data "),
+        (sft, ["--seed", "1"], "seed 0; asked for is seed 1: give "),
+        (sft, ["--vocab-size", "290"], "vocab_size 300; asked"),
+        (sft, ["--data", str(tmp_path / "other.txt")], "data "),
+    ):
+        assert command.main(arguments(folder, "own", *more, "--steps", "9")) == 1
+        assert f"{run} holds a run with {said}" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    record = json.loads((run / "run.json").read_text())
+    del record["identity"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert sft.main(arguments(folder, "own", "--steps", "6")) == 0
+    assert "resumed from step 5" in capsys.readouterr().err
+
+
+def test_models_of_one_shape_are_told_apart(params, words):
+    options = training_options.parse(sft.Options, ["--data", "a", "--run", "r", "--start", "s"], "sft")
+    aim = job.Objective(losses.next_token(CONFIG))
+    other = llama.init_params(CONFIG, jax.random.key(1))
+    starts = [job.Start(CONFIG, weights, words) for weights in (params, params, other)]
+    first, again, another = (job.identity(options, start, aim, "training.sft", "") for start in starts)
+    assert first == again != another
+
+
+def test_a_first_command_that_failed_can_be_corrected(folder, capsys):
+    """It had learned and kept a tokenizer already."""
+    assert sft.main(arguments(folder, "corrected", "--batch", "5000")) == 1
+    assert sft.main(arguments(folder, "corrected", "--vocab-size", "280", "--steps", "1", "--seed", "1")) == 0
+    assert json.loads((folder / "corrected" / "config.json").read_text())["vocab_size"] == 280
+    assert len(export.read_run(folder / "run-corrected")["commands"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "run"), [("exp1/model", "exp1-model"), ("./a/../b", "b"), ("/x/y", "x-y"), ("{}/c/d", "c-d")]
+)
+def test_a_run_is_named_after_the_whole_path_of_its_output(output, run):
+    given = ["--data", "a", "--output", output.format(Path.cwd())]
+    assert training_options.parse(sft.Options, given, "sft").run_directory == Path("runs") / run
+
+
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(folder, monkeypatch, capsys):
+    found = iter([3.0, float("nan")])
+    monkeypatch.setattr(evaluation, "make_measure", lambda *_: lambda *_: {"held_out_loss": next(found)})
+    assert sft.main(arguments(folder, "unmeasured", "--steps", "30")) == 1
+    message = capsys.readouterr().err
+    assert "held-out loss nan at step 10; training stops, the checkpoint of step 5 is intact" in message
+
+
+def test_a_checkpoint_without_a_finite_loss_is_never_the_best(tmp_path):
+    found = {5: float("nan"), 10: 2.0}
+
+    def manager(*steps):
+        return types.SimpleNamespace(
+            all_steps=lambda: steps, metrics=lambda step: {"held_out_loss": found[step]}, directory=tmp_path
+        )
+
+    assert export.best_step(manager(5, 10))[0] == 10
+    with pytest.raises(ValueError, match="with a finite held-out loss"):
+        export.best_step(manager(5))
+
+
+def test_a_card_counts_the_parameters_that_are_written():
+    record = {
+        "parameters": 10**9,
+        "options": {"start": "scratch"},
+        "commands": ["c"],
+        "exits": [1],
+        "documents": {"a": 1, "b": 1},
+        "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
+    }
+    measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
+    text = card.write("m", CONFIG, record, [], 0, measured, {})
+    assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
+    assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
     """A step that turns to NaN after the first checkpoint."""
     make_step = step.make_step
@@ -462,8 +553,24 @@ def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
         assert export.best_step(manager) == (10, {"held_out_loss": 1.0})
 
 
-def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
-    """From the third checkpoint on no file may grow beyond 20 kB, as if nothing more fitted."""
+def test_metrics_say_that_the_disk_is_full_and_end(tmp_path):
+    """The events outgrow the limit first, each being longer than its line; neither waits nor hides the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = training_metrics.Metrics(tmp_path, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            any(written.write(number, {"held_out_loss": 1.0}) for number in range(1, 100))
+        written.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / training_metrics.METRICS_FILE).stat().st_size < 2000
+
+
+@pytest.mark.parametrize("limit", [20_000, 100])
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys, limit):
+    """From the third checkpoint on no file may grow beyond a limit, as if nothing more fitted."""
+    name = f"full-{limit}"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     make_measure = evaluation.make_measure
     calls = []
@@ -474,27 +581,28 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
         def then_full(*rest):
             calls.append(1)
             if len(calls) == 3:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             return measure(*rest)
 
         return then_full
 
     monkeypatch.setattr(evaluation, "make_measure", filling)
     try:
-        status = sft.main(arguments(folder, "full", "--steps", "30"))
+        status = sft.main(arguments(folder, name, "--steps", "30"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert status == 1
     message = capsys.readouterr().err
+    assert " could not be written: " in message
     assert "File too large" in message
-    with loop.checkpoint_manager(folder / "run-full" / "checkpoints", 1, read_only=True) as manager:
+    with loop.checkpoint_manager(folder / f"run-{name}" / "checkpoints", 1, read_only=True) as manager:
         found, best, _ = export.best_params(manager)
     # The second may have been on its way when the disk filled up.
     assert best in (5, 10)
     assert f"the checkpoint of step {best} is intact" in message
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
     monkeypatch.undo()
-    assert sft.main(arguments(folder, "full", "--steps", "12")) == 0
+    assert sft.main(arguments(folder, name, "--steps", "12")) == 0
     assert f"resumed from step {best}" in capsys.readouterr().err
 
 
@@ -559,7 +667,8 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
         for n in range(40)
     ]
     (tmp_path / "talk.json").write_text(json.dumps([talk, *others]))
-    given = [*arguments(folder, "talk", "--steps", "5"), "--data", str(tmp_path / "talk.json")]
+    given = arguments(folder, "talk", "--steps", "5")
+    given[given.index("--data") + 1] = str(tmp_path / "talk.json")
     assert sft.main(given) == 0
     from jaxspec.io.tokenizer import load_tokenizer
 
@@ -575,6 +684,7 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     [
         (["--exits", "2", "1"], "exits is (2, 1)"),
         (["--exits", "1", "3"], "--layers 3"),
+        (["--exits", "1", "2", "--growth", "1", "3"], "leave growth out"),
         (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
         (["--exits", "1", "2", "--distil-weight", "2"], "distil_weight is 2"),
     ],
@@ -626,6 +736,21 @@ def test_a_bad_yaml_file_gets_one_clear_line(tmp_path, content, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_shape_beside_a_given_model_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        sft.main(["--data", "a", "--run", "r", "--start", "small", "--layers", "3", "--heads", "2"])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "layers, heads: the shape is chosen for a model from scratch" in said
+
+
+def test_the_recipe_of_the_draft_serves_both_jobs():
+    recipes = [f"--config={ROOT / 'training' / 'recipes' / name}.yaml" for name in ("mixture", "draft")]
+    given = [*recipes, "--output", "d"]
+    sorted_draft = training_options.parse(soft.Options, [*given, "--exits", "2", "4", "6"], "soft")
+    plain = training_options.parse(sft.Options, [*given, "--start-layers", "6"], "sft")
+    assert sorted_draft.start == plain.start != training_options.SCRATCH
+
+
 def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
     options = training_options.parse(
         layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
@@ -653,16 +778,27 @@ from training import job, options, sharding, soft, step
 import sys
 arguments = sys.argv[1:]
 assert len(jax.devices()) == 4
+def check(state, when):
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert own < 0.27 * whole, (when, own, whole)
+    print("a quarter each", when)
 original = sharding.place_state
 def checked(mesh, state):
     placed = original(mesh, state)
     if hasattr(placed, "opt_state"):
-        whole = sum(leaf.nbytes for leaf in jax.tree.leaves(placed))
-        own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
-        assert own < 0.27 * whole, (own, whole)
-        print("a quarter each")
+        check(placed, "at first")
     return placed
 sharding.place_state = checked
+make_step = step.make_step
+def made(*arguments):
+    step_fn = make_step(*arguments)
+    def stepped(*given):
+        state, measured = step_fn(*given)
+        check(state, "after a step")
+        return state, measured
+    return stepped
+step.make_step = made
 sys.exit(soft.main(arguments))
 """
 
@@ -680,7 +816,8 @@ def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(f
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "a quarter each" in done.stdout
+    assert "a quarter each at first" in done.stdout
+    assert done.stdout.count("a quarter each after a step") == 6
     one, four = (losses_of(metrics(folder, name)) for name in ("one", "four"))
     np.testing.assert_allclose([x[1:3] for x in one], [x[1:3] for x in four], rtol=2e-4)
 

@@ -8,9 +8,10 @@ import types
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers, trainers
 
 from jaxspec.bench import prompts
-from training import copy_edit, formats, options, tokenizer
+from training import copy_edit, formats, options, sft, tokenizer
 
 STORY = (
     "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
@@ -191,6 +192,13 @@ def test_copy_edit_tasks_edit_what_they_say(tmp_path):
     assert copy_edit.tasks(STORY) == copy_edit.tasks(STORY)
 
 
+def test_a_passage_that_names_all_things_of_a_kind_is_left_out_of_it():
+    colours = " ".join(copy_edit.THINGS[2])
+    for number in range(40):
+        for task in copy_edit.tasks(f"There were {number} stones, and they were {colours} and grey."):
+            assert task.prompt.startswith(copy_edit.COPY)
+
+
 def test_only_whole_words_are_replaced():
     assert copy_edit.replace("cat", "dog", "The cat saw a caterpillar, said the cat.") == (
         "The dog saw a caterpillar, said the dog."
@@ -218,15 +226,54 @@ def test_the_projects_prompts_have_the_form_of_the_training_data():
 # Tokens of documents
 
 
-def test_spans_keep_their_tokens_apart_and_say_which_to_learn():
+def test_spans_say_which_tokens_to_learn():
     words = tokenizer.train([STORY], 300)
-    document = formats.Document((formats.Span("Tim ha", learn=False), formats.Span("d a ball.</s>")), "x")
+    document = formats.Document((formats.Span("é Tim", learn=False), formats.Span(" had a ball.</s>")), "x")
     (encoded,) = tokenizer.encode_documents(words, [document], tokenizer.BOS_ID, tokenizer.EOS_ID)
-    first = words.encode("Tim ha", add_special_tokens=False).ids
-    second = words.encode("d a ball.", add_special_tokens=False).ids
+    first = words.encode("é Tim", add_special_tokens=False).ids
+    second = words.encode(" had a ball.", add_special_tokens=False).ids
     # The end is spelled out by the text, and not put a second time.
     assert encoded.tokens.tolist() == [tokenizer.BOS_ID, *first, *second, tokenizer.EOS_ID]
     assert np.array_equal(encoded.learn, [False] * (len(first) + 1) + [True] * (len(second) + 1))
+
+
+@pytest.mark.parametrize("cut", [len("USER: Hi ASSISTANT:"), len("USER: Hi ASSISTANT: ")])
+def test_spans_are_tokens_of_one_text(cut):
+    """As Llama 2's tokenizer: a mark in front of a text, and none where a span begins."""
+    words = Tokenizer(models.BPE())
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = [tokenizer.BOS, tokenizer.EOS]
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    words.train_from_iterator(["USER:", "Hi", "ASSISTANT:", "Hello"], trainer)
+    text = "USER: Hi ASSISTANT: Hello"
+    document = formats.Document((formats.Span(text[:cut], learn=False), formats.Span(text[cut:])), "x")
+    (encoded,) = tokenizer.encode_documents(words, [document], tokenizer.BOS_ID, tokenizer.EOS_ID)
+    found = [words.id_to_token(index) for index in encoded.tokens]
+    assert found == ["<s>", "▁USER:", "▁Hi", "▁ASSISTANT:", "▁Hello", "</s>"]
+    # A token over the border is one of the span in which it ends.
+    assert encoded.learn.tolist() == [False, False, False, False, True, True]
+
+
+def test_a_broken_tokenizer_gets_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer: "):
+        tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_is_there_once_its_settings_are(tmp_path, monkeypatch):
+    def broken(path, content):
+        raise OSError("no space")
+
+    words = tokenizer.train([STORY], 300)
+    monkeypatch.setattr(tokenizer.files, "write_atomic", broken)
+    with pytest.raises(OSError, match="no space"):
+        tokenizer.save(words, tmp_path, 64)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    (tmp_path / "tokenizer_config.json").mkdir()  # cannot be written over
+    with pytest.raises(OSError, match="tokenizer_config"):
+        tokenizer.save(words, tmp_path, 64)
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_document_that_spells_out_its_marks_gets_no_second_ones():
@@ -251,6 +298,32 @@ def test_a_source_is_read_as_it_is_written():
     assert source == options.Source("data/a.jsonl", "code", "mbpp", 0.5)
     assert options.Source.parse(str(source)) == source
     assert options.Source.parse("data/a.txt").kind == "a"
+    fine = options.Source.parse("a.txt,weight=0.123456789")
+    assert options.Source.parse(str(fine)) == fine
     for wrong in ("a.txt,colour=red", "a.txt,weight", "a.txt,weight=0"):
         with pytest.raises(ValueError, match=r"expected PATH|give a number"):
             options.Source.parse(wrong)
+
+
+def test_sources_of_one_kind_have_one_weight():
+    same = options.DataOptions(tuple(map(options.Source.parse, ("a.txt,kind=x", "b.txt,kind=x", "c.txt"))))
+    assert same.weights == {"x": 1.0, "c": 1.0}
+    with pytest.raises(ValueError, match=r"kind x weigh 1\.0 and 2\.0"):
+        options.DataOptions((options.Source("a.txt", "x"), options.Source("b.txt", "x", weight=2.0)))
+
+
+def test_data_given_several_times_is_put_together(tmp_path):
+    def data(*arguments):
+        parsed = options.parse(sft.Options, [*arguments, "--run", "r"], "sft")
+        return [source.path for source in parsed.data.data]
+
+    assert data("--data", "a", "b", "--batch", "2") == ["a", "b"]
+    assert data("--data", "a", "--batch", "2", "--data=b", "--data", "c", "d", "--remat") == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
+    (tmp_path / "data.yaml").write_text("data: [a, b]")
+    assert data("--config", str(tmp_path / "data.yaml")) == ["a", "b"]
+    assert data("--config", str(tmp_path / "data.yaml"), "--data", "c", "--data", "d") == ["c", "d"]

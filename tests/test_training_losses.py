@@ -175,7 +175,7 @@ def test_a_dropped_layer_is_the_identity_for_its_rows_alone(params, batch):
 
 
 def test_layers_are_dropped_as_often_as_their_rates_say(params):
-    """Blocks made to write nothing but a mark of their own: the loss is then blind, the outputs tell."""
+    """What the forward pass is told to keep, counted over many rows."""
     options = exit_losses.LayerSkipOptions(max_dropout=0.5, dropout_over_time="constant")
     rates = exit_losses.dropout_rates(options, LAYERS, jnp.int32(0), 10)
     seen = []
@@ -260,27 +260,47 @@ def test_what_was_grown_learns_in_all_its_layers(params, batch):
 def test_held_out_figures_are_those_of_a_slow_count(params, batch):
     exits = (1, 2)
     measure = evaluation.make_measure(CONFIG, exits, judged=(1, 3))
-    got = measure(params, {"a": [batch, batch], "b": [batch]}, {"a": 3.0, "b": 1.0})
-    targets, mask = (np.asarray(x) for x in losses.next_token_targets(batch))
-    del targets
-    chosen = {
-        n: np.asarray(jnp.argmax(llama.logits(CONFIG, params, out), -1))
-        for n, out in enumerate(losses.layer_outputs(CONFIG, params, batch), start=1)
-    }
+    other = {**batch, "tokens": (batch["tokens"] * 7 + 3) % CONFIG.vocab_size}
+    got = measure(params, {"a": [batch, batch], "b": [other]}, {"a": 3.0, "b": 1.0})
     ahead = evaluation.NUM_DRAFT_TOKENS
-    for n in exits:
-        agrees = (chosen[n] == chosen[LAYERS]) & mask
-        assert got[f"acceptance/{n}/b"] == pytest.approx(agrees.sum() / mask.sum(), rel=1e-5)
-        emitted = []
-        for row in range(mask.shape[0]):
-            for begin in range(mask.shape[1] - ahead + 1):
-                if mask[row, begin : begin + ahead].all():
-                    run = agrees[row, begin : begin + ahead]
-                    emitted.append(1 + (ahead if run.all() else int(np.argmin(run))))
-        assert emitted
-        assert got[f"mean_acceptance_length/{n}"] == pytest.approx(np.mean(emitted), rel=1e-5)
-    expected = (loss_at(params, batch, 1) + loss_at(params, batch, 3)) / 2 / mask.sum()
-    assert got["held_out_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+    def counted(batch):
+        mask = np.asarray(losses.next_token_targets(batch)[1])
+        chosen = {
+            n: np.asarray(jnp.argmax(llama.logits(CONFIG, params, out), -1))
+            for n, out in enumerate(losses.layer_outputs(CONFIG, params, batch), start=1)
+        }
+        loss = (loss_at(params, batch, 1) + loss_at(params, batch, 3)) / 2
+        figures = {"held_out_loss": float(loss / mask.sum())}
+        for n in exits:
+            agrees = (chosen[n] == chosen[LAYERS]) & mask
+            figures[f"acceptance/{n}"] = agrees.sum() / mask.sum()
+            emitted = []
+            for row in range(mask.shape[0]):
+                for begin in range(mask.shape[1] - ahead + 1):
+                    if mask[row, begin : begin + ahead].all():
+                        run = agrees[row, begin : begin + ahead]
+                        emitted.append(1 + (ahead if run.all() else int(np.argmin(run))))
+            figures[f"mean_acceptance_length/{n}"] = np.mean(emitted)
+        return figures
+
+    a, b = counted(batch), counted(other)
+    # Else a weight that is not applied would pass.
+    assert {"held_out_loss", "acceptance/1"} <= {name for name in a if abs(a[name] - b[name]) > 1e-3}
+    for name in a:
+        assert got[f"{name}/a"] == pytest.approx(a[name], rel=1e-5), name
+        assert got[f"{name}/b"] == pytest.approx(b[name], rel=1e-5), name
+        assert got[name] == pytest.approx(0.75 * a[name] + 0.25 * b[name], rel=1e-5), name
+
+
+def test_a_kind_of_short_texts_has_no_mean_acceptance_length(params, batch):
+    length = evaluation.NUM_DRAFT_TOKENS  # one target less than a round
+    short = {**batch, "segments": jnp.arange(batch["tokens"].shape[1])[None].repeat(3, axis=0) // length + 1}
+    measure = evaluation.make_measure(CONFIG, (1,))
+    got = measure(params, {"short": [short], "long": [batch]}, {"short": 1.0, "long": 1.0})
+    assert "acceptance/1/short" in got
+    assert "mean_acceptance_length/1/short" not in got
+    assert got["mean_acceptance_length/1"] == got["mean_acceptance_length/1/long"] >= 1
 
 
 def test_acceptance_is_against_the_target_where_one_is_given(params, batch):

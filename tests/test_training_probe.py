@@ -15,7 +15,7 @@ from jaxspec.io import huggingface, method_files
 from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
-from training import formats, losses, probe, probing, tokenizer
+from training import formats, losses, options, probe, probing, tokenizer
 
 CONFIG = dataclasses.replace(tiny.TARGET, eos_token_ids=())
 LAW = {"temperature": 0.7, "top_p": 0.8}
@@ -157,6 +157,10 @@ def directory(tmp_path_factory):
     return folder
 
 
+def test_the_same_documents_are_held_out_as_in_training():
+    assert probe.Options.held_out == options.DataOptions.held_out
+
+
 def arguments(directory, *more: str) -> list[str]:
     sizes = "--prompts 8 --held-out-prompts 2 --held-out 5 --new-tokens 8 --num-draft-tokens 2 --batch 2"
     return ["--model", str(directory), "--data", str(directory / "text.txt"), *sizes.split(), *more]
@@ -171,6 +175,7 @@ def test_the_command_writes_a_probe_that_decoding_takes(directory, capsys):
     lm = jaxspec.load(directory)
     assert method_files.read_probe(path, lm.fingerprint, lm.config.hidden_size, 1, law).law == law
     report = json.loads(path.with_suffix(".json").read_text())
+    assert report["options"]["held_out_prompts"] == 2
     assert report["decoding"]["adaspeed-probe"]["mean_acceptance_length"] >= 1
     assert set(report["probe"]) == {"accuracy", "cross_entropy", "calibration_error"}
     assert "draft_probability" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def write(
     lines = [
         f"# {name}",
         "",
-        f"A Llama of {record['parameters'] / 1e6:.1f} million parameters, trained from "
+        f"A Llama of {llama.num_params(config) / 1e6:.1f} million parameters, trained from "
         f"`{record['options']['start']}` by this project's own trainer.",
         "",
         "| | |",
@@ -145,7 +145,8 @@ def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> li
         "|" + "---|" * (4 + len(columns)),
     ]
     for kind, documents in record["documents"].items():
-        figures = [f"{measured.get(key.format(kind), float('nan')):.3f}" for key in columns.values()]
+        known = (measured.get(key.format(kind)) for key in columns.values())
+        figures = ["-" if figure is None else f"{figure:.3f}" for figure in known]
         lines.append(
             f"| {kind} | {documents:,} | {tokens['training'][kind]:,} | {tokens['held_out'][kind]:,} | "
             + " | ".join(figures)

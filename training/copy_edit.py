@@ -95,7 +95,8 @@ def _passage(story: str, chance: random.Random) -> str | None:
 def _task(passage: str, kind: str, chance: random.Random) -> Task:
     present = set(re.findall(r"\b\w+\b", passage))
     for groups in {"name": ((NAMES,), THINGS), "thing": (THINGS, (NAMES,)), "copy": ()}[kind]:
-        choices = [(word, group) for group in groups for word in group if word in present]
+        open_groups = [group for group in groups if not present.issuperset(group)]
+        choices = [(word, group) for group in open_groups for word in group if word in present]
         if choices:
             old, group = chance.choice(choices)
             new = chance.choice([word for word in group if word not in present])

@@ -42,7 +42,8 @@ def make_measure(
       (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats
       a token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
       `mean_acceptance_length/E` (tokens a round of `NUM_DRAFT_TOKENS` drafts, the target's own included);
-      each also by kind, as `held_out_loss/KIND`.
+      each also by kind, as `held_out_loss/KIND`. A kind without a run of `NUM_DRAFT_TOKENS` targets has no
+      mean acceptance length, and does not count in the one over all kinds.
     """
     target_config, target_params = target if target is not None else (config, None)
 
@@ -81,17 +82,19 @@ def make_measure(
         params: Params, held_out: Mapping[str, Sequence[Windows]], weights: Mapping[str, float]
     ) -> dict[str, float]:
         result: dict[str, float] = {}
-        share = sum(weights[kind] for kind in held_out)
+        over: dict[str, float] = {}  # the weights of the kinds that have a figure
         for kind, batches in held_out.items():
             sums = [measure(params, target_params, batch) for batch in batches]
             total = {name: sum(float(one[name]) for one in sums) for name in sums[0]}
-            tokens, rounds = max(total.pop("tokens"), 1.0), max(total.pop("rounds", 0.0), 1.0)
-            part = weights[kind] / share
+            tokens, rounds = max(total.pop("tokens"), 1.0), total.pop("rounds", 0.0)
             for name, value in total.items():
-                mean = value / (rounds if name.startswith("mean_acceptance_length") else tokens)
-                result[f"{name}/{kind}"] = mean
-                result[name] = result.get(name, 0.0) + part * mean
-        return result
+                count = rounds if name.startswith("mean_acceptance_length") else tokens
+                if not count:  # no text of this kind is as long as a round
+                    continue
+                result[f"{name}/{kind}"] = value / count
+                result[name] = result.get(name, 0.0) + weights[kind] * value / count
+                over[name] = over.get(name, 0.0) + weights[kind]
+        return result | {name: result[name] / share for name, share in over.items()}
 
     return all_kinds
 

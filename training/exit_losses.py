@@ -140,7 +140,8 @@ def layer_skip(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat
     """Σ over the enabled exits of their normalised weight times their cross-entropy, under layer dropout.
 
     The final norm and head are shared by all exits. A dropped layer is the identity; what remains is not
-    rescaled. An exit that is off costs nothing.
+    rescaled. An exit that is off costs nothing under the rotational curriculum; under the gradual one, where
+    how many are on changes with the step, all are computed at every step.
     """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -157,7 +158,7 @@ def layer_skip(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat
         count = most_exits(options, layers)
         if count:
             # Which exits are on follows from the step, how many follows from the options: the ones that are
-            # on are picked, so that the others cost nothing.
+            # on are picked, so that under the rotational curriculum the others cost nothing.
             (chosen,) = jnp.nonzero(on[:-1], size=count, fill_value=layers - 1)
             stacked = jnp.stack(outputs)
             weights = weights.at[-1].set(0.0)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.io import files, hf_config, huggingface
-from jaxspec.io.tokenizer import copy_files
+from jaxspec.io import files, hf_config, huggingface, method_files
+from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -98,23 +98,21 @@ def learn_tokenizer(kinds: Kinds, weights: dict[str, float], vocab_size: int) ->
     return tokenizer.train(texts(), vocab_size)
 
 
-def start_model(options: JobOptions, kinds: Kinds, run: Path) -> Start:
-    """The model to be trained; the tokenizer's files are put into `run`.
+def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
+    """The model to be trained. Nothing is written yet: the run directory may turn out to be another run's.
 
     Raises:
       ValueError: the shape is impossible, or the given model lacks what training needs.
     """
     if options.start != SCRATCH:
-        return _given_model(Path(options.start), options.start_layers, run)
+        return _given_model(Path(options.start), options.start_layers)
     shape = options.model
     if shape.tokenizer is not None:
-        _copy_tokenizer(shape.tokenizer, run)
-    elif not (run / "tokenizer.json").is_file():
-        learned = learn_tokenizer(kinds, options.data.weights, shape.vocab_size)
-        # A model that learns answers alone learns a form of conversation, and is used in it.
-        talks = any(not span.learn for part in kinds.values() for one in part for span in one.spans)
-        tokenizer.save(learned, run, shape.context, formats.CHAT_TEMPLATE if talks else None)
-    words = tokenizer.load(run)
+        words = tokenizer.load(shape.tokenizer)
+    elif resumed:
+        words = tokenizer.load(options.run_directory)
+    else:
+        words = learn_tokenizer(kinds, options.data.weights, shape.vocab_size)
     config = LlamaConfig(
         vocab_size=words.get_vocab_size(),
         hidden_size=shape.hidden_size,
@@ -132,23 +130,37 @@ def start_model(options: JobOptions, kinds: Kinds, run: Path) -> Start:
     return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
 
 
-def _given_model(source: Path, layers: int | None, run: Path) -> Start:
+def _given_model(source: Path, layers: int | None) -> Start:
     words = tokenizer.load(source)
     config = huggingface.read_config(source)
     if layers is not None:
         config = config.truncated(layers)
-    _copy_tokenizer(source, run)
     return Start(config, huggingface.load_params(source, config, jnp.float32), words)
 
 
-def _copy_tokenizer(source: Path, run: Path) -> None:
-    tokenizer.load(source)  # refused here if it is none of ours to read
-    copy_files(source, run)
+def given_tokenizer(options: JobOptions) -> Path | None:
+    """The directory whose tokenizer is taken; None where one is learned."""
+    return options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+
+
+def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
+    """Puts the tokenizer's files into the run directory, in the place of what a failed command left there."""
+    run, given = options.run_directory, given_tokenizer(options)
+    if given is not None and given.samefile(run):
+        return
+    for name in tokenizer_files.FILES:
+        (run / name).unlink(missing_ok=True)
+    if given is not None:
+        tokenizer_files.copy_files(given, run)
+        return
+    # A model that learns answers alone learns a form of conversation, and is used in it.
+    talks = any(not span.learn for part in kinds.values() for one in part for span in one.spans)
+    tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
 
 
 def chat_of(options: JobOptions) -> formats.Chat:
     """How conversations are written: as the given model's or tokenizer's own template says."""
-    given = options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+    given = given_tokenizer(options)
     return formats.Chat() if given is None else formats.chat_of(given)
 
 
@@ -173,20 +185,10 @@ def document_marks(config: LlamaConfig) -> tuple[int, int]:
     return config.bos_token_id, config.eos_token_ids[0]
 
 
-def packed(
-    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int], run: Path
-) -> tuple[dict[str, data.Windows], dict[str, data.Windows]]:
-    """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory."""
-
-    def make() -> dict[str, dict[str, data.Windows]]:
-        return {
-            name: {
-                kind: data.pack(tokenizer.encode_documents(words, part, *marks), options.window)
-                for kind, part in kinds.items()
-            }
-            for name, kinds in zip(("training", "held_out"), documents, strict=True)
-        }
-
+def data_key(
+    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int]
+) -> str:
+    """A hash of all that the packed windows follow from."""
     texts = hashlib.sha256()
     for kinds in documents:
         for kind, part in kinds.items():
@@ -194,29 +196,86 @@ def packed(
             for document in part:
                 texts.update(repr(document.spans).encode())
     about = [words.to_str(), marks, options.window, texts.hexdigest()]
-    parts = data.cached(run / "tokens.npz", hashlib.sha256(json.dumps(about).encode()).hexdigest(), make)
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def packed(
+    options: JobOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int], key: str
+) -> tuple[dict[str, data.Windows], dict[str, data.Windows]]:
+    """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory."""
+
+    def make() -> dict[str, dict[str, data.Windows]]:
+        return {
+            name: {
+                kind: data.pack(tokenizer.encode_documents(words, part, *marks), options.data.window)
+                for kind, part in kinds.items()
+            }
+            for name, kinds in zip(("training", "held_out"), documents, strict=True)
+        }
+
+    parts = data.cached(options.run_directory / "tokens.npz", key, make)
     return parts["training"], parts["held_out"]
+
+
+def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
+    """What must stay as it was where a run goes on; all else, as its length, may change. Kept in run.json."""
+    scratch = options.start == SCRATCH
+    return {
+        "job": module,
+        "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
+        "exits": list(aim.judged),
+        "vocab_size": options.model.vocab_size if given_tokenizer(options) is None else None,
+        "seed": options.seed,
+        "held_out": options.data.held_out,
+        "data": key[:16],
+    }
+
+
+def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> None:
+    """Refuses to go on from the checkpoint of another run.
+
+    Raises:
+      ValueError: the directory's run has another model or identity; runs of before have only the first.
+    """
+    hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
+    if (run / "config.json").is_file() and hf_config.read_config(run) != config:
+        raise ValueError(f"{run} holds a run of another model; {hint}")
+    found = export.read_run(run).get("identity", {}) if (run / export.RUN_FILE).is_file() else {}
+    changed = [name for name in wanted if name in found and found[name] != wanted[name]]
+    if changed:
+        there, asked = (", ".join(f"{name} {one[name]}" for name in changed) for one in (found, wanted))
+        raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
 
 
 def train(
     options: JobOptions,
-    objective: Callable[[LlamaConfig], Objective],
+    objective: Callable[[Start], Objective],
+    module: str,
     command: str,
     console: Console,
 ) -> None:
-    """Trains, then exports the best checkpoint.
+    """Trains, then exports the best checkpoint; `module` is the job's, `command` all that was typed.
 
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
     run = options.run_directory
-    run.mkdir(parents=True, exist_ok=True)
+    resumed = loop.has_checkpoint(run / "checkpoints")
     documents = read_kinds(options.data, chat_of(options), console.print)
-    start = start_model(options, documents[0], run)
-    windows, held_out = packed(options.data, documents, start.words, document_marks(start.config), run)
-    aim = objective(start.config)
+    start = start_model(options, documents[0], resumed)
+    aim = objective(start)
+    marks = document_marks(start.config)
+    key = data_key(options.data, documents, start.words, marks)
+    same = identity(options, start, aim, module, key)
+    if resumed:
+        refuse_another(run, start.config, same)
+    else:  # whatever is there is of a command that failed before it had trained
+        run.mkdir(parents=True, exist_ok=True)
+        (run / export.RUN_FILE).unlink(missing_ok=True)
+        put_tokenizer(options, documents[0], start.words)
+    windows, held_out = packed(options, documents, start.words, marks, key)
     mesh = sharding.make_mesh()
-    record_run(options, start.config, aim, windows, held_out, documents, command, console)
+    record_run(options, start.config, aim, same, windows, held_out, documents, command, console)
 
     transform = step.optimizer(options.optimizer, options.loop.steps)
     measure = evaluation.make_measure(start.config, aim.exits, aim.judged, aim.target)
@@ -254,29 +313,23 @@ def record_run(
     options: JobOptions,
     config: LlamaConfig,
     aim: Objective,
+    same: dict[str, Any],
     windows: dict[str, data.Windows],
     held_out: dict[str, data.Windows],
     documents: tuple[Kinds, Kinds],
     command: str,
     console: Console,
 ) -> None:
-    """Writes what the run is into its directory: the model's config, the resolved options, the record.
-
-    Raises:
-      ValueError: the directory holds a run of another model.
-    """
+    """Writes what the run is into its directory: the model's config, the resolved options, the record."""
     run = options.run_directory
     earlier = export.read_run(run)["commands"] if (run / export.RUN_FILE).is_file() else []
-    if (run / "config.json").is_file() and hf_config.read_config(run) != config:
-        raise ValueError(
-            f"{run} holds a run of another model; give the options it was started with, or another --run"
-        )
 
     def tokens(parts: dict[str, data.Windows]) -> dict[str, int]:
         return {kind: int((part["segments"] > 0).sum()) for kind, part in parts.items()}
 
     record = {
         "commands": [*(one for one in earlier if one != command), command],
+        "identity": same,
         "options": dataclasses.asdict(options),
         "parameters": llama.num_params(config),
         "documents": {kind: len(part) for kind, part in documents[0].items()},
@@ -298,7 +351,7 @@ Options = TypeVar("Options", bound=JobOptions)
 
 def main(
     kind: type[Options],
-    objective: Callable[[Options, LlamaConfig], Objective],
+    objective: Callable[[Options, Start], Objective],
     module: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
@@ -308,9 +361,8 @@ def main(
     prog = f"python -m {module}"
     try:
         options = parse(kind, given, prog)
-        train(
-            options, lambda config: objective(options, config), shlex.join([*prog.split(), *given]), console
-        )
+        typed = shlex.join([*prog.split(), *given])
+        train(options, lambda start: objective(options, start), module, typed, console)
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", markup=False)
         return 1

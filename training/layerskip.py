@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxspec.model.config import LlamaConfig
 from training import job
 from training.exit_losses import LayerSkipOptions, layer_skip
 from training.options import SCRATCH, JobOptions
@@ -34,12 +33,13 @@ def recipe(options: Options) -> LayerSkipOptions:
     return dataclasses.replace(options.layerskip, dropout_over_time=over_time)
 
 
-def objective(options: Options, config: LlamaConfig) -> job.Objective:
+def objective(options: Options, start: job.Start) -> job.Objective:
     """The LayerSkip loss; the exits draft for the model itself.
 
     Raises:
       ValueError: an exit is not below the last layer.
     """
+    config = start.config
     outside = [layers for layers in options.exits if not 1 <= layers < config.num_layers]
     if outside:
         raise ValueError(

@@ -92,6 +92,11 @@ def checkpoint_manager(directory: Path, keep: int, read_only: bool = False) -> o
     )
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a finished checkpoint lies there; one that is being written has a longer name."""
+    return directory.is_dir() and any(entry.name.isdigit() for entry in directory.iterdir())
+
+
 def _held_out_loss(metrics: Any) -> float:
     return metrics["held_out_loss"]
 
@@ -174,8 +179,8 @@ def train(
       mesh: over which state and batches are divided; None for all devices.
 
     Raises:
-      ValueError: the loss is no longer finite, a batch does not fit the model, or a checkpoint could not be
-        written. Nothing more is saved then; the last good checkpoint stands.
+      ValueError: the loss or the held-out loss is no longer finite, a batch does not fit the model, or a
+        checkpoint or figures could not be written. Nothing more is saved then; the last good checkpoint stands.
     """
     mesh = sharding.make_mesh() if mesh is None else mesh
 
@@ -207,7 +212,7 @@ def train(
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(batches.get_state())
         )
-        with _clear_errors(manager):
+        with _clear_errors(manager, "a checkpoint"):
             manager.save(step, args=items, metrics=measured)
 
     try:
@@ -228,7 +233,7 @@ def train(
                 if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
                     raise ValueError(
                         f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {step}; "
-                        f"training stops, {_intact(manager)}. Lower --learning-rate or look at the data"
+                        f"{_diverged(manager)}"
                     )
                 now = time.monotonic()
                 recent_tokens += record["tokens"]
@@ -239,18 +244,23 @@ def train(
                 last = reason != "steps" or step == options.steps
                 if step % options.every == 0 or last:
                     held_out = measure(state)
+                    if not math.isfinite(held_out["held_out_loss"]):
+                        raise ValueError(
+                            f"held-out loss {held_out['held_out_loss']} at step {step}; {_diverged(manager)}"
+                        )
                     record |= held_out
                     record["tokens_per_second"] = recent_tokens / (now - recent_begin)
                     save(held_out)
                     left = (options.steps - step) * (now - begin) / (step - first)
                     console.print(_line(step, options.steps, record, left))
                     recent_tokens, recent_begin = 0.0, time.monotonic()
-                log.write(step, record)
+                with _clear_errors(manager, "metrics"):
+                    log.write(step, record)
                 rate = recent_tokens / max(now - recent_begin, 1e-9)
                 progress.update(task, completed=step, figures=f"loss {record['loss']:.3f}  {rate:,.0f} tok/s")
                 if last:
                     break
-            with _clear_errors(manager):
+            with _clear_errors(manager, "a checkpoint"):
                 manager.wait_until_finished()
     finally:
         log.close()
@@ -265,15 +275,19 @@ def _intact(manager: ocp.CheckpointManager) -> str:
     return f"the checkpoint of step {max(steps)} is intact" if steps else "there is no checkpoint yet"
 
 
+def _diverged(manager: ocp.CheckpointManager) -> str:
+    return f"training stops, {_intact(manager)}. Lower --learning-rate or look at the data"
+
+
 @contextlib.contextmanager
-def _clear_errors(manager: ocp.CheckpointManager) -> Iterator[None]:
+def _clear_errors(manager: ocp.CheckpointManager, what: str) -> Iterator[None]:
     """One clear line for whatever the storage below raises, of this checkpoint or of the one before."""
     try:
         yield
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"a checkpoint could not be written: {said}. Training stops, {_intact(manager)}. Make room and give "
+            f"{what} could not be written: {said}. Training stops, {_intact(manager)}. Make room and give "
             "the same command again"
         ) from None
 

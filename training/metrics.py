@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -36,16 +40,32 @@ class Metrics:
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.replace(run / METRICS_FILE)
         self._stream = (run / METRICS_FILE).open("a")
-        self._events = SummaryWriter(str(run / TENSORBOARD), purge_step=step + 1, write_to_disk=True)
+        (run / TENSORBOARD).mkdir(exist_ok=True)
+        # Not tensorboardX's SummaryWriter: it writes in a thread, which a full disk ends, and then waits for ever.
+        self._events = EventsWriter(str(run / TENSORBOARD / "events"))
+        # TensorBoard forgets what an earlier file says of the steps from here on.
+        self._add(step=step + 1, file_version="brain.Event:2")
+        self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._events.flush()
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        """Adds the figures of a step."""
+        """Adds the figures of a step.
+
+        Raises:
+          OSError: they cannot be written, as where the disk is full.
+        """
         self._stream.write(json.dumps({"step": step, **record}) + "\n")
         self._stream.flush()
         for name, value in record.items():
-            self._events.add_scalar(name, value, step)
+            self._add(step=step, summary=summary.scalar(name, value))
+        if "held_out_loss" in record:  # flushing waits for the disk: not at every step
+            self._events.flush()
+
+    def _add(self, **content: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), **content))
 
     def close(self) -> None:
-        """Ends the files."""
-        self._stream.close()
-        self._events.close()
+        """Ends the files; an error that ended the run is not hidden by another one here."""
+        for file in (self._stream, self._events):
+            with contextlib.suppress(OSError):
+                file.close()

@@ -19,6 +19,9 @@ from training.loop import LoopOptions
 from training.step import OptimizerOptions
 
 SCRATCH = "scratch"
+# One document in so many is held out: the same in all commands, so that a probe is judged on what its model
+# has not seen.
+HELD_OUT = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Source:
         return cls(path, kind, **values)
 
     def __str__(self) -> str:
-        return f"{self.path},kind={self.kind},format={self.format},weight={self.weight:g}"
+        return f"{self.path},kind={self.kind},format={self.format},weight={self.weight!r}"
 
 
 SourceArgument = Annotated[
@@ -117,7 +120,7 @@ class DataOptions:
     """Which text, and how it is laid into batches.
 
     Attributes:
-      data: the sources; more of the same kind are put together, the first one's weight holds.
+      data: the sources; those of the same kind are put together, and have the same weight.
       window: tokens a packed row; longer documents are cut.
       batch: rows a micro-batch.
       held_out: one document in so many is held out, chosen by its hash.
@@ -128,7 +131,7 @@ class DataOptions:
     data: tuple[SourceArgument, ...]
     window: int = 256
     batch: int = 8
-    held_out: int = 50
+    held_out: int = HELD_OUT
     held_out_rows: int = 64
     skip_malformed: bool = False
 
@@ -138,11 +141,17 @@ class DataOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
         if not self.data:
             raise ValueError("no data is given; name at least one source with --data")
+        for source in self.data:
+            if source.weight != self.weights[source.kind]:
+                raise ValueError(
+                    f"sources of kind {source.kind} weigh {source.weight} and {self.weights[source.kind]}; give "
+                    "them one weight, or kinds of their own with kind=NAME"
+                )
 
     @property
     def weights(self) -> dict[str, float]:
         """The weight of each kind."""
-        return {source.kind: source.weight for source in reversed(self.data)}
+        return {source.kind: source.weight for source in self.data}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +164,8 @@ class JobOptions:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
       start: a Hugging Face directory to start from, or `scratch`.
       start_layers: keep only so many first layers of the given model; all if not given.
-      run: where checkpoints, metrics and the tokenised data are kept; runs/NAME-OF-OUTPUT if not given.
+      run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
+        runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
       remat: compute layers anew in the backward pass: less memory, about a third more time.
       compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
@@ -183,9 +193,11 @@ class JobOptions:
             raise ValueError("neither output nor run is given; say with --output DIR where the model goes")
         if self.start == SCRATCH and self.start_layers is not None:
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
-        if self.start != SCRATCH and self.model.growth:
+        shape = [name for name, value in vars(self.model).items() if value != getattr(ModelOptions, name)]
+        if self.start != SCRATCH and shape:
             raise ValueError(
-                f"growth is for a model from scratch, start is {self.start}; leave one of them out"
+                f"{', '.join(shape)}: the shape is chosen for a model from scratch, start is {self.start}; leave "
+                "one of them out"
             )
 
     @property
@@ -201,7 +213,9 @@ class JobOptions:
         if self.run is not None:
             return self.run
         assert self.output is not None
-        return Path("runs") / self.output.name
+        output, here = self.output.resolve(), Path.cwd().resolve()
+        inside = output.relative_to(here if output.is_relative_to(here) else output.anchor)
+        return Path("runs") / "-".join(inside.parts)
 
 
 Options = TypeVar("Options")
@@ -232,6 +246,7 @@ def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Op
             words += yaml_words(Path(file))
         else:
             rest.append(word)
+    rest = _collected(rest, "--data")
     # tyro takes the attributes' part itself, for each option, unless a description is given.
     about = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip()
     return tyro.cli(
@@ -241,6 +256,24 @@ def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Op
         description=f"{about}\n\n{_CONFIG_HELP}",
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _collected(words: list[str], option: str) -> list[str]:
+    """All values of an option that is given several times behind one; tyro would take the last ones alone."""
+    others: list[str] = []
+    values: list[str] = []
+    ours = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            ours = name == option
+        if not ours:
+            others.append(word)
+        elif not word.startswith("--"):
+            values.append(word)
+        elif equals:
+            values.append(value)
+    return [*others, option, *values] if values else words
 
 
 def yaml_words(file: Path) -> list[str]:

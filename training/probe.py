@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
 from training import formats, job, probing
-from training.options import DataOptions, SourceArgument, parse
+from training.options import HELD_OUT, DataOptions, SourceArgument, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Options:
     min_p: float = 0.0
     prompts: int = 400
     held_out_prompts: int = 60
-    held_out: int = 20
+    held_out: int = HELD_OUT
     prompt_tokens: int = 96
     new_tokens: int = 64
     num_draft_tokens: int = 8
@@ -163,6 +164,7 @@ def train_probe(
     report = {
         "exit_layer": exit_layer,
         "law": options.law_name,
+        "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
         "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
         "accepted_share": float(held_out.label.mean()),
         "probe": probing.quality(estimate, held_out.label),

@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from jaxspec.model.config import LlamaConfig
 from training import job, losses
 from training.options import JobOptions
 
@@ -16,9 +15,9 @@ class Options(JobOptions):
     """Trains a Llama by next-token prediction and writes the best checkpoint as a Hugging Face directory."""
 
 
-def objective(options: Options, config: LlamaConfig) -> job.Objective:
+def objective(options: Options, start: job.Start) -> job.Objective:
     """Cross-entropy of the last layer alone."""
-    return job.Objective(losses.next_token(config, options.remat))
+    return job.Objective(losses.next_token(start.config, options.remat))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

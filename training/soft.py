@@ -53,33 +53,42 @@ class Options(JobOptions):
             raise ValueError(
                 f"layers is {self.model.layers}, the last exit {self.exits[-1]}; give --layers {self.exits[-1]}"
             )
+        elif self.model.growth:
+            raise ValueError(
+                f"growth is {self.model.growth}; the exits of a sorted draft are trained from the first step on: "
+                "leave growth out"
+            )
         super().__post_init__()
 
 
-def load_target(directory: Path, config: LlamaConfig, run: Path) -> tuple[LlamaConfig, Params]:
+def load_target(directory: Path, draft: job.Start) -> tuple[LlamaConfig, Params]:
     """A target's config and float32 parameters.
 
     Raises:
-      ValueError: it has another vocabulary than the draft, whose tokenizer lies in `run`.
+      ValueError: it has another vocabulary than the draft.
     """
     target = huggingface.read_config(directory)
-    same = tokenizer.load(directory).get_vocab() == tokenizer.load(run).get_vocab()
-    if not same or target.vocab_size != config.vocab_size:
+    same = tokenizer.load(directory).get_vocab() == draft.words.get_vocab()
+    if not same or target.vocab_size != draft.config.vocab_size:
         raise ValueError(
             f"{directory} has another vocabulary ({target.vocab_size} tokens) than the draft "
-            f"({config.vocab_size}); a draft serves targets of its own tokenizer: train it with --tokenizer "
+            f"({draft.config.vocab_size}); a draft serves targets of its own tokenizer: train it with --tokenizer "
             f"{directory}"
         )
     return target, huggingface.load_params(directory, target, jnp.float32)
 
 
-def objective(options: Options, config: LlamaConfig) -> job.Objective:
+def objective(options: Options, start: job.Start) -> job.Objective:
     """The mean of the exits' losses."""
     target = None
     if options.target is not None:
-        target = load_target(options.target, config, options.run_directory)
+        target = load_target(options.target, start)
     loss = exit_losses.soft(
-        config, options.exits, options.remat, None if target is None else target[0], options.distil_weight
+        start.config,
+        options.exits,
+        options.remat,
+        None if target is None else target[0],
+        options.distil_weight,
     )
     extra = {"exits": list(options.exits)}
     return job.Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra)

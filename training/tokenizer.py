@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from jaxspec.io import files
 from training.data import Encoded
 from training.formats import Document
 
@@ -56,7 +57,6 @@ def save(
 ) -> None:
     """Writes tokenizer.json and tokenizer_config.json, which `AutoTokenizer` loads from `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -67,19 +67,24 @@ def save(
     }
     if chat_template is not None:
         settings["chat_template"] = chat_template
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    files.write_atomic(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    # Last: where it is, the tokenizer is whole.
+    files.write_atomic(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
 def load(directory: Path) -> Tokenizer:
     """Reads tokenizer.json of a checkpoint or run directory.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or a broken one.
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"no tokenizer.json in {directory}; give a directory that has one")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{file} is no tokenizer: {' '.join(str(error).split())}") from None
 
 
 def encode_documents(
@@ -87,19 +92,16 @@ def encode_documents(
 ) -> list[Encoded]:
     """Tokens of every document, `bos` before and `eos` after it, and which of them are to be learned.
 
-    A span's tokens are its own: spans are encoded apart, so that none reaches into the next. A document
-    whose text spells out its beginning or its end gets no second one.
+    A document is encoded whole, as it will be read; a token that reaches over a span's border belongs to the
+    span in which it ends. A document whose text spells out its beginning or its end gets no second one.
     """
-    spans = [span for document in documents for span in document.spans]
-    encoded = iter(tokenizer.encode_batch_fast([span.text for span in spans], add_special_tokens=False))
     made = []
-    for document in documents:
-        ids: list[int] = []
-        learn: list[bool] = []
-        for span in document.spans:
-            own = next(encoded).ids
-            ids += own
-            learn += [span.learn] * len(own)
+    encoded = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    for document, whole in zip(documents, encoded, strict=True):
+        ids = list(whole.ids)
+        borders = np.cumsum([len(span.text) for span in document.spans])
+        last = [max(0, end - 1) for _, end in whole.offsets]
+        learn = [document.spans[index].learn for index in np.searchsorted(borders, last, side="right")]
         # A chat template may spell out the marks that every document gets.
         if ids[:1] != [bos]:
             ids.insert(0, bos)
