@@ -320,6 +320,8 @@ class LanguageModel:
             if isinstance(options.get(name), str):
                 options = {**options, name: (options[name],)}
         draft = options.get("draft")
+        if isinstance(draft, os.PathLike):
+            options = {**options, "draft": os.fspath(draft)}
         if isinstance(draft, LanguageModel):
             self._check_draft(draft.name, draft.config, draft.tokenizer)
             options = {**options, "draft": draft.name}

@@ -18,7 +18,7 @@ from jaxspec.model.llama import Params
 from jaxspec.model.sharding import param_shardings
 
 # The embedded model that serves where none is named.
-EMBEDDED = "small"
+EMBEDDED = "large"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
