@@ -109,7 +109,7 @@ def test_options_for_leaves_out_what_a_method_does_not_read():
         ),
         ("layerskip", {"gamma": 0.5}, "layerskip with --stop constant has no option --gamma"),
         ("layerskip", {"plan": "x"}, "has no option --plan"),
-        ("asd", {"stop_rule": ("probe",)}, "--stop probe needs a draft that exits early"),
+        ("asd", {"stop_rule": ("probe",)}, "--stop probe needs a draft that always exits at one layer"),
         ("draft-verify", {}, "draft-verify needs a plan; make one with `jaxspec search`"),
         ("adaspeed-probe", {}, "the model is in memory only, no probe lies beside it; give --probe FILE"),
     ],
