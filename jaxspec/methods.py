@@ -101,14 +101,12 @@ class Resources:
     Attributes:
       load_draft: name of a model → the model, checked to share the target's vocabulary.
       encode: text → token ids, for references.
-      fingerprint: the target's, see `io.method_files`.
       directory: the target's, where a method's files lie; None for a model made in memory.
       laws: the laws that the texts of this batch follow, see `io.method_files.law_name`.
     """
 
     load_draft: Callable[[str], Model]
     encode: Callable[[str], Sequence[int]]
-    fingerprint: Callable[[], str]
     directory: Path | None = None
     laws: tuple[str, ...] = ("greedy",)
 
@@ -206,7 +204,7 @@ def _asd_numbers(options: MethodOptions, target: Model, resources: Resources) ->
     path = _beside(options.asd_numbers, resources, method_files.ASD_NAME)
     if options.asd_numbers is not None or (path is not None and path.is_file()):
         assert path is not None
-        return method_files.read_asd(path, resources.fingerprint())
+        return method_files.read_asd(path, target.fingerprint)
     code = "codellama" in target.name.lower().replace("-", "")
     numbers = ASDNumbers(0.985, 4, 3) if code else ASDNumbers(0.985, 3, 2)
     return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, target.config.num_layers))
@@ -219,7 +217,7 @@ def _draft_verify(options: MethodOptions, target: Model, resources: Resources) -
             f"method draft-verify needs a plan{f', and there is no {path}' if path else ''}; "
             "make one with `jaxspec search`, or give --plan FILE"
         )
-    plan = method_files.read_plan(path, resources.fingerprint(), target.config.num_layers)
+    plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
     rule, most = _stopping("draft-verify", options)
     return DraftVerify(target.config, plan.traced(), rule, most), None
 
@@ -244,9 +242,7 @@ def _layerskip(
         if options.probe is None and directory is None:
             raise ValueError("the model is in memory only, no probe lies beside it; give --probe FILE")
         path = options.probe or method_files.probe_path(directory or Path(), exit_layer, law)
-        read = method_files.read_probe(
-            path, resources.fingerprint(), target.config.hidden_size, exit_layer, law
-        )
+        read = method_files.read_probe(path, target.fingerprint, target.config.hidden_size, exit_layer, law)
         direction = jnp.asarray(read.v) * target.params["norm"].astype(jnp.float32)
         return Probe(direction, jnp.float32(read.b), jnp.float32(target.config.rms_norm_eps))
 
@@ -270,7 +266,7 @@ def _s2d(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
             "`python -m training.soft`"
         )
     draft = draft.until(exits[-1])
-    thresholds = _thresholds(options, exits, draft, resources)
+    thresholds = _thresholds(options, exits, target, draft, resources)
     rule, most = _stopping("s2d", options)
     if sorted_target:
         return S2D(target.config, exits, thresholds, rule, most, sorted_target=True), None
@@ -278,7 +274,7 @@ def _s2d(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
 
 
 def _thresholds(
-    options: MethodOptions, exits: tuple[int, ...], draft: Model, resources: Resources
+    options: MethodOptions, exits: tuple[int, ...], target: Model, draft: Model, resources: Resources
 ) -> jax.Array:
     """As in the file named, else as in the one beside the model, else the paper's."""
     numbers = [_THRESHOLD] * (len(exits) - 1)
@@ -287,7 +283,7 @@ def _thresholds(
         beside = method_files.thresholds_path(resources.directory, draft.fingerprint)
         path = beside if beside.is_file() else None
     if path is not None:
-        numbers = method_files.read_thresholds(path, resources.fingerprint(), draft.fingerprint, exits)
+        numbers = method_files.read_thresholds(path, target.fingerprint, draft.fingerprint, exits)
     return jnp.asarray(numbers, jnp.float32)
 
 

@@ -48,7 +48,7 @@ def tokens(results) -> list[list[int]]:
 
 def made(method: str, lm=shared, laws=("greedy",), **options: Any):
     """The drafter that options make."""
-    resources = Resources(lambda name: None, lm.encode, lambda: lm.fingerprint, lm.directory, laws)
+    resources = Resources(lambda name: None, lm.encode, lm.directory, laws)
     return build(method, MethodOptions(**options), Model(lm.config, lm.params, lm.name), resources)[0]
 
 

@@ -110,7 +110,7 @@ class LanguageModel:
         exits: Sequence[int] = (),
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
-        self.directory, self.exits = directory, tuple(exits)
+        self.directory = directory
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self._as_target = Model(config, params, name, check_exits(exits, config.num_layers))
@@ -123,6 +123,11 @@ class LanguageModel:
     def dtype(self) -> str:
         """The dtype of the parameters, by name."""
         return str(self.params["embed"].dtype)
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Those it was trained for, in layers run (SoFT)."""
+        return self._as_target.exits
 
     @property
     def fingerprint(self) -> str:
@@ -325,7 +330,7 @@ class LanguageModel:
         if isinstance(draft, LanguageModel):
             self._check_draft(draft.name, draft.config, draft.tokenizer)
             options = {**options, "draft": draft.name}
-            self._drafts[draft.name] = Model(draft.config, draft.params, draft.name, draft.exits)
+            self._drafts[draft.name] = draft._as_target
         return MethodOptions(**options)
 
     def _method(
@@ -343,9 +348,7 @@ class LanguageModel:
                 )
             drafter, params = method if isinstance(method, tuple) else (method, None)
         else:
-            resources = methods.Resources(
-                self._load_draft, self.encode, lambda: self.fingerprint, directory, laws
-            )
+            resources = methods.Resources(self._load_draft, self.encode, directory, laws)
             drafter, params = methods.build(method, chosen, self._as_target, resources)
         return drafter, Weights(self.params, params)
 
