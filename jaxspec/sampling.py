@@ -31,6 +31,27 @@ def _point_mass(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)
 
 
+def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Array:
+    """Which tokens stay if those nearer than each of them weigh less than `most` together; bool[..., V].
+
+    The nearest always stays, and equals stay together. The farthest that stays is found bit by bit: as many
+    sums as a float32 has bits below its sign, where a sort of the vocabulary takes many times longer.
+
+    Args:
+      distance: float32[..., V], at least +0: read as integers, such numbers keep their order.
+      weight: float32[..., V], at least 0.
+      most: float32, broadcastable to [..., 1]; inf keeps all.
+    """
+    rank = jax.lax.bitcast_convert_type(distance, jnp.int32)
+
+    def narrow(bit: jax.Array, farthest: jax.Array) -> jax.Array:
+        farther = farthest | (1 << (30 - bit))
+        nearer = jnp.sum(jnp.where(rank < farther, weight, 0.0), axis=-1, keepdims=True)
+        return jnp.where(nearer < most, farther, farthest)
+
+    return rank <= jax.lax.fori_loop(0, 31, narrow, jnp.zeros((*rank.shape[:-1], 1), jnp.int32))
+
+
 @struct.dataclass
 class Greedy:
     """The most likely token, always; the first of equals."""
@@ -71,26 +92,18 @@ class Sampling:
 
         logits = logits.astype(jnp.float32)
         temperature = per_row(self.temperature)
-        # Differences from the largest: a small temperature then reaches −inf, never inf.
-        warped = logits - jnp.max(logits, axis=-1, keepdims=True)
-        warped = warped / jnp.where(temperature > 0, temperature, 1.0)
-        if self.top_k is not None or self.top_p is not None:
-            ordered = -jnp.sort(-warped, axis=-1)
-            floor = jnp.full((*warped.shape[:-1], 1), -jnp.inf)
-            if self.top_k is not None:
-                top_k = per_row(self.top_k)
-                last = jnp.clip(top_k - 1, 0, warped.shape[-1] - 1)
-                last = jnp.broadcast_to(last, floor.shape)
-                floor = jnp.where(top_k > 0, jnp.take_along_axis(ordered, last, axis=-1), floor)
-                ordered = jnp.where(ordered >= floor, ordered, -jnp.inf)
-            if self.top_p is not None:
-                top_p = per_row(self.top_p)
-                probs = jax.nn.softmax(ordered, axis=-1)
-                before = jnp.cumsum(probs, axis=-1) - probs
-                first = jnp.arange(probs.shape[-1]) == 0
-                kept = jnp.where((before < top_p) | (top_p >= 1) | first, ordered, jnp.inf)
-                floor = jnp.maximum(floor, jnp.min(kept, axis=-1, keepdims=True))
-            warped = jnp.where(warped >= floor, warped, -jnp.inf)
+        # Distances from the largest: a small temperature then reaches inf, never a difference of two.
+        distance = jnp.max(logits, axis=-1, keepdims=True) - logits
+        distance = distance / jnp.where(temperature > 0, temperature, 1.0)
+        warped = -distance
+        if self.top_k is not None:
+            top_k = per_row(self.top_k)
+            most = jnp.where(top_k > 0, top_k, jnp.inf)
+            warped = jnp.where(_nearest(distance, jnp.ones_like(distance), most), warped, -jnp.inf)
+        if self.top_p is not None:
+            top_p = per_row(self.top_p)
+            most = jnp.where(top_p < 1, top_p, jnp.inf)
+            warped = jnp.where(_nearest(distance, jax.nn.softmax(warped, axis=-1), most), warped, -jnp.inf)
         if self.min_p is not None:
             floor = jnp.max(warped, axis=-1, keepdims=True) + jnp.log(per_row(self.min_p))
             warped = jnp.where(warped >= floor, warped, -jnp.inf)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.cli import main
+from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.s2d import MOST_WAITING, S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io import method_files
@@ -72,10 +73,10 @@ def propose(method, weights, state, view):
     return method.propose(keys, weights, state, view, Greedy())
 
 
-def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> list[int]:
+def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> tuple[list[int], ChainState]:
     """Rounds in which a script, not a target, says how much is accepted; each draft is compared.
 
-    Returns how many tokens waited after each.
+    Returns how many tokens waited after each, and the state at the end.
     """
     shared, most = method.sorted_target, method.num_draft_tokens
     weights = Weights(tiny.params(DRAFT), None if shared else llama.truncate(tiny.params(DRAFT), exits[-1]))
@@ -109,7 +110,7 @@ def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> l
             cache = fill(method.config, weights.target, jnp.asarray(tokens), jnp.asarray(length) - 1, cache)
         outcome = Outcome(jnp.zeros((len(prompts), most + 1), jnp.int32), kept + 1, proposal.count, kept)
         state = method.observe(weights, state, outcome)
-    return waited
+    return waited, state
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -155,9 +156,21 @@ def test_these_tests_leave_by_every_exit():
 def test_tokens_wait_until_the_buffer_is_full_and_no_longer():
     """Everything leaves at the first exit; then everything goes to the last."""
     exits, script = (1, 2, 4), [np.array([accepted]) for accepted in (1, 3, 0, 4, 4, 4, 1)]
-    waited = run(drafter((0.0, 0.0), exits), exits, (0.0, 0.0), PROMPTS[:1], script)
+    waited, _ = run(drafter((1e-6, 1e-6), exits), exits, (1e-6, 1e-6), PROMPTS[:1], script)
     assert max(waited) == MOST_WAITING - 2
-    assert run(drafter((1.1, 1.1), exits), exits, (1.1, 1.1), PROMPTS[:1], script) == [0] * len(script)
+    waited, _ = run(drafter((1.1, 1.1), exits), exits, (1.1, 1.1), PROMPTS[:1], script)
+    assert waited == [0] * len(script)
+
+
+@pytest.mark.parametrize("thresholds", [(0.0, 0.0), (0.6, 0.0), (0.0, 0.6)])
+def test_behind_a_threshold_of_0_no_layer_runs(thresholds):
+    exits, prompt = (1, 2, 4), PROMPTS[0]
+    script = [np.array([accepted]) for accepted in (1, 3, 0, 4, 4, 4, 1)]
+    _, state = run(drafter(thresholds, exits), exits, thresholds, [prompt], script)
+    used = exits[thresholds.index(0.0)]
+    cache, _ = state.own
+    written = [bool(jnp.any(keys[..., len(prompt) :, :] != 0)) for keys, _ in cache.layers]
+    assert written == [True] * used + [False] * (4 - used)
 
 
 @pytest.mark.parametrize("sorted_target", [False, True])

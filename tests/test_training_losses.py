@@ -242,8 +242,9 @@ def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch)
     np.testing.assert_allclose(after[-1], before, atol=1e-5)
 
 
-def test_what_was_grown_learns_in_all_its_layers(params, batch):
-    transform = step.optimizer(step.OptimizerOptions(learning_rate=1e-2, warmup=1), 10)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_was_grown_learns_in_all_its_layers(params, batch, kind):
+    transform = step.optimizer(step.OptimizerOptions(kind, learning_rate=1e-2, warmup=1), 10)
     one = jax.tree.map(jnp.copy, llama.truncate(params, 1))  # the step donates its state
     state = growth.grow(step.init_state(one, transform), 2)
     start = jax.tree.map(np.array, state.params["layers"][1])

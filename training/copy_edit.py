@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import random
 import re
 
@@ -36,10 +37,10 @@ REPLACE = (
 )
 COPY = ("Copy this text:", "Write this again:", "Repeat this text:")
 # Characters of a passage; two of the longest with the instruction fit a window of 512 tokens.
-SHORTEST, LONGEST = 40, 520
+SHORTEST, LONGEST = 15, 520
 # How often each kind of task is set: replace a name, replace a word, copy.
 _SHARES = (0.6, 0.25, 0.15)
-_PER_STORY = 2
+_PER_STORY = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def prompt(instruction: str, passage: str) -> str:
 
 
 def tasks(story: str) -> list[Task]:
-    """At most two tasks made of a story, always the same ones: chance is drawn from the story's own hash."""
+    """At most three tasks made of a story, always the same ones: chance is drawn from the story's own hash."""
     chance = random.Random(hashlib.sha256(story.encode()).digest())
     made = []
     for _ in range(_PER_STORY):
@@ -81,8 +82,8 @@ def _passage(story: str, chance: random.Random) -> str | None:
     """Whole sentences in a row, together `SHORTEST` to `LONGEST` characters and in one paragraph's form."""
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(story.split()))
     first = chance.randrange(len(sentences))
-    # Short passages as often as long ones.
-    wanted = chance.randint(SHORTEST, LONGEST)
+    # As many of 20 to 40 characters as of 200 to 400: copying is learned on the short ones.
+    wanted = math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST)))
     taken = ""
     for sentence in sentences[first:]:
         longer = f"{taken} {sentence}".strip()

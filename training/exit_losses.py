@@ -164,7 +164,12 @@ def layer_skip(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat
             weights = weights.at[-1].set(0.0)
             for number in range(count):
                 layer = chosen[number]
-                total += weights[layer] * head_loss(config, head, stacked[layer], targets, mask)
+                total += jax.lax.cond(
+                    weights[layer] > 0,
+                    lambda layer: weights[layer] * head_loss(config, head, stacked[layer], targets, mask),
+                    lambda layer: jnp.float32(0),
+                    layer,
+                )
         return total, num_targets(mask)
 
     return loss

@@ -21,7 +21,19 @@ from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training import data, evaluation, export, formats, loop, losses, plots, sharding, step, tokenizer
+from training import (
+    data,
+    evaluation,
+    export,
+    formats,
+    induction,
+    loop,
+    losses,
+    plots,
+    sharding,
+    step,
+    tokenizer,
+)
 from training.losses import Loss
 from training.options import SCRATCH, DataOptions, JobOptions, parse, to_yaml
 
@@ -122,11 +134,13 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.context,
-        tie_embeddings=True,
+        tie_embeddings=shape.tied,
         bos_token_id=tokenizer.BOS_ID,
         eos_token_ids=(tokenizer.EOS_ID,),
     )
     params = init_params(config, options.seed)
+    if shape.induction:
+        params = induction.add_circuit(config, params, options.seed)
     return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
 
 

@@ -93,6 +93,8 @@ class ModelOptions:
       kv_heads: key/value heads; `heads` is a multiple of it.
       head_dim: width of a head, even.
       context: longest text in tokens, written into the config.
+      tied: whether the embedding serves as head too.
+      induction: start from weights that copy already; see `training.induction`. Not with tied embeddings.
     """
 
     vocab_size: int = 2048
@@ -105,6 +107,8 @@ class ModelOptions:
     kv_heads: int = 6
     head_dim: int = 32
     context: int = 512
+    tied: bool = True
+    induction: bool = False
 
     def __post_init__(self):
         self.stages  # noqa: B018  refuses an impossible one

@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from optax import contrib
 
 from jaxspec.model.llama import Params
 from training.losses import Batch, Given, Loss
+
+# Root mean square of Muon's updates at rate 1: about AdamW's.
+_MUON_RMS = 0.2
 
 
 @struct.dataclass
@@ -32,9 +36,12 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW with linear warm-up, decay and clipping.
+    """AdamW or Muon, with linear warm-up, decay and clipping.
 
     Attributes:
+      kind: `adamw`, or `muon`: the matrices that write into the residual stream move by their momentum made
+        orthogonal (Jordan et al. 2024), with updates as large as AdamW's at the same rate (Liu et al. 2025,
+        "Muon is Scalable for LLM Training", equation 4); all else by AdamW.
       learning_rate: the peak, reached after warm-up.
       schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
         cosine, over the last `decay_steps` only, so that a run may be made longer until then.
@@ -48,6 +55,7 @@ class OptimizerOptions:
       accumulate: micro-batches a step; their gradients add up to that of one batch so many times larger.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     decay_steps: int = 500
@@ -95,18 +103,36 @@ def decayed(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
+def orthogonalised(params: Params) -> Any:
+    """Which leaves Muon moves, told as Optax wants it: the `out` and `down` of each layer, None for the others."""
+
+    def dimensions(path, leaf) -> contrib.MuonDimensionNumbers | None:
+        del leaf
+        inside = path[0].key == "layers"
+        return contrib.MuonDimensionNumbers() if inside and path[-1].key in ("out", "down") else None
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
 def optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW on the schedule of `steps` steps."""
-    return optax.chain(
-        optax.clip_by_global_norm(options.clip),
-        optax.adamw(
-            schedule(options, steps),
-            b1=options.b1,
-            b2=options.b2,
+    """Clipping, then AdamW or Muon on the schedule of `steps` steps."""
+    rate = schedule(options, steps)
+    if options.kind == "muon":
+        moving = contrib.muon(
+            rate,
             weight_decay=options.weight_decay,
-            mask=decayed,
-        ),
-    )
+            weight_decay_mask=decayed,
+            adam_b1=options.b1,
+            adam_b2=options.b2,
+            adam_weight_decay=options.weight_decay,
+            consistent_rms=_MUON_RMS,
+            muon_weight_dimension_numbers=orthogonalised,
+        )
+    else:
+        moving = optax.adamw(
+            rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay, mask=decayed
+        )
+    return optax.chain(optax.clip_by_global_norm(options.clip), moving)
 
 
 def init_state(params: Params, transform: optax.GradientTransformation) -> TrainState:

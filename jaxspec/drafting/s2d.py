@@ -77,7 +77,7 @@ class S2D(ChainDrafter):
       config: of the draft.
       exits: how many layers run up to each exit, rising; the last one is unconditional.
       thresholds: float32[M − 1] or [B, M − 1], τ: an exit but the last is taken if its largest raw
-        probability is at least that.
+        probability is at least that. Behind a threshold of 0 no layer runs.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
       sorted_target: whether the target drafts for itself.
@@ -171,13 +171,21 @@ class S2D(ChainDrafter):
         hidden = jnp.zeros_like(waiting.hidden[:, 0])
         for number in range(len(self.exits)):
             deeper = jnp.any(~left)
-            run = number == 0 or deeper | full
+            run = number == 0 or deeper | (full & self._is_reached(number))
             cache, waiting, passed = once(
                 run, functools.partial(deepen, number=number), (cache, waiting, passed)
             )
+            if number:  # where no row ever comes, nothing is kept up to date
+                passed = passed.at[:, number].set(
+                    jnp.where(self._is_reached(number), passed[:, number], passed[:, number - 1])
+                )
             looked = functools.partial(look, number=number, waiting=waiting)
             logits, hidden, left = once(number == 0 or deeper, looked, (logits, hidden, left))
         return logits, hidden, (cache, dataclasses.replace(waiting, passed=passed))
+
+    def _is_reached(self, number: int) -> jax.Array:
+        """bool[], whether some row may go on to exit `number`: none of those before is sure of everything."""
+        return ~jnp.all(jnp.any(self.thresholds[..., :number] <= 0, axis=-1))
 
     def _through(
         self, draft: Params, number: int, position: jax.Array, cache: KVCache, waiting: Waiting
