@@ -120,7 +120,7 @@ def fill(config, weights, tokens, length, cache):
 
 PROMPTS = ((1, 2, 3), (5, 4), (7, 1, 7, 1, 7, 1, 7, 2, 9, 11))
 SCRIPTS = st.lists(st.tuples(*[st.integers(0, K)] * 3).map(np.array), min_size=ROUNDS, max_size=ROUNDS)
-LIMITS = st.sampled_from([0.0, 0.35, 0.5, 0.65, 0.8, 1.1])
+LIMITS = st.sampled_from([0.0, 0.35, 0.5, 0.65, 0.8, 1.0])
 
 
 @settings(max_examples=12, deadline=None)
@@ -158,7 +158,7 @@ def test_tokens_wait_until_the_buffer_is_full_and_no_longer():
     exits, script = (1, 2, 4), [np.array([accepted]) for accepted in (1, 3, 0, 4, 4, 4, 1)]
     waited, _ = run(drafter((1e-6, 1e-6), exits), exits, (1e-6, 1e-6), PROMPTS[:1], script)
     assert max(waited) == MOST_WAITING - 2
-    waited, _ = run(drafter((1.1, 1.1), exits), exits, (1.1, 1.1), PROMPTS[:1], script)
+    waited, _ = run(drafter((1.0, 1.0), exits), exits, (1.0, 1.0), PROMPTS[:1], script)
     assert waited == [0] * len(script)
 
 

@@ -161,7 +161,7 @@ class S2DOptions:
     """The sweep of S2D's thresholds.
 
     Attributes:
-      values: thresholds to try at each exit but the last, 0 to 1: 0 always leaves there, 1 hardly ever.
+      values: thresholds to try at each exit but the last, 0 to 1: 0 always leaves there, 1 never.
       max_new_tokens: generated after each prompt.
       repeats: turns in which the finalists are measured.
     """

@@ -39,7 +39,7 @@ class Tune:
       alphas: [asd] an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
       everys: [asd] an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
       keep_lasts: [asd] a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
-      thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 hardly ever. Default: 0, .3, .5, .7, .9, 1.
+      thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
       max_new_tokens: how many tokens to generate after each prompt.
       repeats: how often the fastest are measured anew.
       output: the file to write. Default: beside the model, where the method finds it.

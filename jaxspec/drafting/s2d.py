@@ -77,7 +77,8 @@ class S2D(ChainDrafter):
       config: of the draft.
       exits: how many layers run up to each exit, rising; the last one is unconditional.
       thresholds: float32[M − 1] or [B, M − 1], τ: an exit but the last is taken if its largest raw
-        probability is at least that. Behind a threshold of 0 no layer runs.
+        probability is at least that; with 1 never, with 0 always, and then no layer behind it runs. So fixed
+        exits are settings too, as fast as the plain drafts.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
       sorted_target: whether the target drafts for itself.
@@ -160,8 +161,7 @@ class S2D(ChainDrafter):
             logits, hidden, left = seen
             here = waiting.get(position)[:, 0]
             new = llama.logits(self.config, draft, here)
-            largest = jnp.exp(jnp.max(new, axis=-1) - jax.nn.logsumexp(new, axis=-1))
-            sure = number == len(self.exits) - 1 or largest >= self.thresholds[..., number]
+            sure = self._is_sure(new, number)
             stays = left[:, None]
             return jnp.where(stays, logits, new), jnp.where(stays, hidden, here), left | sure
 
@@ -180,8 +180,26 @@ class S2D(ChainDrafter):
                     jnp.where(self._is_reached(number), passed[:, number], passed[:, number - 1])
                 )
             looked = functools.partial(look, number=number, waiting=waiting)
-            logits, hidden, left = once(number == 0 or deeper, looked, (logits, hidden, left))
+            offered = self._is_offered(number) & (number == 0 or deeper)
+            logits, hidden, left = once(offered, looked, (logits, hidden, left))
         return logits, hidden, (cache, dataclasses.replace(waiting, passed=passed))
+
+    def _is_sure(self, logits: jax.Array, number: int) -> jax.Array:
+        """bool[B], whether each row takes exit `number`, whose logits are [B, V]."""
+        everything = jnp.ones(len(logits), bool)
+        if number == len(self.exits) - 1:
+            return everything
+
+        def compared() -> jax.Array:
+            threshold = self.thresholds[..., number]
+            largest = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+            return (largest >= threshold) & (threshold < 1)
+
+        return jax.lax.cond(self._is_reached(number + 1), compared, lambda: everything)
+
+    def _is_offered(self, number: int) -> jax.Array | bool:
+        """bool[], whether some row may take exit `number`."""
+        return number == len(self.exits) - 1 or jnp.any(self.thresholds[..., number] < 1)
 
     def _is_reached(self, number: int) -> jax.Array:
         """bool[], whether some row may go on to exit `number`: none of those before is sure of everything."""
