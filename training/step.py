@@ -41,7 +41,7 @@ class OptimizerOptions:
     Attributes:
       kind: `adamw`, or `muon`: the matrices that write into the residual stream move by their momentum made
         orthogonal (Jordan et al. 2024), with updates as large as AdamW's at the same rate (Liu et al. 2025,
-        "Muon is Scalable for LLM Training", equation 4); all else by AdamW.
+        "Muon is Scalable for LLM Training", equation 4); all else by AdamW. Both with Nesterov momentum.
       learning_rate: the peak, reached after warm-up.
       schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
         cosine, over the last `decay_steps` only, so that a run may be made longer until then.
