@@ -167,8 +167,8 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     if given is not None:
         tokenizer_files.copy_files(given, run)
         return
-    # A model that learns answers alone learns a form of conversation, and is used in it.
-    talks = any(not span.learn for part in kinds.values() for one in part for span in one.spans)
+    # A model that learns conversations is used in the form in which it has read them.
+    talks = any(document.chat for part in kinds.values() for document in part)
     tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
 
 
