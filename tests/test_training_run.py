@@ -276,7 +276,8 @@ def test_a_card_counts_the_parameters_that_are_written():
         "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
     }
     measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
-    text = card.write("m", CONFIG, record, [], 0, measured, {})
+    fitness = {"num_layers": 1, "kinds": {}, "checks": []}
+    text = card.write("m", CONFIG, record, [], 0, measured, {}, fitness)
     assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
     assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
 

@@ -16,12 +16,16 @@ import jax.numpy as jnp
 import tyro
 from orbax import checkpoint as ocp
 
+from jaxspec.bench import fitness as fitness_bench
+from jaxspec.engine.language_model import load
 from jaxspec.io import files, huggingface
 from jaxspec.io.tokenizer import copy_files
 from jaxspec.model.llama import Params
-from training import card, loop, metrics, tokenizer
+from jaxspec.selection import fitness
+from training import card, data, loop, metrics, tokenizer
 
 RUN_FILE = "run.json"
+FITNESS_FILE = "fitness.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +90,19 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
         prompt: card.sample(config, rounded, words, samples, prompt)
         for prompt in card.prompts_for(list(record["documents"]))
     }
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts)
+    report = judge(run, output, record["options"]["data"]["held_out_rows"])
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, report)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]
+
+
+def judge(run: Path, model: Path, rows: int) -> dict[str, Any]:
+    """Runs the fitness test of a model on at most `rows` held-out windows per kind; kept in its fitness.json."""
+    parts, _ = data.stored(run / data.TOKENS_FILE)
+    kinds = {kind: fitness.Texts(**data.spread(windows, rows)) for kind, windows in parts["held_out"].items()}
+    report = fitness_bench.measure(load(model, dtype="float32"), kinds)
+    files.write_json(model / FITNESS_FILE, report)
+    return report
 
 
 def read_run(run: Path) -> dict[str, Any]:

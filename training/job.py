@@ -227,7 +227,7 @@ def packed(
             for name, kinds in zip(("training", "held_out"), documents, strict=True)
         }
 
-    parts = data.cached(options.run_directory / "tokens.npz", key, make)
+    parts = data.cached(options.run_directory / data.TOKENS_FILE, key, make)
     return parts["training"], parts["held_out"]
 
 

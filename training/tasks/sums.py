@@ -103,8 +103,8 @@ _TEMPLATES = (
         "{m} has [a+b] {t}. {o} has [x-c] {t}. {o} has [y-a] more.",
     ),
     (
-        "{n} buys {a} pens for {b} dollars each and a book for {c} dollars, and pays with {d} dollars. How many dollars "
-        "come back?",
+        "{n} buys {a} pens for {b} dollars each and a book for {c} dollars, and pays with {d} dollars. How many "
+        "dollars come back?",
         "The pens cost [a*b] dollars. All costs [x+c] dollars. {n} gets back [d-y] dollars.",
     ),
     (
