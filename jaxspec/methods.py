@@ -121,7 +121,7 @@ def build(method: str, options: MethodOptions, target: Model, resources: Resourc
     foreign = options_given(options).keys() - options_given(options_for(name, options)).keys()
     if foreign:
         names, rules = ", ".join(sorted(map(option_name, foreign))), stop_rules(name, options)
-        under = f" with --stop {' '.join(rules)}" if rules else ""
+        under = f" with --stop-rule {' '.join(rules)}" if rules else ""
         raise ValueError(f"method {name}{under} has no option {names}; leave it out or choose another")
     return _BUILDERS[name](options, target, resources)
 
@@ -333,7 +333,7 @@ _BUILDERS: dict[Method, Callable[[MethodOptions, Model, Resources], tuple[Drafte
 
 def _no_probe() -> Probe:
     raise ValueError(
-        "--stop probe needs a draft that always exits at one layer; choose layerskip, adaspeed or adaspeed-probe"
+        "--stop-rule probe needs a draft that always exits at one layer; choose layerskip, adaspeed or adaspeed-probe"
     )
 
 

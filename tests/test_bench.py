@@ -120,6 +120,6 @@ def test_wrong_comparisons():
         compare(lm, "x", ["guess"])
     with pytest.raises(ValueError, match="--repeats is 0"):
         compare(lm, "x", ["ngram"], repeats=0)
-    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option --draft, --stop;"):
+    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option --draft, --stop-rule;"):
         compare(lm, "x", ["ngram"], MethodOptions(draft="d", stop_rule=("constant",), ngram_max=2))
     assert lm.calls == []

@@ -25,7 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import jaxspec
 from jaxspec import method_options
 from jaxspec.cli import compilation_cache, main, terminal
-from jaxspec.cli.generate import _Painter
+from jaxspec.cli.generate import Generate, _Painter
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.parsing import parse
 from jaxspec.cli.profile import Profile
@@ -147,7 +147,7 @@ def test_generate_json(run, model, cache):
 def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tmp_path):
     (tmp_path / "prompt").write_text(PROMPT + "\n")
     options = ("--max-new-tokens", 12, "--seed", 3, "--temperature", 1, "--top-k", 20, "--ignore-eos")
-    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop", "confidence", "--gamma", 0.01)
+    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop-rule", "confidence", "--gamma", 0.01)
     status, out, err = run(
         "generate", "--prompt-file", tmp_path / "prompt", "--model", model, *options, *draft
     )
@@ -168,6 +168,13 @@ def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tm
     assert re.fullmatch(
         r"12 tokens · [\d.]+ tokens/s · mean acceptance length [\d.]+ · acceptance rate [\d.]+\n", err
     )
+
+
+@pytest.mark.parametrize("name", ["--stop", "--stop-string"])
+def test_stop_takes_a_text_and_stop_rule_a_rule(name):
+    command = parse({"generate": Generate}, ["generate", "a", name, ".", "--stop-rule", "product"], "")
+    assert command.generation()["stop"] == (".",)
+    assert command.method_options() == {"stop_rule": ("product",)}
 
 
 class Terminal(io.StringIO):
@@ -402,9 +409,9 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
         (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "no option --gamma"),
         (["--method", "guess"], "the methods are autoregressive, ngram, draft-model, asd"),
-        (["--stop", "constant"], "method autoregressive has no option --stop;"),
-        (["--stop", "never"], r"'never'.*'constant'"),
-        (["--stop-string", ""], "a stop string is empty"),
+        (["--stop-rule", "constant"], "method autoregressive has no option --stop-rule;"),
+        (["--stop-rule", "never"], r"'never'.*'constant'"),
+        (["--stop", ""], "a stop string is empty"),
         (["--chat"], "give one with --chat-template FILE"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
         (["--reference", "nowhere.txt", "--method", "ngram"], "nowhere.txt"),

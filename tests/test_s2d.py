@@ -282,8 +282,11 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
             {"draft": draft, "thresholds": str(tmp_path / "none.json")},
             "none.json; make them with `jaxspec tune",
         ),
-        ({"draft": draft, "stop_rule": "probe"}, "--stop probe needs a draft that always exits at one layer"),
-        ({"draft": draft, "gamma": 0.3}, "s2d with --stop adaptive-length has no option --gamma"),
+        (
+            {"draft": draft, "stop_rule": "probe"},
+            "--stop-rule probe needs a draft that always exits at one layer",
+        ),
+        ({"draft": draft, "gamma": 0.3}, "s2d with --stop-rule adaptive-length has no option --gamma"),
         ({"draft": draft, "draft_exit": 2}, "has no option --draft-exit"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)):

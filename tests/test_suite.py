@@ -59,7 +59,9 @@ def take(monkeypatch, *models: Fake) -> None:
 
 
 def test_a_run_is_a_method_in_the_words_of_the_command_line():
-    words = "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop product --stop confidence"
+    words = (
+        "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop-rule product --stop-rule confidence"
+    )
     assert parse_run(words) == {
         "method": "adaspeed",
         "exit_layer": 2,

@@ -147,7 +147,7 @@ class _Painter:
 def _row_text(lm: LanguageModel, options: Generate) -> RowText:
     from jaxspec.engine.text import RowText
 
-    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop_string)
+    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop)
 
 
 def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:

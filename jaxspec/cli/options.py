@@ -69,7 +69,7 @@ class TextOptions:
       prompt: the text to go on from; or give --prompt-file, or pipe it in.
       prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
       max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
-      stop_string: end the text before this string.
+      stop: end the text before this string.
       chat: the prompt is a message; put it through the model's chat template.
       ignore_eos: go on past the model's end-of-text token.
       json: print one JSON object and nothing else.
@@ -78,7 +78,7 @@ class TextOptions:
     prompt: Annotated[str | None, Positional] = None
     prompt_file: str | None = None
     max_new_tokens: int | None = None
-    stop_string: tuple[str, ...] = ()
+    stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"aliases": ("--stop-string",)})
     chat: bool = False
     ignore_eos: bool = False
     json: bool = False
@@ -114,7 +114,7 @@ class TextOptions:
         """The arguments of `LanguageModel.generate`, but for prompt, method and what the method reads."""
         return dataclasses.asdict(self.sampling) | {
             "max_new_tokens": self.max_new_tokens,
-            "stop": self.stop_string,
+            "stop": self.stop,
             "ignore_eos": self.ignore_eos,
             "chat": self.chat,
         }

@@ -157,8 +157,8 @@ def _helps(cls: type) -> dict[str, str]:
 
 
 def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
-    """How an option is called and explained; metadata `option` is a name other than the field's, `metavar` what
-    its value is called."""
+    """How an option is called and explained; metadata `option` is a name other than the field's, `aliases`
+    further names, `metavar` what its value is called."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if kind in _BY_TYPE]
     named = field.metadata.get("metavar") or _METAVARS.get(field.name)
     metavar = named or (_BY_TYPE[kinds[0]] if kinds else None)
@@ -169,7 +169,8 @@ def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
     else:
         shown = "" if default is None or default is tyro.MISSING else f"(default: {default})"
     name = field.metadata.get("option", "").removeprefix("--") or None
-    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=shown)
+    aliases = field.metadata.get("aliases")
+    return tyro.conf.arg(name=name, aliases=aliases, metavar=metavar, help_behavior_hint=shown)
 
 
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
