@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel, load
-    from jaxspec.engine.loading import embedded_model
     from jaxspec.engine.results import Piece, Result, Statistics
+    from jaxspec.io.embedded import embedded_model
     from jaxspec.method_options import METHODS
 
 __all__ = ["METHODS", "LanguageModel", "Piece", "Result", "Statistics", "embedded_model", "load"]
@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.engine.loading": ("embedded_model",),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
+    "jaxspec.io.embedded": ("embedded_model",),
     "jaxspec.method_options": ("METHODS",),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -12,26 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.io import huggingface
+from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import param_shardings
 
-# The embedded model that serves where none is named.
-EMBEDDED = "large"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-
-
-def embedded_model(name: str = EMBEDDED) -> Path:
-    """The directory of a model that comes with jaxspec.
-
-    Raises:
-      FileNotFoundError: no model of this name comes with it.
-    """
-    here = _embedded(name)
-    if here is None:
-        raise FileNotFoundError(f"no model {name!r} comes with this installation; install jaxspec again")
-    return here
 
 
 def find_model(model: str | os.PathLike | None) -> Path:
@@ -43,16 +29,9 @@ def find_model(model: str | os.PathLike | None) -> Path:
     if model is None:
         return embedded_model()
     name = os.fspath(model)
-    embedded = None if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) else _embedded(name)
-    return embedded or huggingface.resolve(name)
-
-
-def _embedded(name: str) -> Path | None:
-    package = Path(__file__).parents[1]
-    for parent in (package, package.parent):  # a wheel, a checkout
-        if (parent / "checkpoints" / name / "config.json").is_file():
-            return parent / "checkpoints" / name
-    return None
+    if name in embedded_names() and not Path(name).exists():
+        return embedded_model(name)
+    return huggingface.resolve(name)
 
 
 def resolve_placement(
