@@ -175,11 +175,6 @@ def options_for(method: str, options: MethodOptions) -> MethodOptions:
     return dataclasses.replace(options, **{name: getattr(defaults, name) for name in names})
 
 
-def option_name(name: str) -> str:
-    """How a field of `MethodOptions` is called on a command line, dashes included."""
-    return "--" + name.replace("_", "-")
-
-
 def options_given(options: MethodOptions) -> dict[str, Any]:
     """The options that were set, by name of field."""
     names = [field.name for field in dataclasses.fields(MethodOptions)]

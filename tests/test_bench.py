@@ -20,7 +20,7 @@ def test_functions_take_turns():
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert list(taken) == ["a", "b"]
     assert all(len(times) == 3 and min(times) >= 10 for times in taken.values())
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         interleaved(functions, 0)
 
 
@@ -118,8 +118,8 @@ def test_wrong_comparisons():
     lm = Fake({}, {})
     with pytest.raises(ValueError, match="unknown method 'guess'"):
         compare(lm, "x", ["guess"])
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         compare(lm, "x", ["ngram"], repeats=0)
-    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option --draft, --stop-rule;"):
+    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option `draft`, `stop_rule`;"):
         compare(lm, "x", ["ngram"], MethodOptions(draft="d", stop_rule=("constant",), ngram_max=2))
     assert lm.calls == []

@@ -25,14 +25,18 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import jaxspec
 from jaxspec import method_options
 from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli.errors import in_options, option_names
 from jaxspec.cli.generate import Generate, _Painter
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.parsing import parse
 from jaxspec.cli.profile import Profile
+from jaxspec.cli.search import Search
+from jaxspec.cli.tune import Tune
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Statistics
 from jaxspec.engine.text import RowText
 from jaxspec.io import huggingface, orbax
+from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from tests import reference
@@ -418,7 +422,18 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--prompt-file", "nowhere.txt"], "got both PROMPT and --prompt-file"),
         (["--temprature", "1"], r"--temprature.*perhaps you meant --temperature"),
         (["--max-new-tokens"], "--max-new-tokens"),
-        (["more"], "more"),
+        (["--max-new-tokens", "abc"], "error: --max-new-tokens is 'abc'; give a whole number; see"),
+        (["--max-new-tokens", "1.5"], "--max-new-tokens is '1.5'; give a whole number"),
+        (["--temperature", "hot"], "--temperature is 'hot'; give a number; see"),
+        (["more"], "unexpected argument 'more'; put a text of several words in quotes"),
+        (["--method", "asd", "--every", "2147483648"], "--every is 2147483648; give 0 .* at most 10000"),
+        (["--method", "draft-verify", "--plan", "."], r"error: \. is a directory, not a file"),
+        (
+            ["--method", "ngram", "--reference", "."],
+            r"\. is a directory, not a file; --reference must be a text",
+        ),
+        (["--method", "adaspeed", "--no-adaptive-gamma", "--carry-gamma"], "leave out --no-adaptive-gamma"),
+        (["--acceptor", "greedy", "--temperature", "1"], "--acceptor greedy would not follow"),
     ],
 )
 def test_wrong_options(run, model, arguments, message):
@@ -438,7 +453,11 @@ def test_wrong_options(run, model, arguments, message):
         ),
         (["profile", "--shape", "huge"], "unknown shape 'huge'"),
         (["convert", "nowhere", "there"], "no directory 'nowhere'"),
-        (["convert"], "SRC"),
+        (["convert"], "error: SRC and DST must be given; see jaxspec convert --help"),
+        (["tune"], r"error: --method \{asd,s2d\} must be given; see jaxspec tune --help"),
+        (["generate", PROMPT, "--model", "Large"], r"large, small, sorted \(perhaps you meant large\)"),
+        (["inspect", PROMPT, "--model", "MODEL", "--every", "4294967296"], "--every is 4294967296; give 0"),
+        (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
         (["generat"], "unknown command 'generat'; the commands are generate, compare, profile, convert"),
         (["--verbose"], "--verbose"),
     ],
@@ -490,8 +509,52 @@ def test_help(run, command):
 def test_every_method_option_has_help(run):
     _, out, _ = run("generate", "--help")
     for field in dataclasses.fields(method_options.MethodOptions):
-        assert re.search(method_options.option_name(field.name) + "[ ,]", out)
+        assert re.search(option_names(method_options.MethodOptions)[field.name] + "[ ,]", out)
         assert f"{field.name}:" in method_options.MethodOptions.__doc__
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "said"),
+    [
+        (Generate, "max_new_tokens is 0; give at least 1", "--max-new-tokens is 0; give at least 1"),
+        (Generate, "prompt and max_new_tokens (3) exceed", "prompt and --max-new-tokens (3) exceed"),
+        (Generate, "seed is -1; give", "--seed is -1; give"),
+        (Generate, "give draft=DIR, or draft_exit=N for", "give --draft DIR, or --draft-exit N for"),
+        (Generate, "acceptor='greedy' would", "--acceptor greedy would"),
+        (Generate, "leave out adaptive_gamma=False", "leave out --no-adaptive-gamma"),
+        (Generate, "has no option `gamma`, `stop_rule`;", "has no option --gamma, --stop-rule;"),
+        (Generate, "model.alpha is 1; the seed is 2", "model.alpha is 1; the seed is 2"),
+        (Generate, "/a/top_p/b.json: 'top_p' is 2", "/a/top_p/b.json: 'top_p' is 2"),
+        (Generate, '/a/top_p.json has "alpha" 2', '/a/top_p.json has "alpha" 2'),
+        (Tune, "alphas is 3; thresholds=0.5", "--alpha is 3; --threshold 0.5"),
+        (Search, "add keep_first_last=False", "add --no-keep-first-last"),
+    ],
+)
+def test_messages_of_the_library_name_options(command, message, said):
+    """Python is told of parameters, the command line of its options; what is quoted or a path stays."""
+    assert in_options(message, option_names(command)) == said
+
+
+def test_a_number_is_never_called_a_file(run):
+    for command in ("generate", "compare", "profile", "convert", "inspect", "search", "tune"):
+        _, out, _ = run(command, "--help")
+        assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
+    assert "--threshold X" in out
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "inspect", "profile", "search", "tune"])
+def test_the_help_names_the_default_model(run, command):
+    _, out, _ = run(command, "--help")
+    assert re.search(rf"--model DIR\|ID[^-]*\(default: {EMBEDDED}\)", " ".join(out.replace("│", "").split()))
+    assert "small model" not in out
+
+
+def test_the_programs_help_ends_with_its_environment(run):
+    for arguments in ([], ["--help"]):
+        status, out, _ = run(*arguments)
+        assert status == 0
+        for name in ("JAXSPEC_CACHE", "JAXSPEC_DATA", "JAXSPEC_DEBUG"):
+            assert out.index(f"  {name}  ") > out.index("tune")
 
 
 def test_options_become_a_dataclass():

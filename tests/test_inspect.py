@@ -440,7 +440,7 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
         ([""], "a prompt is empty"),
         (["Once", ""], "a prompt is empty"),
         (["--prompt-file", "EMPTY"], "a prompt is empty"),
-        (["--prompt-file", "nowhere.txt"], "no file nowhere.txt; --prompt-file wants a text file"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt does not exist; --prompt-file must be a text file"),
         (["--prompt-file", "BINARY"], "is not text in UTF-8"),
         (["--alpha", "0"], "--alpha is 0"),
         (["--alpha", "1.01"], "--alpha is 1.01"),

@@ -92,9 +92,9 @@ def test_a_point_above_one_half_skips():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"num_layers": 2}, "2 layers.*--no-keep-first-last"),
-        ({"num_layers": 4, "skip_ratio": 1.5}, "--skip-ratio is 1.5; give a share between 0 and 1"),
-        ({"num_layers": 4, "skip_ratio": 0.9}, "skips 7 of 8.*1 to 4 can be.*or add --no-keep-first-last"),
+        ({"num_layers": 2}, "2 layers.*keep_first_last=False"),
+        ({"num_layers": 4, "skip_ratio": 1.5}, "skip_ratio is 1.5; give a share between 0 and 1"),
+        ({"num_layers": 4, "skip_ratio": 0.9}, "skips 7 of 8.*1 to 4 can be.*or add keep_first_last=False"),
         ({"num_layers": 4, "skip_ratio": 0.01}, r"skips 0 of 8.*give 0.12 to 0.5$"),
     ],
 )
@@ -332,8 +332,8 @@ def test_speed_is_measured_beside_plain_decoding(deep, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"objective": "beauty"}, "unknown objective 'beauty'; give one of agreement, speed"),
-        ({"trials": 0}, "--trials is 0; give at least 1"),
-        ({"seed": -1}, "--seed is -1"),
+        ({"trials": 0}, "trials is 0; give at least 1"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_wrong_options(options, message):
@@ -423,7 +423,7 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
         (("--trials", "0"), "--trials is 0"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--max-new-tokens", "600"), r"prompt.txt \(\d+ tokens\) and --max-new-tokens \(600\) exceed"),
-        (("--prompt-file", "/no/where.txt"), "no file /no/where.txt; --prompt-file wants"),
+        (("--prompt-file", "/no/where.txt"), "/no/where.txt does not exist; "),
         (("--output", "/no/where/plan.json"), "cannot write /no/where/plan.json .*--output FILE"),
         (("--output", "/tmp"), "/tmp is a directory; give --output FILE"),
     ],

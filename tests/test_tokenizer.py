@@ -196,10 +196,10 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer.*raw token ids can be used") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="--chat-template FILE") as error:
+    with pytest.raises(ValueError, match="chat_template=FILE") as error:
         tokenizer("byte_level").encode_chat("a bear")
     assert "\n" not in str(error.value)
-    with pytest.raises(FileNotFoundError, match="--chat-template"):
+    with pytest.raises(FileNotFoundError, match="`chat_template` must be"):
         load_tokenizer(directory("byte_level"), tmp_path / "absent.jinja")
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('no\nsystem role') }}")

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.bench.timing import interleaved
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
-from jaxspec.method_options import MethodOptions, check_method, option_name, options_for, options_given
+from jaxspec.method_options import MethodOptions, check_method, options_for, options_given
 
 BASELINE = "autoregressive"
 
@@ -52,14 +52,14 @@ def compare(
     """
     names = list(dict.fromkeys([BASELINE, *map(check_method, methods)]))
     if repeats < 1:
-        raise ValueError(f"--repeats is {repeats}; give at least 1")
+        raise ValueError(f"repeats is {repeats}; give at least 1")
     options = options or MethodOptions()
     chosen = {name: options_given(options_for(name, options)) for name in names}
     unread = options_given(options).keys() - {option for given in chosen.values() for option in given}
     if unread:
         raise ValueError(
             f"none of the methods {', '.join(names)} has an option "
-            f"{', '.join(sorted(map(option_name, unread)))}; leave it out or add a method"
+            f"{', '.join(f'`{name}`' for name in sorted(unread))}; leave it out or add a method"
         )
 
     results: dict[str, list[Result]] = {name: [] for name in names}

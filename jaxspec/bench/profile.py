@@ -186,7 +186,7 @@ def _language_model(
     if shape is None:
         return load(model, dtype=dtype, device=device)
     if model is not None:
-        raise ValueError(f"got both --model {model} and --shape {shape}; give one of them")
+        raise ValueError(f"got both model={model!r} and shape={shape!r}; give one of them")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; give one of {', '.join(SHAPES)}")
     place, kind = resolve_placement(dtype, device)

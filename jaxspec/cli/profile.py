@@ -20,8 +20,8 @@ class Profile:
     A step of several rows verifies as many tokens; it should cost little more.
 
     Attributes:
-      model: a directory as Hugging Face lays it out, or a hub id such as owner/model. Default: the small
-        model that comes with jaxspec.
+      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
+        comes with jaxspec.
       shape: random weights of a usual shape instead: 31m, 134m, 1b, 7b, 13b or 70b.
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.

@@ -70,7 +70,7 @@ class Search:
                 seed=self.seed,
             )
             lm = self.model.load()
-            output = output_file(self.output, lm.directory, PLAN_NAME)
+            output = output_file(self.output, lm, PLAN_NAME)
             found = search(
                 lm,
                 read_prompts(lm, self.prompt_file, options.tokens),

@@ -48,7 +48,7 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
     directory = Path(directory)
     template = None
     if chat_template is not None:
-        template = read_text(chat_template, "--chat-template wants a Jinja template")
+        template = read_text(chat_template, "`chat_template` must be a Jinja template")
     if not has_tokenizer(directory):
         raise ValueError(
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
@@ -108,7 +108,7 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not self._loaded.chat_template:
-            raise ValueError("the model has no chat template; give one with --chat-template FILE")
+            raise ValueError("the model has no chat template; give one with chat_template=FILE")
         try:
             text = self._loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
