@@ -88,7 +88,7 @@ def _run(arguments: list[str]) -> int:
     }
     command = parse(commands, arguments or ["--help"], DESCRIPTION)
     _quieten()
-    from jaxspec.cli import compilation_cache
+    from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()
     return command.run()
