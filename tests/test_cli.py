@@ -18,13 +18,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import jaxspec
 from jaxspec import method_options
-from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli import main, terminal
 from jaxspec.cli.errors import in_options, option_names
 from jaxspec.cli.generate import Generate, _Painter
 from jaxspec.cli.options import TextOptions
@@ -39,7 +38,7 @@ from jaxspec.io import huggingface, orbax
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.model.config import LlamaConfig
-from tests import reference
+from tests import caching, reference
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time"
@@ -97,18 +96,10 @@ def model(tmp_path_factory) -> Path:
 def cache(tmp_path_factory):
     """The commands' compilation cache, in a directory of its own and only for these tests."""
     directory = tmp_path_factory.mktemp("cache")
-    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
-    before = {name: jax.config.values[name] for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXSPEC_CACHE", str(directory))
-        patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    with caching.user_cache(directory), pytest.MonkeyPatch.context() as patch:
         patch.delenv("JAXSPEC_DEBUG", raising=False)
         patch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
-        jax_cache.reset_cache()
         yield directory
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()
 
 
 @pytest.fixture
@@ -582,14 +573,6 @@ def test_complaints_are_the_same_without_utf8(run, monkeypatch):
     framed = "unrecognized options: --jsn (perhaps you meant --json); see jaxspec profile --help"
     with pytest.raises(ValueError, match=re.escape(framed)):
         parse({"profile": Profile}, ["profile", "--jsn"], "")
-
-
-def test_the_cache_is_optional(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "file" / "below"))
-    before = jax.config.jax_compilation_cache_dir
-    compilation_cache.enable()
-    assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_progress_is_silent_for_short_work(capsys, monkeypatch):

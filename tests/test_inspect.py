@@ -20,8 +20,9 @@ from jaxspec.bench import figures
 from jaxspec.bench import inspect as home
 from jaxspec.bench.figures import save_figures
 from jaxspec.bench.inspect import inspect_model, sublayer_ms, weights_read
-from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli import main, terminal
 from jaxspec.cli.inspect import _marks
+from jaxspec.engine import compilation_cache
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling

@@ -75,7 +75,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     _quieten()
-    from jaxspec.cli import compilation_cache
+    from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()
     return command.run()

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import methods
+from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.loading import find_model, find_tokenizer, place_params, resolve_placement
 from jaxspec.engine.results import Piece, Result
@@ -44,6 +45,7 @@ def load(
     device: str | None = None,
     mesh: Mesh | None = None,
     chat_template: str | os.PathLike | None = None,
+    compilation_cache: bool = True,
 ) -> LanguageModel:
     """Loads a Llama-type model.
 
@@ -54,10 +56,15 @@ def load(
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: with axes `data` and `model`, to spread the model over several devices instead.
       chat_template: a Jinja file, for a model that has none.
+      compilation_cache: let JAX keep compiled programs in the user's cache directory, for this whole process, so
+        that another process need not compile them again. JAX keeps its own settings if it has a cache directory
+        already; the environment variable `JAXSPEC_CACHE` names another directory, or `off`.
 
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
+    if compilation_cache:
+        persistent_cache.enable()
     directory = find_model(model)
     config = huggingface.read_config(directory)
     if mesh is not None:
