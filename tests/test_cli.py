@@ -34,10 +34,11 @@ from jaxspec.cli.tune import Tune
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Statistics
 from jaxspec.engine.text import RowText
-from jaxspec.io import huggingface, orbax
+from jaxspec.io import embedded, huggingface, orbax
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import num_params
 from tests import caching, reference
 
 ROOT = Path(__file__).parents[1]
@@ -320,18 +321,54 @@ def test_profile(run, monkeypatch):
 
 
 def test_convert(run, model, tmp_path):
-    assert run("convert", model, tmp_path / "half", "--dtype", "bfloat16") == (0, "", "")
+    status, out, err = run("convert", model, tmp_path / "half", "--dtype", "bfloat16")
+    assert (status, out) == (0, "")
+    count = num_params(CONFIG)
+    about = f"Hugging Face, 2 layers, {count:,} parameters, bfloat16, {2e-6 * count:.1f} MB"
+    assert err == f"jaxspec: wrote {tmp_path / 'half'} ({about})\n"
     assert huggingface.stored_dtype(tmp_path / "half") == np.dtype("bfloat16")
     assert huggingface.read_config(tmp_path / "half") == CONFIG
     assert load_tokenizer(tmp_path / "half").encode(PROMPT) == load_tokenizer(model).encode(PROMPT)
     config, params = huggingface.read_config(model), huggingface.load_params(model, CONFIG, np.float32)
     orbax.save(tmp_path / "orbax", config, params)
-    assert run("convert", tmp_path / "orbax", tmp_path / "back") == (0, "", "")
+    assert run("convert", tmp_path / "orbax", tmp_path / "back")[0] == 0
     back = huggingface.load_params(tmp_path / "back", CONFIG, np.float32)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, back))
     status, _, err = run("convert", model, tmp_path / "back")
     assert status == 2
     assert "holds a model already" in err
+
+
+def test_convert_to_orbax_and_back(run, tmp_path):
+    """Weights, tokenizer, sampling defaults and exits survive the way there and back."""
+    source, there, back = (tmp_path / name for name in ("source", "there", "back"))
+    params = jax.tree.map(np.float32, reference.random_params(CONFIG, 3))
+    generation = {"do_sample": True, "temperature": 0.6}
+    huggingface.save(source, CONFIG, params, generation=generation, exits=(1, 2))
+    write_tokenizer(source)
+    status, _, err = run("convert", source, there, "--to", "orbax")
+    assert status == 0
+    assert f"wrote {there} (Orbax, 2 layers" in err
+    assert huggingface.is_orbax(there)
+    assert run("convert", there, back)[0] == 0
+    assert not huggingface.is_orbax(back)
+    for directory in (there, back):
+        assert huggingface.read_config(directory) == CONFIG
+        assert huggingface.generation_defaults(directory) == generation
+        assert huggingface.read_exits(directory, 2) == (1, 2)
+        assert load_tokenizer(directory).encode(PROMPT) == load_tokenizer(source).encode(PROMPT)
+    loaded = huggingface.load_params(back, CONFIG, np.float32)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, loaded))
+    assert "is an Orbax checkpoint; convert it with" in one_error(run, "generate", PROMPT, "--model", there)
+    assert "holds a model already" in one_error(run, "convert", source, there, "--to", "orbax")
+
+
+def test_convert_takes_the_names_that_model_takes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
+    write_model(tmp_path / "own")
+    assert run("convert", "own", tmp_path / "copy")[0] == 0
+    assert huggingface.read_config(tmp_path / "copy") == CONFIG
+    assert "(perhaps you meant own)" in one_error(run, "convert", "Own", tmp_path / "other")
 
 
 # Wrong use

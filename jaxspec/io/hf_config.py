@@ -260,13 +260,14 @@ def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...
     return tuple(whole(values, "sliding_window") if name == "sliding_attention" else None for name in types)
 
 
-def config_json(config: LlamaConfig, dtype_name: str) -> dict[str, Any]:
-    """What `config.json` says of a model whose weights are stored as `dtype_name`.
+def config_json(config: LlamaConfig, dtype_name: str, exits: Sequence[int] = ()) -> dict[str, Any]:
+    """What `config.json` says of a model whose weights are stored as `dtype_name`, and that was trained for `exits`.
 
     Both styles of RoPE keys are written: transformers 5 reads `rope_parameters`, older ones the others.
 
     Raises:
-      ValueError: `config.model_type` has no way to say what the configuration asks for.
+      ValueError: `config.model_type` has no way to say what the configuration asks for, or the exits are none of
+        this model.
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling = config.rope_scaling
@@ -301,7 +302,8 @@ def config_json(config: LlamaConfig, dtype_name: str) -> dict[str, Any]:
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }
-    return content | _flags_json(config)
+    own = {"jaxspec": {"exits": list(check_exits(exits, config.num_layers))}} if exits else {}
+    return content | _flags_json(config) | own
 
 
 def _flags_json(config: LlamaConfig) -> dict[str, Any]:

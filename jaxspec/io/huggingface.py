@@ -18,7 +18,7 @@ from jaxspec.io import tensors
 from jaxspec.io.embedded import names_and_guess
 from jaxspec.io.files import read_json, write_json
 from jaxspec.io.hf_config import (
-    check_exits,
+    GENERATION,
     config_json,
     generation_defaults,
     generation_json,
@@ -32,6 +32,7 @@ from jaxspec.model.llama import Params, is_shape, param_shapes
 
 __all__ = [
     "generation_defaults",
+    "is_orbax",
     "load_params",
     "read_config",
     "read_exits",
@@ -101,7 +102,7 @@ def _open(directory: Path) -> Tensors:
             raise ValueError(
                 f"{directory} has neither {_SINGLE} nor {_INDEX}; its *.safetensors have other names"
             )
-        if (directory / ORBAX_PARAMS).is_dir():
+        if is_orbax(directory):
             raise ValueError(
                 f"{directory} is an Orbax checkpoint; convert it with `jaxspec convert {directory} DST`"
             )
@@ -117,6 +118,11 @@ def _open(directory: Path) -> Tensors:
             raise ValueError(f"{directory / name} is missing, though {_INDEX} names it; fetch it again")
         found.add(tensors.read(directory / name))
     return found
+
+
+def is_orbax(directory: str | os.PathLike) -> bool:
+    """Whether a directory holds a checkpoint that `io.orbax` saved."""
+    return (Path(directory) / ORBAX_PARAMS).is_dir()
 
 
 def stored_dtype(directory: str | os.PathLike) -> np.dtype:
@@ -246,9 +252,7 @@ def save(
                 f"parameter {leaf} has shape {array.shape}, expected {shape} by the configuration"
             )
         placed |= {source.name: (array, source) for source in sources}
-    content = config_json(config, dtype.name)  # refused before anything is written
-    if exits:
-        content["jaxspec"] = {"exits": list(check_exits(exits, config.num_layers))}
+    content = config_json(config, dtype.name, exits)  # refused before anything is written
 
     def fetch(name: str) -> np.ndarray:
         array, source = placed[name]
@@ -270,7 +274,7 @@ def save(
     stale = {_SINGLE, _INDEX} | {path.name for path in directory.glob("model-*-of-*.safetensors")}
     for name in stale - set(files):
         (directory / name).unlink(missing_ok=True)
-    write_json(directory / "generation_config.json", generation_json(config, generation))
+    write_json(directory / GENERATION, generation_json(config, generation))
     write_json(directory / "config.json", content)
 
 
