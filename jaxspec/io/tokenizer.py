@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class Tokenizer:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
         return self._one_bos(self._loaded.encode(text))
 
-    def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins.
 
         Args:

@@ -53,7 +53,7 @@ class FileTokenizer:
         self._backend, self._transformers, self._loaded = backend, transformers, None
         ids = {name: backend.token_to_id(token) for name, token in named.items()}
         self.bos_token_id = ids.get("bos_token")
-        self.all_special_ids = sorted(set(ids.values()))
+        self.all_special_ids = [index for index in ids.values() if index is not None]
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
 
     def __len__(self) -> int:
