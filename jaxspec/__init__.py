@@ -7,16 +7,25 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel, load
     from jaxspec.engine.results import Piece, Result, Statistics
     from jaxspec.io.embedded import embedded_model
-    from jaxspec.method_options import METHODS
+    from jaxspec.method_options import METHODS, MethodOptions
 
-__all__ = ["METHODS", "LanguageModel", "Piece", "Result", "Statistics", "embedded_model", "load"]
+__all__ = [
+    "METHODS",
+    "LanguageModel",
+    "MethodOptions",
+    "Piece",
+    "Result",
+    "Statistics",
+    "embedded_model",
+    "load",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
     "jaxspec.io.embedded": ("embedded_model",),
-    "jaxspec.method_options": ("METHODS",),
+    "jaxspec.method_options": ("METHODS", "MethodOptions"),
 }
 
 
@@ -29,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

@@ -532,18 +532,74 @@ def test_debugging_shows_the_traceback(monkeypatch):
         main(["generate", PROMPT, "--method", "guess"])
 
 
+def pipe(content: bytes) -> io.TextIOWrapper:
+    """Standard input as Python makes it in the locales C and C.UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+
+
 def test_the_prompt_from_a_pipe(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
+    monkeypatch.setattr(sys, "stdin", pipe(b"two\r\nlines\n\n"))
     assert TextOptions().read_prompt() == "two\nlines\n"
     monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(ValueError, match="no prompt; give PROMPT or --prompt-file FILE, or pipe it in"):
+    with pytest.raises(
+        ValueError, match="no prompt; give PROMPT, --prompt-file FILE or --messages FILE, or pipe"
+    ):
         TextOptions().read_prompt()
 
 
-def test_a_prompt_file_that_is_not_text(tmp_path):
+def test_a_prompt_that_is_not_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdin", pipe(b"caf\xe9 Once"))
+    with pytest.raises(ValueError, match="standard input is not text in UTF-8"):
+        TextOptions().read_prompt()
     (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match="not text in UTF-8"):
+    with pytest.raises(ValueError, match="prompt is not text in UTF-8"):
         TextOptions(prompt_file=str(tmp_path / "prompt")).read_prompt()
+    for options, name in (
+        ({"prompt": "a\udce9"}, "PROMPT"),
+        ({"prompt": "a", "system": "\udce9"}, "--system"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not text in UTF-8"):
+            TextOptions(**options).read_prompt()
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "a bear"}
+TURNS = [SYSTEM, USER, {"role": "assistant", "content": "time"}, USER]
+
+
+def test_conversations(run, model, monkeypatch, tmp_path):
+    """A system prompt, and several turns from a file, go through the chat template."""
+    (tmp_path / "template").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    lm = jaxspec.load(model, chat_template=tmp_path / "template")
+    options = ("--model", model, "--chat-template", tmp_path / "template", "--max-new-tokens", 5, "--json")
+    for content in (TURNS, {"messages": TURNS}):
+        (tmp_path / "turns.json").write_text(json.dumps(content))
+        status, out, _ = run("generate", "--messages", tmp_path / "turns.json", *options)
+        assert status == 0
+        assert json.loads(out)["tokens"] == lm.generate(messages=TURNS, max_new_tokens=5).tokens
+    for chat in ([], ["--chat"]):
+        _, out, _ = run("generate", "a bear", "--system", "Be brief.", *chat, *options)
+        assert json.loads(out)["tokens"] == lm.generate(messages=[SYSTEM, USER], max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "turns.json: Expecting value"),
+        ("[" * 100_000, "turns.json: it is nested too deeply"),
+        ("{}", "turns.json: there is no prompt"),
+        ("5", "turns.json: messages is 5; give a list of messages"),
+        ('[{"role": "user"}]', r"turns.json: messages\[0\] is {'role': 'user'}; give a message"),
+        ('[{"role": "user", "content": 5}]', r"turns.json: messages\[0\] has the content 5; give a text"),
+        (json.dumps([TURNS]), "turns.json: it holds several conversations"),
+    ],
+)
+def test_wrong_conversations(run, model, tmp_path, content, message):
+    (tmp_path / "turns.json").write_text(content)
+    arguments = ("generate", "--model", model, "--messages", tmp_path / "turns.json")
+    assert re.search(message, one_error(run, *arguments))
+    assert "got both --messages and --system" in one_error(run, *arguments, "--system", "a")
+    assert "got both PROMPT and --messages" in one_error(run, *arguments, "a")
 
 
 # The program

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.bench.timing import interleaved
-from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.language_model import LanguageModel, Prompt
 from jaxspec.engine.results import Result
 from jaxspec.method_options import MethodOptions, check_method, options_for, options_given
 
@@ -18,7 +18,7 @@ BASELINE = "autoregressive"
 
 def compare(
     lm: LanguageModel,
-    prompt: str,
+    prompt: Prompt,
     methods: Sequence[str],
     options: MethodOptions | None = None,
     *,
@@ -33,7 +33,7 @@ def compare(
 
     Args:
       lm: the model.
-      prompt: the text to go on from.
+      prompt: the text to go on from, token ids or messages.
       methods: names; autoregressive, the baseline, comes first whether named or not.
       options: for all of them; each method takes those it knows.
       repeats: how often each generates, timed.

@@ -52,7 +52,8 @@ class Generate(TextOptions):
                 prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
             )
             progress("compiling")
-            return _Output(self, prompt, lm, progress).write(pieces)
+            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            return _Output(self, shown, lm, progress).write(pieces)
 
 
 class _Output:

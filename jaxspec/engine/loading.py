@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import param_shardings
+from jaxspec.model.sharding import RULES, param_shardings
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -48,9 +49,26 @@ def resolve_placement(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
     return place, np.dtype(DTYPES[name])
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses what is no mesh, and axes that no array would be spread over.
+
+    Raises:
+      ValueError: an axis is called neither `data` nor `model`.
+    """
+    names = getattr(mesh, "axis_names", None)
+    if names is None:
+        raise ValueError(
+            f"mesh is {type(mesh).__name__}; give a jax.sharding.Mesh with the axes data and model"
+        )
+    if not set(names) <= set(RULES.values()):
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(str, names))}; name them data (rows) and model (heads)"
+        )
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike | None = None) -> Tokenizer | None:
