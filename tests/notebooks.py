@@ -1,4 +1,4 @@
-"""Runs the code cells of a notebook as Jupyter would, without it: `python -m tests.notebooks FILE ...` stores outputs."""
+"""Runs a notebook's code cells as Jupyter would, without it: `python -m tests.notebooks FILE ...` stores outputs."""
 
 from __future__ import annotations
 

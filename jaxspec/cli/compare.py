@@ -86,8 +86,7 @@ def _print(report: dict[str, Any]) -> None:
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
     table.add_column("method", no_wrap=True)
     headings = ("tokens", "first token ms", "tokens/s", "speed-up", "accept. length", "accept. rate")
-    headings += ("same text",)
-    for heading in headings:
+    for heading in (*headings, "same text"):
         table.add_column(heading, justify="right")
     for entry in report["results"]:
         same = entry["identical_to_autoregressive"]
