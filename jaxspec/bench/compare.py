@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.bench.timing import interleaved
-from jaxspec.engine.language_model import LanguageModel, Prompt
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.requests import Conversation, Prompt
 from jaxspec.engine.results import Result
 from jaxspec.method_options import MethodOptions, check_method, options_for, options_given
 
@@ -18,7 +19,7 @@ BASELINE = "autoregressive"
 
 def compare(
     lm: LanguageModel,
-    prompt: Prompt,
+    prompt: Prompt | Conversation,
     methods: Sequence[str],
     options: MethodOptions | None = None,
     *,

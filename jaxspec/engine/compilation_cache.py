@@ -15,7 +15,7 @@ def enable() -> None:
     compiles each time.
     """
     cache = user_cache()
-    if jax.config.jax_compilation_cache_dir or cache is None:
+    if jax.config.values["jax_compilation_cache_dir"] or cache is None:
         return
     directory = cache / "compiled"
     try:

@@ -18,7 +18,7 @@ from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.keywords import Keywords, method_options
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
-from jaxspec.engine.requests import Message, Prompt, batch_of, check_text, requests_of, shown, whole
+from jaxspec.engine.requests import Conversation, Prompt, batch_of, check_text, requests_of, shown, whole
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
@@ -155,7 +155,7 @@ class LanguageModel:
         """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
         return self._as_target.fingerprint
 
-    def encode(self, text: str | Sequence[Message], *, chat: bool = False) -> list[int]:
+    def encode(self, text: str | Conversation, *, chat: bool = False) -> list[int]:
         """Token ids of a text as it is, or (with `chat`) as a user's message in the chat template; or of messages.
 
         Raises:
@@ -169,22 +169,23 @@ class LanguageModel:
                 return self.tokenizer.encode(text)
         return self.tokenizer.encode_chat(text)
 
+    # A str is a Sequence[str] too; the first that fits is meant.
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]
         self,
-        prompts: str | Sequence[int] | Sequence[Message],
+        prompts: Prompt | Conversation,
         *,
         stream: Literal[False] = False,
         **options: Unpack[Keywords],
     ) -> Result: ...
     @overload
     def generate(
-        self, *, messages: Sequence[Message], stream: Literal[False] = False, **options: Unpack[Keywords]
+        self, *, messages: Conversation, stream: Literal[False] = False, **options: Unpack[Keywords]
     ) -> Result: ...
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Message]],
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation],
         *,
         stream: Literal[False] = False,
         **options: Unpack[Keywords],
@@ -193,16 +194,21 @@ class LanguageModel:
     def generate(
         self,
         *,
-        messages: Sequence[Sequence[Message]],
+        messages: Sequence[Conversation],
         stream: Literal[False] = False,
         **options: Unpack[Keywords],
     ) -> list[Result]: ...
     @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | np.ndarray | jax.Array | None = None,
+        prompts: Prompt
+        | Conversation
+        | Sequence[Prompt | Conversation]
+        | np.ndarray
+        | jax.Array
+        | None = None,
         *,
-        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        messages: Conversation | Sequence[Conversation] | None = None,
         stream: Literal[True],
         **options: Unpack[Keywords],
     ) -> Iterator[Piece]: ...

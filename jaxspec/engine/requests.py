@@ -13,7 +13,8 @@ from jaxspec.model.config import LlamaConfig
 
 # With `role` and `content`.
 Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int]
+Conversation = Sequence[Message]
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
