@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import jaxspec
 from jaxspec import method_options
 from jaxspec.cli import main, terminal
+from jaxspec.cli.compare import _texts
 from jaxspec.cli.errors import in_options, option_names
 from jaxspec.cli.generate import Generate, _Painter
 from jaxspec.cli.options import TextOptions
@@ -251,7 +252,9 @@ def test_compare(run, model):
     plain, ngram = report["results"]
     assert list(plain) == [
         "method",
+        "text",
         "tokens",
+        "first_token_ms",
         "tokens_per_second",
         "speedup",
         "mean_acceptance_length",
@@ -262,18 +265,21 @@ def test_compare(run, model):
     assert (plain["speedup"], plain["mean_acceptance_length"]) == (1.0, 1.0)
     assert plain["draft_acceptance_rate"] is None
     assert ngram["identical_to_autoregressive"] is True
+    expected = jaxspec.load(model).generate(PROMPT, max_new_tokens=8).text
+    assert plain["text"] == ngram["text"] == expected
+    assert plain["first_token_ms"] > 0
     assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 1)
 
 
 def test_compare_prints_a_table(run, model, monkeypatch):
     entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
-    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None}
-    entry |= {"identical_to_autoregressive": True}
+    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None, "first_token_ms": 7.89}
+    entry |= {"identical_to_autoregressive": True, "text": "a [bear]"}
     asked = {}
 
     def compare(lm, prompt, methods, options, **rest):
         asked.update(methods=list(methods), **rest)
-        slow = entry | {"method": "ngram", "speedup": 0.5}
+        slow = entry | {"method": "adaspeed-probe", "speedup": 0.5, "tokens_per_second": 1234.5}
         return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
 
     monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
@@ -282,10 +288,29 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     assert asked["methods"] == ["autoregressive", "ngram", "draft-model", "asd", "layerskip", "adaspeed"]
     assert asked["repeats"] == 3
     assert "12.3" in out
+    assert "7.9" in out
     assert "–" in out
-    assert err == "jaxspec: warning: ngram is slower here than plain decoding (0.50×)\n"
+    assert out.endswith("text, the same by all methods:\na [bear]\n")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert err == "jaxspec: warning: adaspeed-probe is slower here than plain decoding (0.50×)\n"
     run("compare", PROMPT, "--model", model, "--methods", "ngram")
     assert asked["methods"] == ["ngram"]
+
+
+def test_compare_shows_texts_that_differ():
+    plain = {"method": "autoregressive", "text": "a bear", "identical_to_autoregressive": True}
+    same, other = plain | {"method": "ngram"}, plain | {"method": "asd", "text": "a boar"}
+    other["identical_to_autoregressive"] = False
+    assert _texts([plain, same, other]) == [
+        "text by autoregressive:",
+        "a bear",
+        "\ntext by asd, from character 4 where it differs:",
+        "oar",
+    ]
+    drawn = [one | {"identical_to_autoregressive": None} for one in (plain, other)]
+    assert _texts(drawn)[2:] == ["\ntext by asd, drawn at random:", "a boar"]
+    assert _texts([plain | {"text": None}]) == []
 
 
 def test_profile(run, monkeypatch):
@@ -671,13 +696,28 @@ def test_complaints_are_the_same_without_utf8(run, monkeypatch):
 def test_progress_is_silent_for_short_work(capsys, monkeypatch):
     with terminal.Progress() as progress:
         progress("loading")
-        assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr(terminal, "_PATIENCE_S", 10.0)
-        now = time.monotonic()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 10.0)
+    now = time.monotonic()
+    with terminal.Progress() as progress:
         monkeypatch.setattr(time, "monotonic", lambda: now + 11)
         progress("running")
         progress("running on")
     assert capsys.readouterr() == ("", "jaxspec: running\n")
+
+
+def test_progress_says_what_goes_on_silently(capsys, monkeypatch):
+    """Nothing is called while a program compiles; the line comes all the same."""
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.1)
+    said = ""
+    with terminal.Progress() as progress:
+        progress("compiling asd")
+        for _ in range(1000):
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+            if said:
+                break
+    assert said == "jaxspec: compiling asd\n"
 
 
 def test_help_does_not_wait_for_jax():

@@ -19,6 +19,7 @@ from jaxspec.bench import objectives
 from jaxspec.bench import search as bench
 from jaxspec.bench.search import SearchOptions, search
 from jaxspec.cli import main
+from jaxspec.cli.search import _print
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import PLAN_NAME, read_plan
@@ -414,6 +415,33 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
         assert command(model, tmp_path, *patience) == 130
     assert capfd.readouterr().err == "jaxspec: interrupted\n"
     assert not (tmp_path / "other.json").exists()
+
+
+@pytest.mark.parametrize("objective", ["agreement", "speed"])
+def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    entry = {
+        "trials": 200,
+        "agreement": 0.9,
+        "num_draft_tokens": 12,
+        "predicted_speedup": 1.2,
+        "seconds": 6000.0,
+    }
+    entry |= {"skip_attention": list(range(12)), "skip_mlp": list(range(12)), "tokens_per_second": 1234.5}
+    entry |= {"score": 1.2, "search": "exhaustive"}
+    report = {
+        "model": "large",
+        "dtype": "float32",
+        "device": "cpu",
+        "objective": objective,
+        "num_masks": 2**20,
+    }
+    _print(report | {"searches": [entry, entry], "best": entry, "output": "x"})
+    out = capsys.readouterr().out
+    assert out.count("exhaustive") == 2
+    assert re.search(r"exhaustive +200 +6000 +12 \+ 12 ", out)
+    assert "1.049e+06 masks" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

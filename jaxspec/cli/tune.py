@@ -42,7 +42,8 @@ class Tune:
       thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
       max_new_tokens: how many tokens to generate after each prompt.
       repeats: how often the fastest are measured anew.
-      output: the file to write. Default: beside the model, where the method finds it.
+      output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
+        the user's data directory; the method finds it in both.
       json: print one JSON object and nothing else.
     """
 

@@ -248,7 +248,7 @@ def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...
         return ()
     types = values.get("layer_types")
     if types is None:
-        first = whole({"max_window_layers": 28} | values, "max_window_layers", 0)
+        first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     known = ("sliding_attention", "full_attention")
     if not isinstance(types, list) or len(types) != layers or any(name not in known for name in types):

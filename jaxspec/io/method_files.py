@@ -137,13 +137,12 @@ def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
     """
     content = _read(path, ASD_FORMAT, "a file of ASD's numbers")
     _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
-    alpha, every, keep_last = (content.get(name) for name in ("alpha", "every", "keep_last"))
-    if not (
-        type(alpha) in (int, float)
-        and 0 < alpha <= 1
-        and type(every) is int
-        and type(keep_last) is int
-        and min(every, keep_last) >= 0
+    numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
+    alpha, every, keep_last = numbers
+    if (
+        type(alpha) not in (int, float)
+        or not 0 < alpha <= 1
+        or any(type(layers) is not int or layers < 0 for layers in (every, keep_last))
     ):
         raise ValueError(
             f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
