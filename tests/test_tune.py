@@ -187,7 +187,7 @@ def test_an_interrupted_sweep_has_what_was_measured(deep, after):
 def test_wrong_sweeps(deep):
     with pytest.raises(ValueError, match="no setting skips anything"):
         tune_asd(deep, PROMPTS, ASDOptions(alphas=(1.0,), everys=(0,)))
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         ASDOptions(repeats=0)
 
 

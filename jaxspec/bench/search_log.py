@@ -59,7 +59,7 @@ class TrialLog:
         except ValueError:
             entries = []
         if not all(isinstance(entry, dict) for entry in entries) or not entries:
-            raise ValueError(f"{self.path} is not a log of trials; move it away, or add --no-resume")
+            raise ValueError(f"{self.path} is not a log of trials; move it away, or add resume=False")
         return entries
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class TrialLog:
                 raise ValueError(
                     f"{self.path} belongs to another search: its {name.replace('_', ' ')} is "
                     f"{_shown(found.get(name))}, now {_shown(header.get(name))}; give the same, "
-                    "add --no-resume to begin anew, or give another --output"
+                    "add resume=False to begin again, or give another `output`"
                 )
 
 
