@@ -290,9 +290,10 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
     other = LanguageModel(DEEP, tiny.params(DEEP, seed=6))
     with pytest.raises(ValueError, match=r"its model is \w+, now"):
         run(other, log, trials=2)
-    log.write_text("no log\n")
-    with pytest.raises(ValueError, match="log is not a log of trials"):
-        run(deep, log, trials=2)
+    for text in ("no log\n", "[" * 200_000 + "\n"):
+        log.write_text(text)
+        with pytest.raises(ValueError, match="log is not a log of trials"):
+            run(deep, log, trials=2)
     anew = search(deep, PROMPTS, SearchOptions(max_new_tokens=6, trials=1, random=True), log, resume=False)
     assert len(anew.trials["random"]) == 1
     with pytest.raises(OSError, match="nowhere"):

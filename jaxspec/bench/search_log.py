@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.files import write_atomic
+from jaxspec.io.files import parse_json, write_atomic
 
 FORMAT = "jaxspec.search/1"
 
@@ -55,7 +55,7 @@ class TrialLog:
         try:
             # What follows the last line break was being written when the process was killed.
             lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
-            entries = [json.loads(line) for line in lines]
+            entries = [parse_json(line) for line in lines]
         except ValueError:
             entries = []
         if not all(isinstance(entry, dict) for entry in entries) or not entries:

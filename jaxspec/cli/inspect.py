@@ -35,7 +35,7 @@ class Inspect:
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.
       alpha: ASD skips attention of at least this cosine similarity; 1 for none.
-      every: ASD skips every so many-th layer whole; 0 for none.
+      every: ASD skips every M-th layer whole; 0 for none.
       keep_last: ASD keeps this many last layers.
       max_new_tokens: how many tokens the model goes on for after each prompt, to look at its exits.
         Default 64, or what the context leaves.
