@@ -98,7 +98,7 @@ def test_wrong_words(words, message):
         ({"prompts": 0}, "--prompts is 0; give 1 to 2"),
         ({"prompts": 3}, "--prompts is 3; give 1 to 2"),
         ({"repeats": 0}, "--repeats is 0; give at least 1"),
-        ({"max_new_tokens": 1}, "--max-new-tokens is 1; give at least 2"),
+        ({"max_new_tokens": 1}, "max_new_tokens is 1; give at least 2"),
     ],
 )
 def test_wrong_numbers(monkeypatch, changes, message):

@@ -54,9 +54,10 @@ def test_a_type_checker_knows_what_a_call_returns(tmp_path):
         env=environment,
         check=False,
     )
-    said = dict(
-        re.findall(r"^user\.py:(\d+): (?:note: Revealed type is|error:) (.*)$", done.stdout, re.MULTILINE)
-    )
     for number, (call, expected) in enumerate((CALLS | WRONG).items(), first):
-        message = said[str(number)].replace("builtins.", "").replace('"', "")
-        assert expected == message if call in CALLS else expected in message, call
+        pattern = rf"^user\.py:{number}: (?:note: Revealed type is|error:) (.*)$"
+        said = [line.replace('"', "") for line in re.findall(pattern, done.stdout, re.MULTILINE)]
+        if call in CALLS:
+            assert said == [expected], call
+        else:
+            assert any(expected in line for line in said), (call, said)
