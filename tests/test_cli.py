@@ -730,8 +730,8 @@ def test_a_process_with_a_wrong_model(tmp_path):
     done = process("generate", PROMPT, "--model", "nowhere", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "jaxspec: error: no directory 'nowhere'; give a model's directory, a hub id such as owner/model, or a name of "
-        "those that come with jaxspec: large, small, sorted\n"
+        "jaxspec: error: no directory 'nowhere'; give a model's directory, a hub id such as owner/model, or a name "
+        "of those that come with jaxspec: large, small, sorted\n"
     )
 
 
