@@ -8,7 +8,7 @@ import io
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import docstring_parser
@@ -82,18 +82,33 @@ def parse_as(target: Any, prog: str, argv: Sequence[str], description: str | Non
     Raises:
       SystemExit, ValueError: as `parse`.
     """
-    complaint = io.StringIO()
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
+    with one_line_errors(prog):
+        return tyro.cli(
+            target,
+            prog=prog,
+            description=description,
+            args=list(argv),
+            config=markers,
+            registry=_registry(),
+        )
+
+
+@contextlib.contextmanager
+def one_line_errors(prog: str) -> Iterator[None]:
+    """Turns what `tyro.cli` complains of within the block, in a box, into a ValueError of one line.
+
+    Args:
+      prog: the program as its user calls it, for the end of the line.
+
+    Raises:
+      SystemExit: help was asked for, and is printed.
+      ValueError: the arguments are wrong.
+    """
+    complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                target,
-                prog=prog,
-                description=description,
-                args=list(argv),
-                config=markers,
-                registry=_registry(),
-            )
+            yield
     except SystemExit as stop:
         if not stop.code:
             raise
