@@ -202,13 +202,13 @@ class Checkpoints:
             else:
                 problems[step] = problem
         try:
-            while (step := best_step(measured)) is not None:
+            while (best := best_step(measured)) is not None:
                 try:
                     args = ocp.args.Composite(state=ocp.args.StandardRestore())
-                    return self._manager.restore(step, args=args)["state"], step, measured[step]
+                    return self._manager.restore(best, args=args)["state"], best, measured[best]
                 except Exception as error:  # without checksums damage shows only here
-                    problems[step] = _one_line(error)
-                    del measured[step]
+                    problems[best] = _one_line(error)
+                    del measured[best]
         finally:
             if problems:
                 report(f"checkpoints that are damaged, and left out: {_listed(problems)}")

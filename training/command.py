@@ -43,7 +43,9 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
         return failed("interrupted", INTERRUPTED)
     except WrongOptions as error:
         return failed(f"error: {error}", WRONG)
-    except (ValueError, OSError) as error:
+    except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):
             raise
-        return failed(f"error: {' '.join(str(error).split())}", FAILED)
+        # A device out of memory, a bug: what is said needs its type to be understood.
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        return failed(f"error: {kind}{' '.join(str(error).split())}"[:2000], FAILED)

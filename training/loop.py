@@ -204,7 +204,7 @@ def train(
                     shown = f"loss {record['loss']:.4f}  held-out {held_out['held_out_loss']:.4f}"
                     took = f"{duration(time.monotonic() - begin)} in all"
                     ahead = took if last else _ahead(step, options, pace)
-                    console.print(_joined(f"step {step}/{options.steps}", shown, _rate(pace), ahead))
+                    progress.say(_joined(f"step {step}/{options.steps}", shown, _rate(pace), ahead))
                 with _clear_errors(checkpoints, "metrics"):
                     log.write(step, record)
                 ahead = "" if last else _ahead(step, options, pace)

@@ -33,7 +33,7 @@ class Progress:
         done: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._what, self._total, self._done = console, what, total, done
+        self._console, self._what, self.total, self._done = console, what, total, done
         self._clock, self._begin = clock, clock()
         self._told = self._begin
         self._bar = RichProgress(
@@ -64,9 +64,13 @@ class Progress:
         if not self._console.is_terminal and now - self._told >= wait:
             self._line(figures)
 
-    def _line(self, text: str) -> None:
+    def say(self, line: str) -> None:
+        """A line that stays, in the place of the next of those that come now and then."""
         self._told = self._clock()
-        self._console.print(f"{self._what} {self._done}/{self._total}  {text}", markup=False)
+        self._console.print(line, markup=False)
+
+    def _line(self, text: str) -> None:
+        self.say(f"{self._what} {self._done}/{self.total}  {text}".rstrip())
 
 
 class Pace:
