@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.io import gguf_tokenizer
 from jaxspec.io.files import read_text
+from jaxspec.io.gguf_file import is_gguf
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
@@ -30,15 +32,17 @@ _WINDOW = 64
 
 
 def has_tokenizer(directory: str | os.PathLike) -> bool:
-    """Whether a directory has the files of a tokenizer, good or bad."""
+    """Whether a directory has the files of a tokenizer, or a GGUF file a vocabulary, good or bad."""
+    if is_gguf(directory):
+        return gguf_tokenizer.has_tokenizer(directory)
     return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
 
 
 def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = None) -> Tokenizer:
-    """The tokenizer of a model's directory.
+    """The tokenizer of a model's directory or GGUF file.
 
     Args:
-      directory: a local one.
+      directory: a local one, or the file.
       chat_template: a file with a Jinja template, in the place of the tokenizer's own.
 
     Raises:
@@ -54,20 +58,29 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
             "instead of text"
         )
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds here, some of many lines
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {reason}") from None
+    loaded = gguf_tokenizer.build(directory) if is_gguf(directory) else _from_files(directory)
     if template is not None:
         loaded.chat_template = template
     return Tokenizer(loaded)
 
 
+def _from_files(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds here, some of many lines
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {reason}") from None
+
+
 def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Copies whatever tokenizer files `source` has into the directory `destination`."""
+    """Puts whatever tokenizer files `source` has, or those that say what a GGUF file says, into `destination`."""
+    if is_gguf(source):
+        if has_tokenizer(source):
+            # One file with the chat template inside, which transformers of any version reads.
+            gguf_tokenizer.build(source).save_pretrained(str(destination), save_jinja_files=False)
+        return
     for name in FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(destination) / name)
