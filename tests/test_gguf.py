@@ -223,6 +223,7 @@ def number(kind: str) -> GGMLQuantizationType:
         ({"llama.rope.dimension_count": 4}, {}, r"rope\.dimension_count is 4 beside heads of 8"),
         ({"llama.rope.scaling.type": "yarn"}, {}, "RoPE scaling 'yarn' is not supported"),
         ({}, {"rope_freqs.weight": np.float32([1, 2, 3, 4])}, "not those of Llama 3"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, {}, "eos_token_id is '</s>', expected a whole number"),
         ({"split.count": 3}, {}, "one part of 3; put them together"),
         (
             {},

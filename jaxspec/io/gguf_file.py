@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,13 +90,20 @@ def read(path: str | os.PathLike) -> GGUFFile:
 
 
 def token_ids(file: GGUFFile) -> dict[str, int]:
-    """Ids of the special tokens that a file names, by llama.cpp's name: bos, eos, eot, eom, unknown, padding."""
+    """Ids of the special tokens that a file names, by llama.cpp's name: bos, eos, eot, eom, unknown, padding.
+
+    Raises:
+      ValueError: one of them is no number.
+    """
     metadata = file.metadata
     ids = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
     for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if value is not None:
-            ids[name] = value
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id", ids.get(name))
+        if value is None:
+            continue
+        if not isinstance(value, int):
+            raise ValueError(f"tokenizer.ggml.{name}_token_id is {value!r}, expected a whole number")
+        ids[name] = value
     return ids
 
 
@@ -131,22 +138,31 @@ def _parse(path: Path, content: np.ndarray) -> GGUFFile:
     for _ in range(entries):
         name = cursor.string()
         metadata[name] = cursor.value(cursor.scalar("<I"))
-    if metadata.get("split.count", 1) > 1:
+    parts = metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
         raise ValueError(
-            f"{path} is one part of {metadata['split.count']}; put them together with "
+            f"{path} is one part of {parts}; put them together with "
             "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
         )
-    placed = [_placed(cursor) for _ in range(tensor_count)]
+    placed = [_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"{path} is damaged: its alignment is {alignment!r}; download it again")
     begin = -(-cursor.at // alignment) * alignment
-    tensors = {name: _mapped(path, content, name, begin + at, *rest) for name, at, *rest in placed}
+    tensors = {entry.name: _mapped(path, content, begin, entry) for entry in placed}
     return GGUFFile(path, metadata, tensors)
 
 
-def _placed(cursor: _Cursor) -> tuple[str, int, int, tuple[int, ...]]:
-    """Name, place among the tensors' bytes, number of the type, and shape, rows first."""
+class _Entry(NamedTuple):
+    """A tensor as the header has it: number of its type, place among the tensors' bytes, shape with rows first."""
+
+    name: str
+    number: int
+    at: int
+    shape: tuple[int, ...]
+
+
+def _entry(cursor: _Cursor) -> _Entry:
     name, dimensions = cursor.string(), cursor.scalar("<I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(
@@ -154,13 +170,12 @@ def _placed(cursor: _Cursor) -> tuple[str, int, int, tuple[int, ...]]:
         )
     shape = tuple(cursor.scalar("<Q") for _ in range(dimensions))[::-1]
     number = cursor.scalar("<I")
-    return name, cursor.scalar("<Q"), number, shape
+    return _Entry(name, number, cursor.scalar("<Q"), shape)
 
 
-def _mapped(
-    path: Path, content: np.ndarray, name: str, at: int, number: int, shape: tuple[int, ...]
-) -> Tensor:
-    kind, block, block_bytes = _tensor_type(number)
+def _mapped(path: Path, content: np.ndarray, begin: int, entry: _Entry) -> Tensor:
+    name, shape, at = entry.name, entry.shape, begin + entry.at
+    kind, block, block_bytes = _tensor_type(entry.number)
     if kind not in PLAIN + BLOCKS:
         raise ValueError(
             f"{path}: tensor {name} has type {kind}, which is not supported; supported: "

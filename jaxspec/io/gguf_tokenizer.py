@@ -102,6 +102,8 @@ def build(path: str | os.PathLike) -> Any:
     try:
         backend = _byte_level(metadata, _SPLITS[pre]) if kind == "gpt2" else _sentencepiece(file)
         return _finished(file, backend, bos=kind == "llama" or _SPLITS[pre].bos)
+    except ImportError:
+        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{file.path}: its tokenizer is damaged: {reason}") from None
