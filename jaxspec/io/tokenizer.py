@@ -78,7 +78,7 @@ def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> Non
     """Puts whatever tokenizer files `source` has, or those that say what a GGUF file says, into `destination`."""
     if is_gguf(source):
         if has_tokenizer(source):
-            # One file with the chat template inside, which transformers of any version reads.
+            # The chat template goes into tokenizer_config.json.
             gguf_tokenizer.build(source).save_pretrained(str(destination), save_jinja_files=False)
         return
     for name in FILES:
