@@ -5,18 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel, load
-    from jaxspec.engine.loading import embedded_model
     from jaxspec.engine.results import Piece, Result, Statistics
-    from jaxspec.method_options import METHODS
+    from jaxspec.io.embedded import embedded_model
+    from jaxspec.method_options import METHODS, MethodOptions
 
-__all__ = ["METHODS", "LanguageModel", "Piece", "Result", "Statistics", "embedded_model", "load"]
+__all__ = [
+    "METHODS",
+    "LanguageModel",
+    "MethodOptions",
+    "Piece",
+    "Result",
+    "Statistics",
+    "embedded_model",
+    "load",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.engine.loading": ("embedded_model",),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
-    "jaxspec.method_options": ("METHODS",),
+    "jaxspec.io.embedded": ("embedded_model",),
+    "jaxspec.method_options": ("METHODS", "MethodOptions"),
 }
 
 
@@ -29,4 +38,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return [*__all__, "__version__"]

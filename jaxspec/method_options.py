@@ -78,8 +78,7 @@ class MethodOptions:
     draft: str | None = None
     draft_exit: int | None = None
     num_draft_tokens: int | None = None
-    # In a call, `stop` has stop strings; on a command line those are --stop-string.
-    stop_rule: tuple[StopName, ...] = dataclasses.field(default=(), metadata={"option": "--stop"})
+    stop_rule: tuple[StopName, ...] = ()
     gamma: float | None = None
     adaptive_gamma: bool = True
     carry_gamma: bool = False
@@ -174,12 +173,6 @@ def options_for(method: str, options: MethodOptions) -> MethodOptions:
     names = {field.name for field in dataclasses.fields(MethodOptions)} - known
     defaults = MethodOptions()
     return dataclasses.replace(options, **{name: getattr(defaults, name) for name in names})
-
-
-def option_name(name: str) -> str:
-    """How a field of `MethodOptions` is called on a command line, dashes included."""
-    field = next(field for field in dataclasses.fields(MethodOptions) if field.name == name)
-    return field.metadata.get("option", "--" + name.replace("_", "-"))
 
 
 def options_given(options: MethodOptions) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from jaxspec.drafting.s2d import S2D
 from jaxspec.io import method_files
 from jaxspec.io.files import read_text
 from jaxspec.io.method_files import ASDNumbers
+from jaxspec.io.user_data import model_data
 from jaxspec.method_options import (
     ADAPTIVE,
     METHODS,
     Method,
     MethodOptions,
     check_method,
-    option_name,
     options_for,
     options_given,
     stop_rules,
@@ -66,6 +66,8 @@ __all__ = [
 
 # Longer drafts only compile longer: every width of a verification is compiled.
 MOST_DRAFT_TOKENS = 128
+# More than any model has.
+MOST_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Resources:
     Attributes:
       load_draft: name of a model → the model, checked to share the target's vocabulary.
       encode: text → token ids, for references.
-      directory: the target's, where a method's files lie; None for a model made in memory.
+      directory: the target's, where a method's files lie, if not in the user's data directory; None for a model made
+        in memory, which has no files.
       laws: the laws that the texts of this batch follow, see `io.method_files.law_name`.
     """
 
@@ -120,8 +123,8 @@ def build(method: str, options: MethodOptions, target: Model, resources: Resourc
     name = check_method(method)
     foreign = options_given(options).keys() - options_given(options_for(name, options)).keys()
     if foreign:
-        names, rules = ", ".join(sorted(map(option_name, foreign))), stop_rules(name, options)
-        under = f" with --stop {' '.join(rules)}" if rules else ""
+        names, rules = ", ".join(f"`{one}`" for one in sorted(foreign)), stop_rules(name, options)
+        under = f" with stop_rule={','.join(rules)}" if rules else ""
         raise ValueError(f"method {name}{under} has no option {names}; leave it out or choose another")
     return _BUILDERS[name](options, target, resources)
 
@@ -136,7 +139,7 @@ def build_acceptor(options: MethodOptions, sampling: bool) -> Acceptor:
     if name == "greedy":
         if sampling:
             raise ValueError(
-                "--acceptor greedy would not follow the law at a temperature above 0; choose rejection or block"
+                "acceptor='greedy' would not follow the law at a temperature above 0; choose rejection or block"
             )
         return GreedyAcceptor()
     return RejectionAcceptor() if name == "rejection" else BlockAcceptor()
@@ -169,7 +172,7 @@ def _autoregressive(options: MethodOptions, target: Model, resources: Resources)
 def _draft_model(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
     if options.draft is None and options.draft_exit is None:
         raise ValueError(
-            "method draft-model needs a draft; give --draft DIR, or --draft-exit N for the model's own first N layers"
+            "method draft-model needs a draft; give draft=DIR, or draft_exit=N for the model's own first N layers"
         )
     draft = target if options.draft is None else resources.load_draft(options.draft)
     if options.draft_exit is not None:
@@ -187,13 +190,13 @@ def _asd(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
     )
     depth = target.config.num_layers
     if not 0 < alpha <= 1:
-        raise ValueError(f"--alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)")
-    if every < 0:
-        raise ValueError(f"--every is {every}; give 0 (rule off) or a number of layers")
+        raise ValueError(f"alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)")
+    if not 0 <= every <= MOST_LAYERS:
+        raise ValueError(f"every is {every}; give 0 (rule off) or a number of layers, at most {MOST_LAYERS}")
     if not 0 <= keep_last <= depth:
-        raise ValueError(f"--keep-last is {keep_last}; give a number from 0 to {depth}, the model's layers")
+        raise ValueError(f"keep_last is {keep_last}; give a number from 0 to {depth}, the model's layers")
     if every == 1 and keep_last == 0:
-        raise ValueError("--every 1 with --keep-last 0 skips every layer; a draft must run at least one")
+        raise ValueError("every=1 with keep_last=0 skips every layer; a draft must run at least one")
     rule, most = _stopping("asd", options)
     numbers = jnp.float32(alpha), jnp.int32(every), jnp.int32(keep_last)
     return ASD(target.config, *numbers, rule, most, options.shared_mask), None
@@ -201,7 +204,7 @@ def _asd(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
 
 def _asd_numbers(options: MethodOptions, target: Model, resources: Resources) -> ASDNumbers:
     """As in the file named, else as in the one beside the model, else the paper's for models of this name."""
-    path = _beside(options.asd_numbers, resources, method_files.ASD_NAME)
+    path = _file(options.asd_numbers, target, resources, method_files.ASD_NAME)
     if options.asd_numbers is not None or (path is not None and path.is_file()):
         assert path is not None
         return method_files.read_asd(path, target.fingerprint)
@@ -211,11 +214,11 @@ def _asd_numbers(options: MethodOptions, target: Model, resources: Resources) ->
 
 
 def _draft_verify(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
-    path = _beside(options.plan, resources, method_files.PLAN_NAME)
+    path = _file(options.plan, target, resources, method_files.PLAN_NAME)
     if path is None or (options.plan is None and not path.is_file()):
         raise FileNotFoundError(
             f"method draft-verify needs a plan{f', and there is no {path}' if path else ''}; "
-            "make one with `jaxspec search`, or give --plan FILE"
+            "make one with `jaxspec search`, or give plan=FILE"
         )
     plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
     rule, most = _stopping("draft-verify", options)
@@ -230,7 +233,7 @@ def _layerskip(
         raise ValueError(f"method {method} exits early, and the model has one layer; choose another method")
     exit_layer = max(1, depth // 4) if options.exit_layer is None else options.exit_layer
     if not 1 <= exit_layer < depth:
-        raise ValueError(f"--exit-layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}")
+        raise ValueError(f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}")
 
     def probe() -> Probe:
         if len(set(resources.laws)) > 1:
@@ -238,10 +241,12 @@ def _layerskip(
                 f"the texts follow different laws ({', '.join(sorted(set(resources.laws)))}), and a probe "
                 "belongs to one; generate them apart"
             )
-        law, directory = resources.laws[0], resources.directory
-        if options.probe is None and directory is None:
-            raise ValueError("the model is in memory only, no probe lies beside it; give --probe FILE")
-        path = options.probe or method_files.probe_path(directory or Path(), exit_layer, law)
+        law = resources.laws[0]
+        path = _file(options.probe, target, resources, method_files.probe_name(exit_layer, law))
+        if path is None:
+            raise ValueError("the model is in memory only, no probe lies beside it; give probe=FILE")
+        if options.probe is None and not path.is_file():
+            raise FileNotFoundError(_no_such_probe(path, exit_layer, law, _directories(target, resources)))
         read = method_files.read_probe(path, target.fingerprint, target.config.hidden_size, exit_layer, law)
         direction = jnp.asarray(read.v) * target.params["norm"].astype(jnp.float32)
         return Probe(direction, jnp.float32(read.b), jnp.float32(target.config.rms_norm_eps))
@@ -262,7 +267,7 @@ def _s2d(options: MethodOptions, target: Model, resources: Resources) -> tuple[D
     if not exits:
         raise ValueError(
             f"method s2d needs a draft with sorted exits, and {draft.name or 'the model'} has none"
-            f"{' below its last layer' if sorted_target else ''}; give --draft DIR, made by "
+            f"{' below its last layer' if sorted_target else ''}; give draft=DIR, made by "
             "`python -m training.soft`"
         )
     draft = draft.until(exits[-1])
@@ -278,20 +283,47 @@ def _thresholds(
 ) -> jax.Array:
     """As in the file named, else as in the one beside the model, else the paper's."""
     numbers = [_THRESHOLD] * (len(exits) - 1)
-    path = None if options.thresholds is None else Path(options.thresholds)
-    if path is None and resources.directory is not None:
-        beside = method_files.thresholds_path(resources.directory, draft.fingerprint)
-        path = beside if beside.is_file() else None
-    if path is not None:
+    path = None
+    if options.thresholds is not None or resources.directory is not None:
+        name = method_files.thresholds_name(draft.fingerprint)
+        path = _file(options.thresholds, target, resources, name)
+    if path is not None and (options.thresholds is not None or path.is_file()):
         numbers = method_files.read_thresholds(path, target.fingerprint, draft.fingerprint, exits)
     return jnp.asarray(numbers, jnp.float32)
 
 
-def _beside(named: str | None, resources: Resources, name: str) -> Path | None:
-    """The file that the user named, else `name` beside the model; None for a model made in memory."""
+def _directories(target: Model, resources: Resources) -> list[Path]:
+    """Where files of a model's methods are looked for, in this order; none for a model made in memory."""
+    if resources.directory is None:
+        return []
+    # A fingerprint takes a moment; most users have no such files.
+    own = [model_data(target.fingerprint)] if model_data("").is_dir() else []
+    return [*own, resources.directory]
+
+
+def _file(named: str | None, target: Model, resources: Resources, name: str) -> Path | None:
+    """The file that the user named; else the first of this name in `_directories`, or where it would lie beside the
+    model; None for a model made in memory."""
     if named is not None:
         return Path(named)
-    return resources.directory / name if resources.directory is not None else None
+    paths = [directory / name for directory in _directories(target, resources)]
+    return next((path for path in paths if path.is_file()), paths[-1] if paths else None)
+
+
+def _no_such_probe(path: Path, exit_layer: int, law: str, directories: Sequence[Path]) -> str:
+    """What to say where the probe of an exit and a law is missing, but not all of them may be."""
+    found = sorted({(other, layer) for one in directories for layer, other in method_files.probes_in(one)})
+    layers = [str(layer) for other, layer in found if other == law]
+    remedy = "train one with `python -m training.probe`, or give probe=FILE"
+    if layers:
+        return (
+            f"there is no probe for exit_layer={exit_layer} ({law}), only for {', '.join(layers)}; "
+            f"give one of these, or {remedy}"
+        )
+    others = (
+        f"; the model's probes are for {', '.join(sorted({other for other, _ in found}))}" if found else ""
+    )
+    return f"no probe {path}{others}; {remedy}"
 
 
 def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
@@ -299,13 +331,13 @@ def _ngram(options: MethodOptions, target: Model, resources: Resources) -> tuple
     if options.reference:
         joined: list[int] = []
         for path in options.reference:
-            joined += [*resources.encode(read_text(path, "--reference wants a text file")), BREAK]
+            joined += [*resources.encode(read_text(path, "`reference` must be a text file")), BREAK]
         reference = jnp.asarray(np.array(joined, np.int32))
     longest = options.ngram_max if options.ngram_max is not None else (3 if reference is None else 5)
     shortest = options.ngram_min if options.ngram_min is not None else 1
     if not 1 <= shortest <= longest <= MOST_DRAFT_TOKENS:
         raise ValueError(
-            f"--ngram-min {shortest} and --ngram-max {longest} do not fit; "
+            f"ngram_min={shortest} and ngram_max={longest} do not fit; "
             f"give 1 <= min <= max <= {MOST_DRAFT_TOKENS}"
         )
     drafter = NGram(
@@ -333,7 +365,7 @@ _BUILDERS: dict[Method, Callable[[MethodOptions, Model, Resources], tuple[Drafte
 
 def _no_probe() -> Probe:
     raise ValueError(
-        "--stop probe needs a draft that always exits at one layer; choose layerskip, adaspeed or adaspeed-probe"
+        "stop_rule='probe' needs a draft that always exits at one layer; choose layerskip, adaspeed or adaspeed-probe"
     )
 
 
@@ -372,14 +404,12 @@ def _gamma(options: MethodOptions, usual: float, most: int) -> Any:
     given = options_given(options)
     for field in ("gamma", *_CONSTANTS.values()):
         if not 0 <= given.get(field, 0) <= 1:
-            raise ValueError(f"{option_name(field)} is {given[field]}; give a number from 0 to 1")
+            raise ValueError(f"{field} is {given[field]}; give a number from 0 to 1")
     first = jnp.float32(given.get("gamma", usual))
     if not options.adaptive_gamma:
         for field in ADAPTIVE:
             if field in given:
-                raise ValueError(
-                    f"{option_name(field)} belongs to an adaptive γ; leave out --no-adaptive-gamma"
-                )
+                raise ValueError(f"`{field}` belongs to an adaptive γ; leave out adaptive_gamma=False")
         return first
     paper = AdaptiveGamma()
     constants = {
@@ -392,7 +422,7 @@ def _gamma(options: MethodOptions, usual: float, most: int) -> Any:
 def _num_draft_tokens(options: MethodOptions, default: int) -> int:
     count = default if options.num_draft_tokens is None else options.num_draft_tokens
     if count < 1:
-        raise ValueError(f"--num-draft-tokens is {count}; a drafting method needs at least 1")
+        raise ValueError(f"num_draft_tokens is {count}; a drafting method needs at least 1")
     if count > MOST_DRAFT_TOKENS:
-        raise ValueError(f"--num-draft-tokens is {count}; give at most {MOST_DRAFT_TOKENS}")
+        raise ValueError(f"num_draft_tokens is {count}; give at most {MOST_DRAFT_TOKENS}")
     return count

@@ -24,6 +24,10 @@ def pytest_configure(config):
         if importlib.metadata.version("jaxlib").startswith("0.10."):
             flags += KNOWN_IN_0_10
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    # Tests leave nothing in the user's cache; those that try it name a directory.
+    os.environ["JAXSPEC_CACHE"] = "off"
+    # Nor do they read or write the user's data; those that do name a directory.
+    os.environ["JAXSPEC_DATA"] = os.path.join(os.devnull, "data")
     # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

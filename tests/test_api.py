@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxspec
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.ngram import NGram
+from jaxspec.engine import keywords
 from jaxspec.engine.executables import Executables
 from jaxspec.io import memory
 from jaxspec.protocol import Outcome, Weights
@@ -48,9 +53,9 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
         ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
         ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
-        ({"seed": -1}, "--seed is -1"),
-        ({"top_k": 2**40, "temperature": 1.0}, "--top-k"),
-        ({"seed": [1, 2]}, "seed has 2 values for 1 prompts"),
+        ({"seed": -1}, "seed is -1"),
+        ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
+        ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
     ],
 )
 def test_what_is_refused(lm, options, message):
@@ -92,3 +97,104 @@ def test_a_finished_row_is_never_behind():
     state = ChainState((), ((), jnp.zeros(3, bool)))
     _, behind = drafter.observe(Weights(None), state, outcome).own
     assert behind.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("integral", [np.int64, np.uint8, jnp.int32, np.array])
+def test_any_integral_type_is_a_seed(lm, integral):
+    """Each row has randomness of its own, whatever the seed's type."""
+    options = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    rows = lm.generate([[3, 4], [3, 4]], seed=integral(5), **options)
+    assert [row.tokens for row in rows] == [
+        row.tokens for row in lm.generate([[3, 4]] * 2, seed=5, **options)
+    ]
+    assert rows[0].tokens != rows[1].tokens
+
+
+@pytest.mark.parametrize("home", [np, jnp])
+def test_arrays_are_lists_and_scalars_numbers(lm, home):
+    """Of NumPy and of JAX, wherever a call takes numbers."""
+    plain = {"top_k": 5, "method": "layerskip", "exit_layer": 1, "stop_rule": ["confidence"], "gamma": 0.5}
+    expected = lm.generate(
+        [[3, 4], [5, 6]], seed=[7, 8], temperature=[1.0, 0.5], max_new_tokens=[3, 4], **plain
+    )
+    options = plain | {"top_k": home.int32(5), "exit_layer": home.int32(1), "gamma": home.float32(0.5)}
+    rows = lm.generate(
+        home.array([[3, 4], [5, 6]]),
+        seed=home.array([7, 8]),
+        temperature=home.array([1.0, 0.5]),
+        max_new_tokens=home.array([3, 4]),
+        **options,
+    )
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    one = lm.generate(
+        home.array([3, 4]),
+        seed=home.array([7]),
+        temperature=home.float32(1.0),
+        max_new_tokens=home.int32(3),
+        **plain,
+    )
+    assert one.tokens == expected[0].tokens
+
+
+def test_none_among_numbers_is_the_default(lm):
+    rows = lm.generate([[3], [3]], max_new_tokens=[2, None], temperature=[None, 0.0], ignore_eos=True)
+    assert [len(row.tokens) for row in rows] == [2, 128]
+
+
+def test_a_list_of_stop_rules_carries_gamma(lm):
+    """A list is as good as a tuple where it is looked up again."""
+    options = {"method": "layerskip", "exit_layer": 1, "carry_gamma": True, "max_new_tokens": 4}
+    texts = [lm.generate([3, 4], stop_rule=rules, **options) for rules in (["confidence"], ("confidence",))]
+    assert texts[0].tokens == texts[1].tokens
+
+
+def test_what_a_model_and_a_text_look_like(lm):
+    assert repr(lm) == "<LanguageModel tiny: 2 layers, 4,336 parameters, float32, on device cpu:0>"
+    result = lm.generate("ab", max_new_tokens=3, ignore_eos=True)
+    assert str(result) == result.text
+    assert repr(result).startswith(f"<Result {result.text!r}: 3 tokens, length")
+
+
+def test_only_public_names_are_listed():
+    assert sorted(dir(jaxspec)) == sorted([*jaxspec.__all__, "__version__"])
+    assert all(getattr(jaxspec, name) is not None for name in dir(jaxspec))
+
+
+def test_keywords_are_the_options(lm):
+    """What editors complete is what `generate` takes."""
+    fields = {field.name for field in dataclasses.fields(jaxspec.MethodOptions)}
+    assert set(keywords.MethodKeywords.__annotations__) == fields
+    taken = set(inspect.signature(type(lm).generate).parameters) - {
+        "self",
+        "prompts",
+        "messages",
+        "stream",
+        "options",
+    }
+    assert set(keywords.Keywords.__annotations__) - fields == taken
+
+
+@pytest.mark.parametrize("model", [3, b"small", ["small"]])
+def test_a_model_that_is_no_name_is_refused(model):
+    with pytest.raises(ValueError, match=r"model is .*; give a directory, a hub id or the name"):
+        jaxspec.load(model)
+
+
+def test_a_mesh_with_other_axes_is_refused(lm):
+    """Else every array would be on every device, without a word."""
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(ValueError, match=r"mesh has the axes x; name them data .* and model"):
+        jaxspec.load(mesh=mesh)
+    with pytest.raises(ValueError, match="mesh has the axes x"):
+        jaxspec.LanguageModel(lm.config, lm.params, mesh=mesh)
+    with pytest.raises(ValueError, match="mesh is int; give a jax"):
+        jaxspec.load(mesh=3)
+
+
+def test_a_draft_must_be_where_the_target_is(lm):
+    mesh = jax.make_mesh((1, 1), ("data", "model"))
+    spread = jaxspec.LanguageModel(lm.config, lm.params, mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"draft small is on device cpu:0, the target on a mesh of .*; load both"
+    ):
+        spread.generate([3], method="draft-model", draft=tiny.small_model())

@@ -20,7 +20,7 @@ def test_functions_take_turns():
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert list(taken) == ["a", "b"]
     assert all(len(times) == 3 and min(times) >= 10 for times in taken.values())
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         interleaved(functions, 0)
 
 
@@ -71,7 +71,9 @@ def test_a_comparison():
     }
     assert plain == {
         "method": "autoregressive",
+        "text": "",
         "tokens": 5,
+        "first_token_ms": pytest.approx(40),  # decoding took as long, of twice that
         "tokens_per_second": pytest.approx(100),
         "speedup": 1.0,
         "mean_acceptance_length": 1.0,
@@ -80,6 +82,7 @@ def test_a_comparison():
     }
     assert ngram == plain | {
         "method": "ngram",
+        "first_token_ms": pytest.approx(20),
         "tokens_per_second": pytest.approx(200),
         "speedup": pytest.approx(2),
         "mean_acceptance_length": 2.0,
@@ -91,7 +94,8 @@ def test_a_comparison():
     assert [call[:2] for call in lm.calls[5:]] == [*there, *there[::-1], *there]
     assert lm.calls[5][2] == {"max_new_tokens": 5, "acceptor": "greedy"}
     assert lm.calls[6][2] == {"max_new_tokens": 5, "acceptor": "greedy", "num_draft_tokens": 4}
-    assert told[:3] == ["compiling autoregressive", "compiling ngram", "running autoregressive"]
+    compiling = ["compiling autoregressive, method 1 of 2", "compiling ngram, method 2 of 2"]
+    assert told[:3] == [*compiling, "timing autoregressive, run 1 of 3"]
 
 
 def test_another_text_is_noticed():
@@ -118,8 +122,8 @@ def test_wrong_comparisons():
     lm = Fake({}, {})
     with pytest.raises(ValueError, match="unknown method 'guess'"):
         compare(lm, "x", ["guess"])
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         compare(lm, "x", ["ngram"], repeats=0)
-    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option --draft, --stop;"):
+    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option `draft`, `stop_rule`;"):
         compare(lm, "x", ["ngram"], MethodOptions(draft="d", stop_rule=("constant",), ngram_max=2))
     assert lm.calls == []

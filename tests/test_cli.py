@@ -18,24 +18,29 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import jaxspec
 from jaxspec import method_options
-from jaxspec.cli import compilation_cache, main, terminal
-from jaxspec.cli.generate import _Painter
+from jaxspec.cli import main, terminal
+from jaxspec.cli.compare import _texts
+from jaxspec.cli.errors import in_options, option_names
+from jaxspec.cli.generate import Generate, _Painter
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.parsing import parse
 from jaxspec.cli.profile import Profile
+from jaxspec.cli.search import Search
+from jaxspec.cli.tune import Tune
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Statistics
 from jaxspec.engine.text import RowText
-from jaxspec.io import huggingface, orbax
+from jaxspec.io import embedded, huggingface, orbax
+from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.model.config import LlamaConfig
-from tests import reference
+from jaxspec.model.llama import num_params
+from tests import caching, reference
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time"
@@ -93,18 +98,10 @@ def model(tmp_path_factory) -> Path:
 def cache(tmp_path_factory):
     """The commands' compilation cache, in a directory of its own and only for these tests."""
     directory = tmp_path_factory.mktemp("cache")
-    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
-    before = {name: jax.config.values[name] for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXSPEC_CACHE", str(directory))
-        patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    with caching.user_cache(directory), pytest.MonkeyPatch.context() as patch:
         patch.delenv("JAXSPEC_DEBUG", raising=False)
         patch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
-        jax_cache.reset_cache()
         yield directory
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()
 
 
 @pytest.fixture
@@ -147,7 +144,7 @@ def test_generate_json(run, model, cache):
 def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tmp_path):
     (tmp_path / "prompt").write_text(PROMPT + "\n")
     options = ("--max-new-tokens", 12, "--seed", 3, "--temperature", 1, "--top-k", 20, "--ignore-eos")
-    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop", "confidence", "--gamma", 0.01)
+    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop-rule", "confidence", "--gamma", 0.01)
     status, out, err = run(
         "generate", "--prompt-file", tmp_path / "prompt", "--model", model, *options, *draft
     )
@@ -168,6 +165,13 @@ def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tm
     assert re.fullmatch(
         r"12 tokens · [\d.]+ tokens/s · mean acceptance length [\d.]+ · acceptance rate [\d.]+\n", err
     )
+
+
+@pytest.mark.parametrize("name", ["--stop", "--stop-string"])
+def test_stop_takes_a_text_and_stop_rule_a_rule(name):
+    command = parse({"generate": Generate}, ["generate", "a", name, ".", "--stop-rule", "product"], "")
+    assert command.generation()["stop"] == (".",)
+    assert command.method_options() == {"stop_rule": ("product",)}
 
 
 class Terminal(io.StringIO):
@@ -248,7 +252,9 @@ def test_compare(run, model):
     plain, ngram = report["results"]
     assert list(plain) == [
         "method",
+        "text",
         "tokens",
+        "first_token_ms",
         "tokens_per_second",
         "speedup",
         "mean_acceptance_length",
@@ -259,18 +265,21 @@ def test_compare(run, model):
     assert (plain["speedup"], plain["mean_acceptance_length"]) == (1.0, 1.0)
     assert plain["draft_acceptance_rate"] is None
     assert ngram["identical_to_autoregressive"] is True
+    expected = jaxspec.load(model).generate(PROMPT, max_new_tokens=8).text
+    assert plain["text"] == ngram["text"] == expected
+    assert plain["first_token_ms"] > 0
     assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 1)
 
 
 def test_compare_prints_a_table(run, model, monkeypatch):
     entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
-    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None}
-    entry |= {"identical_to_autoregressive": True}
+    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None, "first_token_ms": 7.89}
+    entry |= {"identical_to_autoregressive": True, "text": "a [bear]"}
     asked = {}
 
     def compare(lm, prompt, methods, options, **rest):
         asked.update(methods=list(methods), **rest)
-        slow = entry | {"method": "ngram", "speedup": 0.5}
+        slow = entry | {"method": "adaspeed-probe", "speedup": 0.5, "tokens_per_second": 1234.5}
         return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
 
     monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
@@ -279,10 +288,29 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     assert asked["methods"] == ["autoregressive", "ngram", "draft-model", "asd", "layerskip", "adaspeed"]
     assert asked["repeats"] == 3
     assert "12.3" in out
+    assert "7.9" in out
     assert "–" in out
-    assert err == "jaxspec: warning: ngram is slower here than plain decoding (0.50×)\n"
+    assert out.endswith("text, the same by all methods:\na [bear]\n")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert err == "jaxspec: warning: adaspeed-probe is slower here than plain decoding (0.50×)\n"
     run("compare", PROMPT, "--model", model, "--methods", "ngram")
     assert asked["methods"] == ["ngram"]
+
+
+def test_compare_shows_texts_that_differ():
+    plain = {"method": "autoregressive", "text": "a bear", "identical_to_autoregressive": True}
+    same, other = plain | {"method": "ngram"}, plain | {"method": "asd", "text": "a boar"}
+    other["identical_to_autoregressive"] = False
+    assert _texts([plain, same, other]) == [
+        "text by autoregressive:",
+        "a bear",
+        "\ntext by asd, from character 4 where it differs:",
+        "oar",
+    ]
+    drawn = [one | {"identical_to_autoregressive": None} for one in (plain, other)]
+    assert _texts(drawn)[2:] == ["\ntext by asd, drawn at random:", "a boar"]
+    assert _texts([plain | {"text": None}]) == []
 
 
 def test_profile(run, monkeypatch):
@@ -318,18 +346,54 @@ def test_profile(run, monkeypatch):
 
 
 def test_convert(run, model, tmp_path):
-    assert run("convert", model, tmp_path / "half", "--dtype", "bfloat16") == (0, "", "")
+    status, out, err = run("convert", model, tmp_path / "half", "--dtype", "bfloat16")
+    assert (status, out) == (0, "")
+    count = num_params(CONFIG)
+    about = f"Hugging Face, 2 layers, {count:,} parameters, bfloat16, {2e-6 * count:.1f} MB"
+    assert err == f"jaxspec: wrote {tmp_path / 'half'} ({about})\n"
     assert huggingface.stored_dtype(tmp_path / "half") == np.dtype("bfloat16")
     assert huggingface.read_config(tmp_path / "half") == CONFIG
     assert load_tokenizer(tmp_path / "half").encode(PROMPT) == load_tokenizer(model).encode(PROMPT)
     config, params = huggingface.read_config(model), huggingface.load_params(model, CONFIG, np.float32)
     orbax.save(tmp_path / "orbax", config, params)
-    assert run("convert", tmp_path / "orbax", tmp_path / "back") == (0, "", "")
+    assert run("convert", tmp_path / "orbax", tmp_path / "back")[0] == 0
     back = huggingface.load_params(tmp_path / "back", CONFIG, np.float32)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, back))
     status, _, err = run("convert", model, tmp_path / "back")
     assert status == 2
     assert "holds a model already" in err
+
+
+def test_convert_to_orbax_and_back(run, tmp_path):
+    """Weights, tokenizer, sampling defaults and exits survive the way there and back."""
+    source, there, back = (tmp_path / name for name in ("source", "there", "back"))
+    params = jax.tree.map(np.float32, reference.random_params(CONFIG, 3))
+    generation = {"do_sample": True, "temperature": 0.6}
+    huggingface.save(source, CONFIG, params, generation=generation, exits=(1, 2))
+    write_tokenizer(source)
+    status, _, err = run("convert", source, there, "--to", "orbax")
+    assert status == 0
+    assert f"wrote {there} (Orbax, 2 layers" in err
+    assert huggingface.is_orbax(there)
+    assert run("convert", there, back)[0] == 0
+    assert not huggingface.is_orbax(back)
+    for directory in (there, back):
+        assert huggingface.read_config(directory) == CONFIG
+        assert huggingface.generation_defaults(directory) == generation
+        assert huggingface.read_exits(directory, 2) == (1, 2)
+        assert load_tokenizer(directory).encode(PROMPT) == load_tokenizer(source).encode(PROMPT)
+    loaded = huggingface.load_params(back, CONFIG, np.float32)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, loaded))
+    assert "is an Orbax checkpoint; convert it with" in one_error(run, "generate", PROMPT, "--model", there)
+    assert "holds a model already" in one_error(run, "convert", source, there, "--to", "orbax")
+
+
+def test_convert_takes_the_names_that_model_takes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
+    write_model(tmp_path / "own")
+    assert run("convert", "own", tmp_path / "copy")[0] == 0
+    assert huggingface.read_config(tmp_path / "copy") == CONFIG
+    assert "(perhaps you meant own)" in one_error(run, "convert", "Own", tmp_path / "other")
 
 
 # Wrong use
@@ -402,16 +466,27 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
         (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "no option --gamma"),
         (["--method", "guess"], "the methods are autoregressive, ngram, draft-model, asd"),
-        (["--stop", "constant"], "method autoregressive has no option --stop;"),
-        (["--stop", "never"], r"'never'.*'constant'"),
-        (["--stop-string", ""], "a stop string is empty"),
+        (["--stop-rule", "constant"], "method autoregressive has no option --stop-rule;"),
+        (["--stop-rule", "never"], r"'never'.*'constant'"),
+        (["--stop", ""], "a stop string is empty"),
         (["--chat"], "give one with --chat-template FILE"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
         (["--reference", "nowhere.txt", "--method", "ngram"], "nowhere.txt"),
         (["--prompt-file", "nowhere.txt"], "got both PROMPT and --prompt-file"),
         (["--temprature", "1"], r"--temprature.*perhaps you meant --temperature"),
         (["--max-new-tokens"], "--max-new-tokens"),
-        (["more"], "more"),
+        (["--max-new-tokens", "abc"], "error: --max-new-tokens is 'abc'; give a whole number; see"),
+        (["--max-new-tokens", "1.5"], "--max-new-tokens is '1.5'; give a whole number"),
+        (["--temperature", "hot"], "--temperature is 'hot'; give a number; see"),
+        (["more"], "unexpected argument 'more'; put a text of several words in quotes"),
+        (["--method", "asd", "--every", "2147483648"], "--every is 2147483648; give 0 .* at most 10000"),
+        (["--method", "draft-verify", "--plan", "."], r"error: \. is a directory, not a file"),
+        (
+            ["--method", "ngram", "--reference", "."],
+            r"\. is a directory, not a file; --reference must be a text",
+        ),
+        (["--method", "adaspeed", "--no-adaptive-gamma", "--carry-gamma"], "leave out --no-adaptive-gamma"),
+        (["--acceptor", "greedy", "--temperature", "1"], "--acceptor greedy would not follow"),
     ],
 )
 def test_wrong_options(run, model, arguments, message):
@@ -431,7 +506,11 @@ def test_wrong_options(run, model, arguments, message):
         ),
         (["profile", "--shape", "huge"], "unknown shape 'huge'"),
         (["convert", "nowhere", "there"], "no directory 'nowhere'"),
-        (["convert"], "SRC"),
+        (["convert"], "error: SRC and DST must be given; see jaxspec convert --help"),
+        (["tune"], r"error: --method \{asd,s2d\} must be given; see jaxspec tune --help"),
+        (["generate", PROMPT, "--model", "Large"], r"large, small, sorted \(perhaps you meant large\)"),
+        (["inspect", PROMPT, "--model", "MODEL", "--every", "4294967296"], "--every is 4294967296; give 0"),
+        (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
         (["generat"], "unknown command 'generat'; the commands are generate, compare, profile, convert"),
         (["--verbose"], "--verbose"),
     ],
@@ -453,18 +532,74 @@ def test_debugging_shows_the_traceback(monkeypatch):
         main(["generate", PROMPT, "--method", "guess"])
 
 
+def pipe(content: bytes) -> io.TextIOWrapper:
+    """Standard input as Python makes it in the locales C and C.UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+
+
 def test_the_prompt_from_a_pipe(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n\n"))
+    monkeypatch.setattr(sys, "stdin", pipe(b"two\r\nlines\n\n"))
     assert TextOptions().read_prompt() == "two\nlines\n"
     monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(ValueError, match="no prompt; give PROMPT or --prompt-file FILE, or pipe it in"):
+    with pytest.raises(
+        ValueError, match="no prompt; give PROMPT, --prompt-file FILE or --messages FILE, or pipe"
+    ):
         TextOptions().read_prompt()
 
 
-def test_a_prompt_file_that_is_not_text(tmp_path):
+def test_a_prompt_that_is_not_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdin", pipe(b"caf\xe9 Once"))
+    with pytest.raises(ValueError, match="standard input is not text in UTF-8"):
+        TextOptions().read_prompt()
     (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match="not text in UTF-8"):
+    with pytest.raises(ValueError, match="prompt is not text in UTF-8"):
         TextOptions(prompt_file=str(tmp_path / "prompt")).read_prompt()
+    for options, name in (
+        ({"prompt": "a\udce9"}, "PROMPT"),
+        ({"prompt": "a", "system": "\udce9"}, "--system"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not text in UTF-8"):
+            TextOptions(**options).read_prompt()
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "a bear"}
+TURNS = [SYSTEM, USER, {"role": "assistant", "content": "time"}, USER]
+
+
+def test_conversations(run, model, monkeypatch, tmp_path):
+    """A system prompt, and several turns from a file, go through the chat template."""
+    (tmp_path / "template").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    lm = jaxspec.load(model, chat_template=tmp_path / "template")
+    options = ("--model", model, "--chat-template", tmp_path / "template", "--max-new-tokens", 5, "--json")
+    for content in (TURNS, {"messages": TURNS}):
+        (tmp_path / "turns.json").write_text(json.dumps(content))
+        status, out, _ = run("generate", "--messages", tmp_path / "turns.json", *options)
+        assert status == 0
+        assert json.loads(out)["tokens"] == lm.generate(messages=TURNS, max_new_tokens=5).tokens
+    for chat in ([], ["--chat"]):
+        _, out, _ = run("generate", "a bear", "--system", "Be brief.", *chat, *options)
+        assert json.loads(out)["tokens"] == lm.generate(messages=[SYSTEM, USER], max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "turns.json: Expecting value"),
+        ("[" * 100_000, "turns.json: it is nested too deeply"),
+        ("{}", "turns.json: there is no prompt"),
+        ("5", "turns.json: messages is 5; give a list of messages"),
+        ('[{"role": "user"}]', r"turns.json: messages\[0\] is {'role': 'user'}; give a message"),
+        ('[{"role": "user", "content": 5}]', r"turns.json: messages\[0\] has the content 5; give a text"),
+        (json.dumps([TURNS]), "turns.json: it holds several conversations"),
+    ],
+)
+def test_wrong_conversations(run, model, tmp_path, content, message):
+    (tmp_path / "turns.json").write_text(content)
+    arguments = ("generate", "--model", model, "--messages", tmp_path / "turns.json")
+    assert re.search(message, one_error(run, *arguments))
+    assert "got both --messages and --system" in one_error(run, *arguments, "--system", "a")
+    assert "got both PROMPT and --messages" in one_error(run, *arguments, "a")
 
 
 # The program
@@ -483,8 +618,52 @@ def test_help(run, command):
 def test_every_method_option_has_help(run):
     _, out, _ = run("generate", "--help")
     for field in dataclasses.fields(method_options.MethodOptions):
-        assert re.search(method_options.option_name(field.name) + "[ ,]", out)
+        assert re.search(option_names(method_options.MethodOptions)[field.name] + "[ ,]", out)
         assert f"{field.name}:" in method_options.MethodOptions.__doc__
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "said"),
+    [
+        (Generate, "max_new_tokens is 0; give at least 1", "--max-new-tokens is 0; give at least 1"),
+        (Generate, "prompt and max_new_tokens (3) exceed", "prompt and --max-new-tokens (3) exceed"),
+        (Generate, "seed is -1; give", "--seed is -1; give"),
+        (Generate, "give draft=DIR, or draft_exit=N for", "give --draft DIR, or --draft-exit N for"),
+        (Generate, "acceptor='greedy' would", "--acceptor greedy would"),
+        (Generate, "leave out adaptive_gamma=False", "leave out --no-adaptive-gamma"),
+        (Generate, "has no option `gamma`, `stop_rule`;", "has no option --gamma, --stop-rule;"),
+        (Generate, "model.alpha is 1; the seed is 2", "model.alpha is 1; the seed is 2"),
+        (Generate, "/a/top_p/b.json: 'top_p' is 2", "/a/top_p/b.json: 'top_p' is 2"),
+        (Generate, '/a/top_p.json has "alpha" 2', '/a/top_p.json has "alpha" 2'),
+        (Tune, "alphas is 3; thresholds=0.5", "--alpha is 3; --threshold 0.5"),
+        (Search, "add keep_first_last=False", "add --no-keep-first-last"),
+    ],
+)
+def test_messages_of_the_library_name_options(command, message, said):
+    """Python is told of parameters, the command line of its options; what is quoted or a path stays."""
+    assert in_options(message, option_names(command)) == said
+
+
+def test_a_number_is_never_called_a_file(run):
+    for command in ("generate", "compare", "profile", "convert", "inspect", "search", "tune"):
+        _, out, _ = run(command, "--help")
+        assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
+    assert "--threshold X" in out
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "inspect", "profile", "search", "tune"])
+def test_the_help_names_the_default_model(run, command):
+    _, out, _ = run(command, "--help")
+    assert re.search(rf"--model DIR\|ID[^-]*\(default: {EMBEDDED}\)", " ".join(out.replace("│", "").split()))
+    assert "small model" not in out
+
+
+def test_the_programs_help_ends_with_its_environment(run):
+    for arguments in ([], ["--help"]):
+        status, out, _ = run(*arguments)
+        assert status == 0
+        for name in ("JAXSPEC_CACHE", "JAXSPEC_DATA", "JAXSPEC_DEBUG"):
+            assert out.index(f"  {name}  ") > out.index("tune")
 
 
 def test_options_become_a_dataclass():
@@ -514,24 +693,31 @@ def test_complaints_are_the_same_without_utf8(run, monkeypatch):
         parse({"profile": Profile}, ["profile", "--jsn"], "")
 
 
-def test_the_cache_is_optional(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "file" / "below"))
-    before = jax.config.jax_compilation_cache_dir
-    compilation_cache.enable()
-    assert jax.config.jax_compilation_cache_dir == before
-
-
 def test_progress_is_silent_for_short_work(capsys, monkeypatch):
     with terminal.Progress() as progress:
         progress("loading")
-        assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr(terminal, "_PATIENCE_S", 10.0)
-        now = time.monotonic()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 10.0)
+    now = time.monotonic()
+    with terminal.Progress() as progress:
         monkeypatch.setattr(time, "monotonic", lambda: now + 11)
         progress("running")
         progress("running on")
     assert capsys.readouterr() == ("", "jaxspec: running\n")
+
+
+def test_progress_says_what_goes_on_silently(capsys, monkeypatch):
+    """Nothing is called while a program compiles; the line comes all the same."""
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.1)
+    said = ""
+    with terminal.Progress() as progress:
+        progress("compiling asd")
+        for _ in range(1000):
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+            if said:
+                break
+    assert said == "jaxspec: compiling asd\n"
 
 
 def test_help_does_not_wait_for_jax():
@@ -544,7 +730,8 @@ def test_a_process_with_a_wrong_model(tmp_path):
     done = process("generate", PROMPT, "--model", "nowhere", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "jaxspec: error: no directory 'nowhere'; give a model's directory or a hub id such as owner/model\n"
+        "jaxspec: error: no directory 'nowhere'; give a model's directory, a hub id such as owner/model, or a name "
+        "of those that come with jaxspec: large, small, sorted\n"
     )
 
 

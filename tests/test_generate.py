@@ -100,33 +100,82 @@ def test_chat_needs_a_template(lm):
         generate(lm, "ab", chat=True)
 
 
+def test_messages_go_through_the_template(lm):
+    """Several turns and a system prompt; a list of conversations is a batch, in whichever argument."""
+    chat = LanguageModel(lm.config, lm.params, tiny.tokenizer.__wrapped__())
+    chat.executables = lm.executables
+    chat.tokenizer._loaded.chat_template = (
+        "<s>{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}a"
+    )
+    turns = [("d", "ab"), ("a", "c"), ("b", "cab")]
+    talk = [{"role": role, "content": content} for role, content in turns]
+    expected = generate(lm, ["dabacbcaba", "daba"], ignore_eos=True)
+    assert generate(chat, talk, ignore_eos=True).tokens == expected[0].tokens
+    assert generate(chat, None, messages=talk, ignore_eos=True).tokens == expected[0].tokens
+    for given in ({"prompts": [talk, talk[:1]]}, {"prompts": None, "messages": [talk, talk[:1]]}):
+        rows = generate(chat, **given, ignore_eos=True)
+        assert [row.tokens for row in rows] == [row.tokens for row in expected]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prompts": []}, "no prompt"),
         ({"prompts": ""}, "prompt is empty"),
-        ({"prompts": ["ab", ""]}, "prompt is empty"),
+        ({"prompts": ["ab", ""]}, r"prompts\[1\] is empty"),
         ({"prompts": [[]]}, "prompt is empty"),
         ({"prompts": [13]}, "outside the vocabulary; ids are from 0 to 12"),
-        ({"max_new_tokens": 0}, "max-new-tokens is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 10_000}, "exceed the model's context of 512"),
-        ({"max_new_tokens": [1, 2, 3]}, "3 values for 1 prompts"),
+        ({"max_new_tokens": [1, 2, 3]}, "3 values for 1 prompt;"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0.0}, "top-p is 0"),
-        ({"top_p": 1.5}, "top-p is 1.5"),
-        ({"top_k": -1}, "top-k is -1"),
-        ({"min_p": 2.0}, "min-p is 2.0"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
         ({"stop": [""]}, "stop string is empty"),
         ({"max_batch": 0}, "max_batch is 0"),
         ({"method": "magic"}, "unknown method 'magic'; the methods are autoregressive, ngram,"),
-        ({"method": "ngram", "num_draft_tokens": 0}, "num-draft-tokens is 0"),
-        ({"method": "ngram", "ngram_min": 4}, "ngram-min 4 and --ngram-max 3"),
-        ({"method": "ngram", "draft_exit": 1}, "no option --draft-exit"),
-        ({"method": "ngram", "wrong": 1}, "unknown option wrong"),
+        ({"method": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
+        ({"method": "ngram", "ngram_min": 4}, "ngram_min=4 and ngram_max=3"),
+        ({"method": "ngram", "draft_exit": 1}, "no option `draft_exit`"),
+        ({"method": "ngram", "wrong": 1}, "unknown option wrong; see help"),
+        ({"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
+        ({"tempature": 1.0}, "perhaps you meant temperature"),
+        ({"exit_layr": 1}, "perhaps you meant exit_layer"),
+        ({"prompts": None}, "prompts is None; give a text, token ids, messages"),
+        ({"prompts": 5}, "prompts is 5; give a text"),
+        ({"prompts": b"The"}, "prompts is b'The'; give a text"),
+        ({"prompts": ["ab", 5]}, r"prompts\[1\] is 5; give a text"),
+        ({"prompts": [3, 4.5]}, r"prompts\[1\] is 4.5; give a token id"),
+        (
+            {"prompts": "a\udce9"},
+            r"the prompt is not text in UTF-8: it has the surrogate '\\udce9' at position 1",
+        ),
+        ({"prompts": [3] * 603}, "the prompt has 603 tokens, the model's context is 512; shorten the prompt"),
+        ({"max_new_tokens": 2.7}, "max_new_tokens is 2.7; give a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; give a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot'; give a number"),
+        ({"temperature": [1.0, 2.0]}, "temperature has 2 values for 1 prompt; give one, or one per prompt"),
+        ({"stop": 5}, "stop is 5; give a string or a list of strings"),
+        ({"stop": b"ab"}, "stop is b'ab'; give a string"),
+        ({"method": 3}, r"method is 3; give a name \(autoregressive, .*\) or a Drafter"),
+        ({"method": "layerskip", "exit_layer": "x"}, "exit_layer is 'x'; give a whole number"),
+        ({"method": "layerskip", "stop_rule": "confidence", "gamma": "x"}, "gamma is 'x'; give a number"),
+        ({"method": "layerskip", "adaptive_gamma": "no"}, "adaptive_gamma is 'no'; give True or False"),
+        ({"method": "draft-model", "draft": 3}, "draft is 3; give a text"),
+        ({"messages": "ab"}, "got both prompts and messages; give one of them"),
+        ({"prompts": None, "messages": "ab"}, "messages is 'ab'; give a list of messages"),
+        (
+            {"prompts": None, "messages": [{"role": "user"}]},
+            r"messages\[0\] is .*'role'.*; give a message with",
+        ),
+        ({"prompts": None, "messages": [["ab"]]}, r"messages\[0\]\[0\] is 'ab'; give a message with"),
         ({"method": "draft-model"}, "needs a draft"),
         ({"method": "draft-model", "draft_exit": 3}, "from 1 to 2"),
-        ({"method": "draft-model", "draft_exit": 1, "gamma": 0.5}, "no option --gamma"),
+        ({"method": "draft-model", "draft_exit": 1, "gamma": 0.5}, "no option `gamma`"),
         ({"method": "draft-model", "draft_exit": 1, "stop_rule": "confidence", "gamma": 2.0}, "gamma is 2.0"),
         ({"temperature": 1.0, "acceptor": "greedy"}, "would not follow the law"),
     ],

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.engine.loading import EMBEDDED, embedded_model, find_model
+from jaxspec.engine.loading import find_model
 from jaxspec.io import files, hf_config, huggingface, memory, tensors
+from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from tests import reference
@@ -322,6 +323,10 @@ def test_embedded_models_have_names(tmp_path, monkeypatch):
         find_model("absent")
     with pytest.raises(FileNotFoundError, match="no model 'absent' comes with this installation"):
         embedded_model("absent")
+    for typo in ("Large", "lage"):
+        with pytest.raises(FileNotFoundError, match=r"large, small, sorted \(perhaps you meant large\)"):
+            find_model(typo)
+    assert embedded_names()[0] == EMBEDDED
     (tmp_path / EMBEDDED).mkdir()
     assert find_model(EMBEDDED).resolve() == tmp_path / EMBEDDED
 
@@ -481,10 +486,10 @@ def test_written_files_open_with_the_safetensors_package(tmp_path):
     arrays = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float32)}
     tensors.write(tmp_path / "x", {k: v.shape for k, v in arrays.items()}, arrays.get, np.dtype(np.float32))
     assert_same(load_file(tmp_path / "x"), arrays)
-    assert_same(tensors.read(tmp_path / "x"), arrays)
+    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
     with pytest.raises(ValueError, match=r"a is float32\(2, 3\), expected float32\(3, 2\)"):
         tensors.write(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
-    assert_same(tensors.read(tmp_path / "x"), arrays)
+    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
 
 
 def test_memory_check(monkeypatch):

@@ -20,8 +20,9 @@ from jaxspec.bench import figures
 from jaxspec.bench import inspect as home
 from jaxspec.bench.figures import save_figures
 from jaxspec.bench.inspect import inspect_model, sublayer_ms, weights_read
-from jaxspec.cli import compilation_cache, main, terminal
+from jaxspec.cli import main, terminal
 from jaxspec.cli.inspect import _marks
+from jaxspec.engine import compilation_cache
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
@@ -440,7 +441,7 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
         ([""], "a prompt is empty"),
         (["Once", ""], "a prompt is empty"),
         (["--prompt-file", "EMPTY"], "a prompt is empty"),
-        (["--prompt-file", "nowhere.txt"], "no file nowhere.txt; --prompt-file wants a text file"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt does not exist; --prompt-file must be a text file"),
         (["--prompt-file", "BINARY"], "is not text in UTF-8"),
         (["--alpha", "0"], "--alpha is 0"),
         (["--alpha", "1.01"], "--alpha is 1.01"),

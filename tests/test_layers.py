@@ -23,7 +23,7 @@ LAYERS = (
     "jaxspec.drafting",
     "jaxspec.selection jaxspec.io",
     "jaxspec.method_options",
-    "jaxspec.cli.parsing jaxspec.cli.terminal jaxspec.cli.status",  # what any command is made of
+    "jaxspec.cli.errors jaxspec.cli.parsing jaxspec.cli.terminal jaxspec.cli.status",  # what any command is made of
     "jaxspec.methods",
     "jaxspec.engine",
     "jaxspec",

@@ -275,16 +275,19 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
     draft = sorted_draft()
     two = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL), tiny.tokenizer(), name="unsorted")
     for options, line in (
-        ({}, "needs a draft with sorted exits, and tiny has none below its last layer; give --draft DIR"),
-        ({"draft": two}, "needs a draft with sorted exits, and unsorted has none; give --draft DIR"),
+        ({}, "needs a draft with sorted exits, and tiny has none below its last layer; give draft=DIR"),
+        ({"draft": two}, "needs a draft with sorted exits, and unsorted has none; give draft=DIR"),
         ({"draft": sorted_draft(vocab_size=12)}, "has a vocabulary of 12 tokens, the target of 13"),
         (
             {"draft": draft, "thresholds": str(tmp_path / "none.json")},
-            "none.json; make them with `jaxspec tune",
+            "none.json does not exist; make thresholds with `jaxspec tune",
         ),
-        ({"draft": draft, "stop_rule": "probe"}, "--stop probe needs a draft that always exits at one layer"),
-        ({"draft": draft, "gamma": 0.3}, "s2d with --stop adaptive-length has no option --gamma"),
-        ({"draft": draft, "draft_exit": 2}, "has no option --draft-exit"),
+        (
+            {"draft": draft, "stop_rule": "probe"},
+            "stop_rule='probe' needs a draft that always exits at one layer",
+        ),
+        ({"draft": draft, "gamma": 0.3}, "s2d with stop_rule=adaptive-length has no option `gamma`"),
+        ({"draft": draft, "draft_exit": 2}, "has no option `draft_exit`"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)):
             target.drafter("s2d", **options)

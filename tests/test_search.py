@@ -19,6 +19,7 @@ from jaxspec.bench import objectives
 from jaxspec.bench import search as bench
 from jaxspec.bench.search import SearchOptions, search
 from jaxspec.cli import main
+from jaxspec.cli.search import _print
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import PLAN_NAME, read_plan
@@ -92,9 +93,9 @@ def test_a_point_above_one_half_skips():
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"num_layers": 2}, "2 layers.*--no-keep-first-last"),
-        ({"num_layers": 4, "skip_ratio": 1.5}, "--skip-ratio is 1.5; give a share between 0 and 1"),
-        ({"num_layers": 4, "skip_ratio": 0.9}, "skips 7 of 8.*1 to 4 can be.*or add --no-keep-first-last"),
+        ({"num_layers": 2}, "2 layers.*keep_first_last=False"),
+        ({"num_layers": 4, "skip_ratio": 1.5}, "skip_ratio is 1.5; give a share between 0 and 1"),
+        ({"num_layers": 4, "skip_ratio": 0.9}, "skips 7 of 8.*1 to 4 can be.*or add keep_first_last=False"),
         ({"num_layers": 4, "skip_ratio": 0.01}, r"skips 0 of 8.*give 0.12 to 0.5$"),
     ],
 )
@@ -289,9 +290,10 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
     other = LanguageModel(DEEP, tiny.params(DEEP, seed=6))
     with pytest.raises(ValueError, match=r"its model is \w+, now"):
         run(other, log, trials=2)
-    log.write_text("no log\n")
-    with pytest.raises(ValueError, match="log is not a log of trials"):
-        run(deep, log, trials=2)
+    for text in ("no log\n", "[" * 200_000 + "\n"):
+        log.write_text(text)
+        with pytest.raises(ValueError, match="log is not a log of trials"):
+            run(deep, log, trials=2)
     anew = search(deep, PROMPTS, SearchOptions(max_new_tokens=6, trials=1, random=True), log, resume=False)
     assert len(anew.trials["random"]) == 1
     with pytest.raises(OSError, match="nowhere"):
@@ -332,8 +334,8 @@ def test_speed_is_measured_beside_plain_decoding(deep, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"objective": "beauty"}, "unknown objective 'beauty'; give one of agreement, speed"),
-        ({"trials": 0}, "--trials is 0; give at least 1"),
-        ({"seed": -1}, "--seed is -1"),
+        ({"trials": 0}, "trials is 0; give at least 1"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
 def test_wrong_options(options, message):
@@ -416,6 +418,33 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
     assert not (tmp_path / "other.json").exists()
 
 
+@pytest.mark.parametrize("objective", ["agreement", "speed"])
+def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    entry = {
+        "trials": 200,
+        "agreement": 0.9,
+        "num_draft_tokens": 12,
+        "predicted_speedup": 1.2,
+        "seconds": 6000.0,
+    }
+    entry |= {"skip_attention": list(range(12)), "skip_mlp": list(range(12)), "tokens_per_second": 1234.5}
+    entry |= {"score": 1.2, "search": "exhaustive"}
+    report = {
+        "model": "large",
+        "dtype": "float32",
+        "device": "cpu",
+        "objective": objective,
+        "num_masks": 2**20,
+    }
+    _print(report | {"searches": [entry, entry], "best": entry, "output": "x"})
+    out = capsys.readouterr().out
+    assert out.count("exhaustive") == 2
+    assert re.search(r"exhaustive +200 +6000 +12 \+ 12 ", out)
+    assert "1.049e+06 masks" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -423,7 +452,7 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
         (("--trials", "0"), "--trials is 0"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--max-new-tokens", "600"), r"prompt.txt \(\d+ tokens\) and --max-new-tokens \(600\) exceed"),
-        (("--prompt-file", "/no/where.txt"), "no file /no/where.txt; --prompt-file wants"),
+        (("--prompt-file", "/no/where.txt"), "/no/where.txt does not exist; "),
         (("--output", "/no/where/plan.json"), "cannot write /no/where/plan.json .*--output FILE"),
         (("--output", "/tmp"), "/tmp is a directory; give --output FILE"),
     ],

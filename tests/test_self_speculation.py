@@ -93,25 +93,25 @@ def test_options_for_leaves_out_what_a_method_does_not_read():
 @pytest.mark.parametrize(
     ("method", "options", "line"),
     [
-        ("asd", {"alpha": 0.0}, "--alpha is 0.0; give a cosine similarity above 0"),
-        ("asd", {"alpha": 1.5}, "--alpha is 1.5"),
-        ("asd", {"every": -1}, "--every is -1; give 0"),
-        ("asd", {"keep_last": 4}, "--keep-last is 4; give a number from 0 to 3"),
+        ("asd", {"alpha": 0.0}, "alpha is 0.0; give a cosine similarity above 0"),
+        ("asd", {"alpha": 1.5}, "alpha is 1.5"),
+        ("asd", {"every": -1}, "every is -1; give 0"),
+        ("asd", {"keep_last": 4}, "keep_last is 4; give a number from 0 to 3"),
         ("asd", {"every": 1, "keep_last": 0}, "skips every layer"),
-        ("layerskip", {"exit_layer": 0}, "--exit-layer is 0; the model has 3 layers, give 1 to 2"),
-        ("adaspeed", {"exit_layer": 3}, "--exit-layer is 3"),
-        ("adaspeed", {"gamma": 1.2}, "--gamma is 1.2; give a number from 0 to 1"),
-        ("adaspeed", {"gamma_beta1": -1.0}, "--gamma-beta1 is -1.0"),
+        ("layerskip", {"exit_layer": 0}, "exit_layer is 0; the model has 3 layers, give 1 to 2"),
+        ("adaspeed", {"exit_layer": 3}, "exit_layer is 3"),
+        ("adaspeed", {"gamma": 1.2}, "gamma is 1.2; give a number from 0 to 1"),
+        ("adaspeed", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0"),
         (
             "adaspeed",
             {"adaptive_gamma": False, "carry_gamma": True},
-            "--carry-gamma belongs to an adaptive γ",
+            "`carry_gamma` belongs to an adaptive γ",
         ),
-        ("layerskip", {"gamma": 0.5}, "layerskip with --stop constant has no option --gamma"),
-        ("layerskip", {"plan": "x"}, "has no option --plan"),
-        ("asd", {"stop_rule": ("probe",)}, "--stop probe needs a draft that always exits at one layer"),
+        ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
+        ("layerskip", {"plan": "x"}, "has no option `plan`"),
+        ("asd", {"stop_rule": ("probe",)}, "stop_rule='probe' needs a draft that always exits at one layer"),
         ("draft-verify", {}, "draft-verify needs a plan; make one with `jaxspec search`"),
-        ("adaspeed-probe", {}, "the model is in memory only, no probe lies beside it; give --probe FILE"),
+        ("adaspeed-probe", {}, "the model is in memory only, no probe lies beside it; give probe=FILE"),
     ],
 )
 def test_what_does_not_fit_is_one_line(method, options, line):
@@ -141,7 +141,7 @@ def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     moved = path.rename(path.with_name("elsewhere.json"))
     assert int(made("asd", beside, asd_numbers=str(moved)).every) == 2
     method_files.write_asd(moved, beside.fingerprint, ASDNumbers(0.7, -1, 1), {})
-    with pytest.raises(ValueError, match=r"elsewhere\.json has alpha 0\.7, every -1"):
+    with pytest.raises(ValueError, match=r'elsewhere\.json has "alpha" 0\.7, "every" -1'):
         made("asd", beside, asd_numbers=str(moved))
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
         made("asd", beside, asd_numbers="missing.json")

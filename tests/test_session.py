@@ -229,3 +229,17 @@ def test_buckets_are_powers_of_two():
 def test_requests_are_values():
     request = RowRequest((1,), 2)
     assert dataclasses.replace(request, seed=1) != request
+
+
+@each_method
+@pytest.mark.parametrize("budget", [1, 20])
+def test_a_text_that_has_begun_goes_on(lm, method, budget):
+    """The loop is compiled, once, before a first token is given out."""
+    fresh = tiny.language_model()
+    pieces = generate(fresh, PROMPTS, method, max_new_tokens=budget, ignore_eos=True, stream=True)
+    next(pieces)
+    fresh.executables.wait()
+    before, blocked = fresh.executables.num_compilations, fresh.executables.blocked_ms
+    assert before == (1 if budget == 1 else 2)
+    list(pieces)
+    assert (fresh.executables.num_compilations, fresh.executables.blocked_ms) == (before, blocked)

@@ -59,7 +59,9 @@ def take(monkeypatch, *models: Fake) -> None:
 
 
 def test_a_run_is_a_method_in_the_words_of_the_command_line():
-    words = "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop product --stop confidence"
+    words = (
+        "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop-rule product --stop-rule confidence"
+    )
     assert parse_run(words) == {
         "method": "adaspeed",
         "exit_layer": 2,
@@ -96,7 +98,7 @@ def test_wrong_words(words, message):
         ({"prompts": 0}, "--prompts is 0; give 1 to 2"),
         ({"prompts": 3}, "--prompts is 3; give 1 to 2"),
         ({"repeats": 0}, "--repeats is 0; give at least 1"),
-        ({"max_new_tokens": 1}, "--max-new-tokens is 1; give at least 2"),
+        ({"max_new_tokens": 1}, "max_new_tokens is 1; give at least 2"),
     ],
 )
 def test_wrong_numbers(monkeypatch, changes, message):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.io.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
+from jaxspec.io.tokenizer_file import FileTokenizer, read_tokenizer
 
 MODELS = Path(__file__).parents[1].parent / "shared" / "data" / "models"
 TEMPLATE = (
@@ -196,10 +197,10 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"has no tokenizer.*raw token ids can be used") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="--chat-template FILE") as error:
+    with pytest.raises(ValueError, match="chat_template=FILE") as error:
         tokenizer("byte_level").encode_chat("a bear")
     assert "\n" not in str(error.value)
-    with pytest.raises(FileNotFoundError, match="--chat-template"):
+    with pytest.raises(FileNotFoundError, match="`chat_template` must be"):
         load_tokenizer(directory("byte_level"), tmp_path / "absent.jinja")
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('no\nsystem role') }}")
@@ -232,8 +233,100 @@ def test_copied_files_make_the_same_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path).encode(TEXTS[1]) == tokenizer("byte_level").encode(TEXTS[1])
 
 
-def test_transformers_is_imported_only_for_text():
-    code = "import sys, jaxspec.io.tokenizer, jaxspec.io.huggingface; print('transformers' in sys.modules)"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+SETTINGS = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": True, "add_eos_token": False},
+    {"pad_token": "</s>", "model_max_length": 512, "clean_up_tokenization_spaces": True},
+    {"bos_token": {"__type": "AddedToken", "content": "<s>", "special": True}},
+    {"bos_token": None},
+]
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_a_tokenizer_from_its_file_alone_is_that_of_transformers(make, changes, tmp_path):
+    """Ids with and without BOS and EOS, texts, special tokens, chat."""
+    from transformers import AutoTokenizer
+
+    make(tmp_path)
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(base | changes))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "chat_template.jinja").write_text("<s>" + TEMPLATE)
+    same(load_tokenizer(tmp_path), Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
+
+
+@pytest.mark.parametrize("name", ["small", "large", "sorted"])
+def test_the_models_that_come_with_jaxspec_need_no_transformers(name):
+    from transformers import AutoTokenizer
+
+    same(
+        load_tokenizer(CHECKPOINTS / name), Tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINTS / name)))
+    )
+
+
+def same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    assert isinstance(ours._loaded, FileTokenizer)
+    assert (ours.vocab_size, ours._skipped) == (theirs.vocab_size, theirs._skipped)
+    assert ours.same_vocabulary(theirs)
+    for text in [*TEXTS, "<s>a bear</s>", "<s><s> a", " </s> b  ", "word " * 2000]:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    every = range(theirs.vocab_size + 3)
+    assert ours.decode(every) == theirs.decode(every)
+    assert [*map(ours._is_text, every)] == [*map(theirs._is_text, every)]
+    if theirs._loaded.chat_template:
+        assert ours.encode_chat("a bear") == theirs.encode_chat("a bear")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"auto_map": {}},
+        {"add_bos_token": False},
+        {"add_eos_token": True},
+        {"extra_special_tokens": ["<x>"]},
+        {"eos_token": "<end>"},
+        {"eos_token": "a"},
+        {"added_tokens_decoder": {"1": {"content": "</s>", "special": False}}},
+    ],
+)
+def test_whatever_else_is_left_to_transformers(changes, tmp_path):
+    _byte_level(tmp_path)
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(base | changes))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert read_tokenizer(tmp_path, lambda: None) is None
+
+
+def test_transformers_says_nothing():
+    """A tokenizer that needs it is loaded, and used on a long text, without its notices; later ones are the user's."""
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.modules['torch'] = None\n"
+        "from jaxspec.io.tokenizer import load_tokenizer\n"
+        "load_tokenizer(Path(sys.argv[1])).encode('a ' * 5000)\n"
+        "import transformers; print(transformers.logging.get_verbosity())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, directory("byte_level")],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("30\n", "")
+
+
+def test_transformers_is_imported_only_where_it_must_be():
+    code = (
+        "import sys, jaxspec.io.huggingface; from jaxspec.io.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(CHECKPOINTS / 'small')!r}).encode('a'); print('transformers' in sys.modules)"
+    )
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(

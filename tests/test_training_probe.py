@@ -15,7 +15,7 @@ from jaxspec.io import huggingface, method_files
 from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
-from training import formats, losses, options, probe, probing, tokenizer
+from training import estimates, formats, losses, options, probe, probing, tokenizer
 
 CONFIG = dataclasses.replace(tiny.TARGET, eos_token_ids=())
 LAW = {"temperature": 0.7, "top_p": 0.8}
@@ -115,10 +115,10 @@ def test_the_fit_finds_the_probe_that_made_the_labels():
     found_v, found_b = probing.fit(examples)
     np.testing.assert_allclose(found_v, v, atol=0.15)
     assert found_b == pytest.approx(b, abs=0.15)
-    figures = probing.quality(probing.predict(found_v, found_b, examples.hidden), examples.label)
+    figures = estimates.quality(probing.predict(found_v, found_b, examples.hidden), examples.label)
     assert figures["calibration_error"] < 0.02
     assert figures["cross_entropy"] == pytest.approx(
-        probing.quality(examples.confidence, examples.label)["cross_entropy"], abs=0.01
+        estimates.quality(examples.confidence, examples.label)["cross_entropy"], abs=0.01
     )
 
 
@@ -130,12 +130,77 @@ def test_labels_that_are_all_the_same_are_refused():
 
 def test_quality_is_what_it_says():
     label = np.array([1.0, 0.0, 1.0, 0.25])
-    got = probing.quality(np.array([0.9, 0.8, 0.2, 0.85]), label)
+    got = estimates.quality(np.array([0.9, 0.8, 0.2, 0.85]), label)
     assert got["accuracy"] == pytest.approx((1 + 0 + 0 + 0.25) / 4)
     # Tenths: [.8, .9) holds .8 and .85 (labels 0, .25), .9 and .2 stand alone.
     assert got["calibration_error"] == pytest.approx((1.4 + 0.1 + 0.8) / 4)
     assert got["cross_entropy"] == pytest.approx(
         -np.mean([np.log(0.9), np.log(0.2), np.log(0.2), 0.25 * np.log(0.85) + 0.75 * np.log(0.15)])
+    )
+
+
+def test_information_is_measured_from_the_base_rate():
+    """Known answers: the labels' own mean, certainty, and two groups whose rates are known."""
+    label = np.array([1.0, 1, 1, 0] * 25)
+    constant = estimates.quality(np.full(100, 0.75), label)
+    base = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    assert constant["cross_entropy"] == pytest.approx(base)
+    assert constant["information"] == pytest.approx(0, abs=1e-12)
+    assert constant["auroc"] == 0.5
+    assert estimates.quality(np.full(100, 0.5), label)["information"] == pytest.approx(1 - np.log(2) / base)
+    certain = estimates.quality(label, label)
+    assert certain["information"] == pytest.approx(1, abs=1e-4)
+    assert certain["auroc"] == 1
+    assert estimates.quality(1 - label, label)["auroc"] == 0
+    same = estimates.quality(np.full(3, 0.9), np.ones(3))
+    assert same["information"] is None
+    assert same["auroc"] is None
+
+
+def test_auroc_is_the_share_of_pairs_in_order():
+    rng = np.random.default_rng(0)
+    estimate = rng.integers(0, 6, 40) / 6  # many ties
+    for label in (rng.integers(0, 2, 40).astype(float), rng.random(40)):
+        weight = label[:, None] * (1 - label)[None]
+        order = np.sign(estimate[:, None] - estimate[None]) / 2 + 0.5
+        expected = (weight * order).sum() / weight.sum()
+        assert estimates.quality(estimate, label)["auroc"] == pytest.approx(expected)
+
+
+def test_platt_scaling_finds_the_two_numbers_that_made_the_labels():
+    rng = np.random.default_rng(1)
+    confidence = np.exp(-rng.exponential(0.05, 20_000)).astype(np.float32)  # an over-confident draft's
+    chance = 1 / (1 + np.exp(-(30 * np.log(confidence) + 2.5)))
+    label = (rng.random(len(chance)) < chance).astype(np.float32)
+    found = probing.fit_scaling(probing.Examples(np.zeros((len(label), 2), np.float32), label, confidence))
+    assert found.slope == pytest.approx(30, rel=0.06)
+    assert found.intercept == pytest.approx(2.5, rel=0.06)
+    np.testing.assert_allclose(found.predict(confidence), chance, atol=0.02)
+
+
+def test_the_estimates_are_compared_on_the_same_held_out_tokens():
+    """Labels that follow the draft's probability alone: Platt scaling knows all, a probe of noise nothing."""
+    rng = np.random.default_rng(2)
+
+    def made(count: int) -> probing.Examples:
+        confidence = rng.uniform(0.2, 1, count).astype(np.float32)
+        chance = 1 / (1 + np.exp(-(5 * np.log(confidence) + 1.5)))
+        label = (rng.random(count) < chance).astype(np.float32)
+        return probing.Examples(rng.normal(size=(count, 4)).astype(np.float32), label, confidence)
+
+    training, held_out = made(8000), made(4000)
+    noise = probing.predict(*probing.fit(training), held_out.hidden)
+    report = probing.compared(training, held_out, noise)
+    assert tuple(report) == probing.ESTIMATES
+    assert report["base_rate"]["rate"] == pytest.approx(training.label.mean())
+    assert report["base_rate"]["auroc"] == 0.5
+    assert abs(report["base_rate"]["information"]) < 0.005
+    assert abs(report["probe"]["information"]) < 0.01
+    assert report["platt"]["information"] > 0.15
+    # Platt scaling changes how sure the draft's probability is, not how it ranks.
+    assert report["platt"]["auroc"] == pytest.approx(report["draft_probability"]["auroc"])
+    assert (
+        report["platt"]["calibration_error"] < 0.03 < 0.1 < report["draft_probability"]["calibration_error"]
     )
 
 
@@ -177,8 +242,18 @@ def test_the_command_writes_a_probe_that_decoding_takes(directory, capsys):
     report = json.loads(path.with_suffix(".json").read_text())
     assert report["options"]["held_out_prompts"] == 2
     assert report["decoding"]["adaspeed-probe"]["mean_acceptance_length"] >= 1
-    assert set(report["probe"]) == {"accuracy", "cross_entropy", "calibration_error"}
-    assert "draft_probability" in capsys.readouterr().err
+    figures = {"accuracy", "cross_entropy", "information", "auroc", "calibration_error"}
+    assert set(report["probe"]) == set(report["draft_probability"]) == figures
+    assert set(report["base_rate"]) == figures | {"rate"}
+    assert set(report["platt"]) == figures | {"slope", "intercept"}
+    said = capsys.readouterr().err
+    for words in ("base rate", "draft", "platt", "probe", "AUROC", "information", "calibration"):
+        assert words in said
+    # Where the work stands, piped too; and nothing of transformers, which misses PyTorch and long contexts.
+    assert "exit 1, gathering training tokens: prompt 0/8  compiling" in said
+    assert "exit 1, decoding by adaspeed-probe: prompt 0/2  compiling" in said
+    assert "PyTorch" not in said
+    assert "Token indices" not in said
 
 
 @pytest.mark.parametrize(
@@ -191,3 +266,14 @@ def test_the_command_writes_a_probe_that_decoding_takes(directory, capsys):
 def test_what_does_not_fit_gets_one_clear_line(directory, more, said, capsys):
     assert probe.main(arguments(directory, *more)) == 1
     assert said in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(directory, monkeypatch, capsys):
+    def pressed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probing, "fit", pressed)
+    assert probe.main(arguments(directory, "--exit-layers", "1")) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "training.probe: interrupted"
+    assert not any("Traceback" in line for line in said)

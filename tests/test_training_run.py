@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import jax
@@ -21,18 +20,19 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from training import (
     card,
+    checkpoints,
     data,
     evaluation,
     export,
     formats,
     job,
     layerskip,
-    loop,
     losses,
     plots,
     sft,
     soft,
     step,
+    throughput,
     tokenizer,
 )
 from training import metrics as training_metrics
@@ -85,9 +85,9 @@ def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen, status: int = 0) -> str:
     _, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
+    assert process.returncode == status, said
     return said
 
 
@@ -95,6 +95,21 @@ def metrics(folder: Path, name: str) -> list[dict]:
     file = folder / f"run-{name}" / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def best_of(folder: Path, name: str):
+    """The best checkpoint of a run: parameters, step, what was measured; none is damaged."""
+    with checkpoints.Checkpoints(folder / f"run-{name}" / "checkpoints", read_only=True) as kept:
+        state, step, measured = kept.best(pytest.fail)
+    return state["params"], step, measured
+
+
+def one_error(capsys, module: str = "training.sft") -> str:
+    """The one line that a refused command says."""
+    said = capsys.readouterr().err
+    assert said.startswith(f"{module}: error: ")
+    assert said.count("\n") == 1
+    return said
 
 
 def losses_of(records: list[dict]) -> list[tuple]:
@@ -138,8 +153,9 @@ def test_a_killed_run_resumes_exactly(folder, whole):
 
 
 def test_an_interrupted_run_leaves_a_checkpoint_and_an_export(folder, whole):
-    finish(stop_after(folder, "interrupted", 7, signal.SIGINT))
+    said = finish(stop_after(folder, "interrupted", 7, signal.SIGINT), status=130)
     last = metrics(folder, "interrupted")[-1]
+    assert f"interrupted after step {last['step']}; the same command goes on from there" in said
     assert last["step"] < 60
     assert "held_out_loss" in last
     assert (folder / "run-interrupted" / "checkpoints" / str(last["step"])).is_dir()
@@ -253,17 +269,10 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(folder, monkeypatch, ca
     assert "held-out loss nan at step 10; training stops, the checkpoint of step 5 is intact" in message
 
 
-def test_a_checkpoint_without_a_finite_loss_is_never_the_best(tmp_path):
-    found = {5: float("nan"), 10: 2.0}
-
-    def manager(*steps):
-        return types.SimpleNamespace(
-            all_steps=lambda: steps, metrics=lambda step: {"held_out_loss": found[step]}, directory=tmp_path
-        )
-
-    assert export.best_step(manager(5, 10))[0] == 10
-    with pytest.raises(ValueError, match="with a finite held-out loss"):
-        export.best_step(manager(5))
+def test_a_checkpoint_without_a_finite_loss_is_never_the_best():
+    measured = {5: {"held_out_loss": float("nan")}, 10: {"held_out_loss": 2.0}, 15: {"held_out_loss": 3.0}}
+    assert checkpoints.best_step(measured) == 10
+    assert checkpoints.best_step({5: measured[5]}) is None
 
 
 def test_a_card_counts_the_parameters_that_are_written():
@@ -276,7 +285,8 @@ def test_a_card_counts_the_parameters_that_are_written():
         "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
     }
     measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
-    text = card.write("m", CONFIG, record, [], 0, measured, {})
+    fitness = {"num_layers": 1, "kinds": {}, "checks": []}
+    text = card.write("m", CONFIG, record, [], 0, measured, {}, fitness)
     assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
     assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
 
@@ -299,8 +309,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder,
     assert sft.main(arguments(folder, "diverging", "--steps", "30")) == 1
     message = capsys.readouterr().err
     assert "at step 7; training stops, the checkpoint of step 5 is intact" in message
-    with loop.checkpoint_manager(folder / "run-diverging" / "checkpoints", 1, read_only=True) as manager:
-        found, best, measured = export.best_params(manager)
+    found, best, measured = best_of(folder, "diverging")
     assert best == 5
     assert np.isfinite(measured["held_out_loss"])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
@@ -313,9 +322,9 @@ def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
         evaluation, "make_measure", lambda *_: lambda *_: {"held_out_loss": next(falling_then_rising)}
     )
     assert sft.main(arguments(folder, "kept", "--steps", "30")) == 0
-    with loop.checkpoint_manager(folder / "run-kept" / "checkpoints", 2, read_only=True) as manager:
-        assert sorted(manager.all_steps()) == [10, 25, 30]
-        assert export.best_step(manager) == (10, {"held_out_loss": 1.0})
+    with checkpoints.Checkpoints(folder / "run-kept" / "checkpoints", read_only=True) as kept:
+        assert kept.steps() == [10, 25, 30]
+    assert best_of(folder, "kept")[1:] == (10, {"held_out_loss": 1.0})
 
 
 def test_metrics_say_that_the_disk_is_full_and_end(tmp_path):
@@ -360,8 +369,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
     message = capsys.readouterr().err
     assert " could not be written: " in message
     assert "File too large" in message
-    with loop.checkpoint_manager(folder / f"run-{name}" / "checkpoints", 1, read_only=True) as manager:
-        found, best, _ = export.best_params(manager)
+    found, best, _ = best_of(folder, name)
     # The second may have been on its way when the disk filled up.
     assert best in (5, 10)
     assert f"the checkpoint of step {best} is intact" in message
@@ -455,9 +463,8 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     ],
 )
 def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
-    with pytest.raises(SystemExit):
-        soft.main([*soft_arguments(folder, "wrong"), *more])
-    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert soft.main([*soft_arguments(folder, "wrong"), *more]) == 2
+    assert one_error(capsys, "training.soft").count(said) == 1
 
 
 def test_a_target_of_another_vocabulary_is_refused(folder, whole, capsys):
@@ -497,15 +504,13 @@ def test_a_bad_yaml_file_gets_one_clear_line(tmp_path, content, said, capsys):
     file = tmp_path / "options.yaml"
     if content is not None:
         file.write_text(content)
-    assert sft.main(["--config", str(file)]) == 1
-    assert said in capsys.readouterr().err
+    assert sft.main(["--config", str(file)]) == 2
+    assert said in one_error(capsys)
 
 
 def test_a_shape_beside_a_given_model_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        sft.main(["--data", "a", "--run", "r", "--start", "small", "--layers", "3", "--heads", "2"])
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "layers, heads: the shape is chosen for a model from scratch" in said
+    assert sft.main(["--data", "a", "--run", "r", "--start", "small", "--layers", "3", "--heads", "2"]) == 2
+    assert "layers, heads: the shape is chosen for a model from scratch" in one_error(capsys)
 
 
 def test_the_recipe_of_the_draft_serves_both_jobs():
@@ -607,7 +612,26 @@ def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, cap
     "more", [["--steps", "0"], ["--window", "1"], ["--accumulate", "0"], ["--minutes", "-1"]]
 )
 def test_impossible_options_are_refused_when_they_are_read(folder, more, capsys):
-    with pytest.raises(SystemExit):
-        sft.main(arguments(folder, "wrong", *more))
+    assert sft.main(arguments(folder, "wrong", *more)) == 2
     name, value = more
-    assert f"{name[2:]} is {value}" in capsys.readouterr().err
+    assert f"error: {name[2:]} is {value}" in one_error(capsys)
+
+
+def test_the_command_line_is_refused_in_one_line(capsys):
+    """As `jaxspec: error: …`, without boxes and without the names of the program's own classes."""
+    for given, said in (
+        (
+            ["--data", "a"],
+            "neither output nor run is given; name the directory of the model with --output DIR",
+        ),
+        (
+            ["--data", "a", "--output", "b", "--stepz", "3"],
+            "unrecognized options: --stepz, 3 (perhaps you meant ",
+        ),
+        (["--data", "a", "--output", "b", "--steps", "few"], "is 'few'; give a whole number or auto"),
+    ):
+        assert sft.main(given) == 2
+        assert said in one_error(capsys)
+    for command in (export, plots, throughput):
+        assert command.main(["--nonsense"]) == 2
+        assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)

@@ -79,9 +79,10 @@ def test_default_alphas_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (((1.5,), (0,), (0,)), "--alpha has 1.5; give numbers above 0 and at most 1"),
-        (((0.9,), (-1,), (0,)), "--every has -1"),
-        (((0.9,), (0,), (-2,)), "--keep-last has -2"),
+        (((1.5,), (0,), (0,)), "`alphas` has 1.5; give numbers above 0 and at most 1"),
+        (((0.9,), (-1,), (0,)), "`everys` has -1"),
+        (((0.9,), (2**31,), (0,)), "`everys` has 2147483648; give 0"),
+        (((0.9,), (0,), (-2,)), "`keep_lasts` has -2"),
     ],
 )
 def test_wrong_grids(lists, message):
@@ -187,7 +188,7 @@ def test_an_interrupted_sweep_has_what_was_measured(deep, after):
 def test_wrong_sweeps(deep):
     with pytest.raises(ValueError, match="no setting skips anything"):
         tune_asd(deep, PROMPTS, ASDOptions(alphas=(1.0,), everys=(0,)))
-    with pytest.raises(ValueError, match="--repeats is 0"):
+    with pytest.raises(ValueError, match="repeats is 0"):
         ASDOptions(repeats=0)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxspec.bench import fitness as fitness_bench
 from jaxspec.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -81,6 +82,7 @@ def write(
     step: int,
     measured: Mapping[str, float],
     texts: Mapping[str, Sequence[str]],
+    fitness: Mapping[str, Any],
 ) -> str:
     """The card as Markdown.
 
@@ -92,6 +94,7 @@ def write(
       step: of the exported checkpoint.
       measured: what was measured there: `held_out_loss` (nats a token), and more by name and kind.
       texts: samples by prompt; the first of each is the greedy one.
+      fitness: the report of the fitness test.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
@@ -121,6 +124,10 @@ def write(
         "```",
         *record["commands"],
         "```",
+        "",
+        "## Does it need its depth?",
+        "",
+        *fitness_bench.markdown(fitness),
         "",
         "## Samples",
         "",

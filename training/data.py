@@ -26,6 +26,10 @@ from training.formats import Document
 Windows = dict[str, np.ndarray]
 
 
+# Where `cached` keeps a run's windows, in its directory.
+TOKENS_FILE = "tokens.npz"
+
+
 class Encoded(NamedTuple):
     """A document in tokens: int32[n], and which of them are to be learned, bool[n]."""
 
@@ -151,16 +155,32 @@ def batches(
 
 def fixed_batches(windows: Windows, batch: int, limit: int) -> list[Windows]:
     """At most `limit` windows, spread evenly over all, in batches of [B, T]; the last is padded."""
+    chosen = spread(windows, limit)
+    parts = []
+    for begin in range(0, len(chosen["tokens"]), batch):
+        part = {name: array[begin : begin + batch] for name, array in chosen.items()}
+        padding = ((0, batch - len(part["tokens"])), (0, 0))
+        parts.append({name: np.pad(array, padding) for name, array in part.items()})
+    return parts
+
+
+def spread(windows: Windows, limit: int) -> Windows:
+    """At most `limit` windows, spread evenly over all: packing puts long documents first."""
     total = len(windows["tokens"])
     count = min(limit, total)
-    # Packing puts long documents first: a plain slice would measure those alone.
     rows = np.arange(count) * total // count
-    parts = []
-    for begin in range(0, count, batch):
-        chosen = rows[begin : begin + batch]
-        padding = ((0, batch - len(chosen)), (0, 0))
-        parts.append({name: np.pad(array[chosen], padding) for name, array in windows.items()})
-    return parts
+    return {name: array[rows] for name, array in windows.items()}
+
+
+def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
+    """The windows by part (`training`, `held_out`) and kind that `cached` has kept in a file, and their key."""
+    found: dict[str, dict[str, Windows]] = {}
+    with np.load(file) as arrays:
+        for path in arrays.files:
+            if path != "key":
+                part, kind, name = path.split("|")
+                found.setdefault(part, {}).setdefault(kind, {})[name] = arrays[path]
+        return found, str(arrays["key"])
 
 
 def cached(
@@ -168,14 +188,9 @@ def cached(
 ) -> dict[str, dict[str, Windows]]:
     """What `make()` gives, windows by part and kind, kept in `file` as long as `key` is the same."""
     if file.is_file():
-        with np.load(file) as stored:
-            if str(stored["key"]) == key:
-                found: dict[str, dict[str, Windows]] = {}
-                for path in stored.files:
-                    if path != "key":
-                        part, kind, name = path.split("|")
-                        found.setdefault(part, {}).setdefault(kind, {})[name] = stored[path]
-                return found
+        found, stored_key = stored(file)
+        if stored_key == key:
+            return found
     made = {part: dict(kinds) for part, kinds in make().items()}
     flat: dict[str, Any] = {
         f"{part}|{kind}|{name}": array

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import tyro
-from orbax import checkpoint as ocp
+from rich.console import Console
 
+from jaxspec.bench import fitness as fitness_bench
+from jaxspec.engine.language_model import load
 from jaxspec.io import files, huggingface
 from jaxspec.io.tokenizer import copy_files
-from jaxspec.model.llama import Params
-from training import card, loop, metrics, tokenizer
+from jaxspec.selection import fitness
+from training import card, command, data, metrics, tokenizer
+from training.checkpoints import Checkpoints
+from training.options import parse_plain
 
 RUN_FILE = "run.json"
+FITNESS_FILE = "fitness.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,32 +43,16 @@ class Options:
     samples: int = 2
 
 
-def best_step(manager: ocp.CheckpointManager) -> tuple[int, dict[str, float]]:
-    """(step, what was measured there) of the checkpoint with the lowest held-out loss.
-
-    Raises:
-      ValueError: there is no checkpoint, or none of a finite loss.
-    """
-    every = {step: dict(manager.metrics(step)) for step in manager.all_steps()}
-    measured = {step: one for step, one in every.items() if math.isfinite(one["held_out_loss"])}
-    if not measured:
-        found = " with a finite held-out loss" if every else ""
-        raise ValueError(f"no checkpoint{found} in {manager.directory}; train first")
-    step = min(measured, key=lambda step: measured[step]["held_out_loss"])
-    return step, measured[step]
-
-
-def best_params(manager: ocp.CheckpointManager) -> tuple[Params, int, dict[str, float]]:
-    """(float32 parameters, step, what was measured there) of the best checkpoint."""
-    step, measured = best_step(manager)
-    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-    return restored["state"]["params"], step, measured
-
-
-def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
+def export(run: Path, output: Path, samples: int, report: Callable[[str], None]) -> tuple[int, float]:
     """Writes config, bfloat16 weights, tokenizer and card of the best checkpoint.
 
     A checkpoint from before the model was grown to its full depth is written as the shallower model it is.
+
+    Args:
+      run: the run directory.
+      output: the directory to write.
+      samples: texts to write into the card after each prompt.
+      report: is given a line for damaged checkpoints, which are passed over.
 
     Returns:
       its step and held-out loss (nats a token).
@@ -74,8 +62,9 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
     """
     record = read_run(run)
     config = huggingface.read_config(run)
-    with loop.checkpoint_manager(run / "checkpoints", keep=1, read_only=True) as manager:
-        params, step, measured = best_params(manager)
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        state, step, measured = checkpoints.best(report)
+    params = state["params"]
     config = config.truncated(len(params["layers"]))
     exits = huggingface.read_exits(run, config.num_layers)
     huggingface.save(output, config, params, dtype=jnp.bfloat16, exits=exits)
@@ -86,9 +75,19 @@ def export(run: Path, output: Path, samples: int) -> tuple[int, float]:
         prompt: card.sample(config, rounded, words, samples, prompt)
         for prompt in card.prompts_for(list(record["documents"]))
     }
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts)
+    report = judge(run, output, record["options"]["data"]["held_out_rows"])
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, report)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]
+
+
+def judge(run: Path, model: Path, rows: int) -> dict[str, Any]:
+    """Runs the fitness test of a model on at most `rows` held-out windows per kind; kept in its fitness.json."""
+    parts, _ = data.stored(run / data.TOKENS_FILE)
+    kinds = {kind: fitness.Texts(**data.spread(windows, rows)) for kind, windows in parts["held_out"].items()}
+    report = fitness_bench.measure(load(model, dtype="float32"), kinds)
+    files.write_json(model / FITNESS_FILE, report)
+    return report
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -103,16 +102,16 @@ def read_run(run: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = tyro.cli(Options, args=arguments, prog="python -m training.export")
-    try:
-        step, loss = export(options.run, options.output, options.samples)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output}", file=sys.stderr)
-    return 0
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        options = parse_plain(Options, given, prog)
+        step, loss = export(options.run, options.output, options.samples, console.print)
+        console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output}")
+        return 0
+
+    return command.run("training.export", work, arguments)
 
 
 if __name__ == "__main__":

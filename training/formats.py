@@ -1,4 +1,4 @@
-"""Records of text become documents: plain text, JSON lines, GSM8K, MBPP, ShareGPT, Hugging Face data sets.
+"""Records become documents: plain text, JSON lines, prompt and completion, GSM8K, MBPP, ShareGPT, tasks made by rule.
 
 A document is a row of spans, some of which are to be learned and some only read; a record that does not fit
 its format is reported with file and line.
@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from jaxspec.io.files import read_json, read_text
-from training import copy_edit
+from training import copy_edit, tasks
 
 SEPARATOR = "<|endoftext|>"
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -51,10 +51,12 @@ class Document:
     Attributes:
       spans: laid end to end.
       origin: the text by whose hash it is held out or not: what is made of a held-out story is held out too.
+      chat: whether it is a conversation, written by the chat template.
     """
 
     spans: tuple[Span, ...]
     origin: str
+    chat: bool = False
 
     @property
     def text(self) -> str:
@@ -131,6 +133,15 @@ def _from_text(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     return plain(_string(record, "text"))
 
 
+def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
+    """Only the completion is learned."""
+    del chat
+    prompt, completion = _string(record, "prompt"), _string(record, "completion")
+    if not completion:
+        raise ValueError("`completion` is empty; give the text to be learned")
+    return [Document((Span(prompt, learn=False), Span(completion)), prompt)]
+
+
 def _from_gsm8k(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     del chat
     return plain(gsm8k_prompt(_string(record, "question")) + " " + _string(record, "answer"))
@@ -174,7 +185,7 @@ def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
             raise ValueError("the chat template rewrites earlier turns; the answers cannot be told apart")
         spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :])]
         done = answered
-    return [Document(tuple(spans), done)] if spans else []
+    return [Document(tuple(spans), done, chat=True)] if spans else []
 
 
 def gsm8k_prompt(question: str) -> str:
@@ -189,6 +200,7 @@ def mbpp_prompt(task: str) -> str:
 
 FORMATS: dict[str, Convert] = {
     "text": _from_text,
+    "completion": _from_completion,
     "gsm8k": _from_gsm8k,
     "mbpp": _from_mbpp,
     "sharegpt": _from_sharegpt,
@@ -196,6 +208,7 @@ FORMATS: dict[str, Convert] = {
 }
 # By which keys `auto` knows the format of a record, the most special first.
 _KEYS = {
+    "completion": ("prompt", "completion"),
     "gsm8k": ("question", "answer"),
     "mbpp": ("text", "code"),
     "sharegpt": ("conversations",),
@@ -230,7 +243,8 @@ def read(
     """All documents of a file or a Hugging Face data set; empty ones are dropped.
 
     Args:
-      path: text with `<|endoftext|>` between documents, `.jsonl`, a `.json` list, or `hf:NAME[:SPLIT]`.
+      path: text with `<|endoftext|>` between documents, `.jsonl`, a `.json` list, `hf:NAME[:SPLIT]`, or
+        `tasks:FAMILY[:COUNT]`, tasks made by rule; see `training.tasks`.
       form: one of `FORMATS`, or `auto`: by the keys of each record.
       chat: how conversations become text.
       skip: whether a malformed record is reported and left out instead of ending it all.
@@ -267,6 +281,10 @@ _Record = tuple[str, Callable[[], Mapping[str, Any]]]
 def _records(path: str) -> Iterator[_Record]:
     if path.startswith("hf:"):
         yield from _hugging_face(path)
+        return
+    if path.startswith(tasks.PREFIX):
+        for place, record in tasks.records(path):
+            yield place, functools.partial(dict, record)
         return
     file = Path(path)
     try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,20 +20,25 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import (
+    checkpoints,
+    command,
     data,
     evaluation,
     export,
     formats,
     induction,
+    lock,
     loop,
     losses,
     plots,
     sharding,
+    sizing,
     step,
     tokenizer,
 )
 from training.losses import Loss
-from training.options import SCRATCH, DataOptions, JobOptions, parse, to_yaml
+from training.options import SCRATCH, DataOptions, JobOptions, chosen_earlier, parse, plain, to_yaml
+from training.progress import counted
 
 OPTIONS_FILE = "options.yaml"
 # Characters of each kind on which a tokenizer is learned, in proportion to the kinds' weights.
@@ -167,8 +170,8 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     if given is not None:
         tokenizer_files.copy_files(given, run)
         return
-    # A model that learns answers alone learns a form of conversation, and is used in it.
-    talks = any(not span.learn for part in kinds.values() for one in part for span in one.spans)
+    # A model that learns conversations is used in the form in which it has read them.
+    talks = any(document.chat for part in kinds.values() for document in part)
     tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
 
 
@@ -227,7 +230,7 @@ def packed(
             for name, kinds in zip(("training", "held_out"), documents, strict=True)
         }
 
-    parts = data.cached(options.run_directory / "tokens.npz", key, make)
+    parts = data.cached(options.run_directory / data.TOKENS_FILE, key, make)
     return parts["training"], parts["held_out"]
 
 
@@ -261,35 +264,58 @@ def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> No
         raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
 
 
+Options = TypeVar("Options", bound=JobOptions)
+
+
 def train(
-    options: JobOptions,
-    objective: Callable[[Start], Objective],
+    options: Options,
+    objective: Callable[[Options, Start], Objective],
     module: str,
-    command: str,
+    typed: str,
     console: Console,
-) -> None:
-    """Trains, then exports the best checkpoint; `module` is the job's, `command` all that was typed.
+) -> int:
+    """Trains, then exports the best checkpoint; `module` is the job's, `typed` all that was typed.
+
+    Returns:
+      the exit status: 0 also where the time that was asked for is over; 128 and the signal's number where a
+      signal ended it.
 
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
-    run = options.run_directory
-    resumed = loop.has_checkpoint(run / "checkpoints")
     documents = read_kinds(options.data, chat_of(options), console.print)
+    with lock.exclusive(options.run_directory, console.print):
+        return _train(options, objective, documents, module, typed, console)
+
+
+def _train(
+    options: Options,
+    objective: Callable[[Options, Start], Objective],
+    documents: tuple[Kinds, Kinds],
+    module: str,
+    typed: str,
+    console: Console,
+) -> int:
+    run = options.run_directory
+    resumed = checkpoints.has_checkpoint(run / "checkpoints")
+    characters = sum(len(document.text) for part in documents[0].values() for document in part)
+    earlier = chosen_earlier(run / OPTIONS_FILE) if resumed else {}
+    options, chosen = options.settled(characters, earlier)
+    if chosen:
+        console.print(sizing.in_words(characters, chosen))
     start = start_model(options, documents[0], resumed)
-    aim = objective(start)
+    aim = objective(options, start)
     marks = document_marks(start.config)
     key = data_key(options.data, documents, start.words, marks)
     same = identity(options, start, aim, module, key)
     if resumed:
         refuse_another(run, start.config, same)
     else:  # whatever is there is of a command that failed before it had trained
-        run.mkdir(parents=True, exist_ok=True)
         (run / export.RUN_FILE).unlink(missing_ok=True)
         put_tokenizer(options, documents[0], start.words)
     windows, held_out = packed(options, documents, start.words, marks, key)
     mesh = sharding.make_mesh()
-    record_run(options, start.config, aim, same, windows, held_out, documents, command, console)
+    record_run(options, start.config, aim, same, windows, held_out, documents, typed, console)
 
     transform = step.optimizer(options.optimizer, options.loop.steps)
     measure = evaluation.make_measure(start.config, aim.exits, aim.judged, aim.target)
@@ -301,11 +327,11 @@ def train(
     loss = losses.in_dtype(aim.loss, jnp.dtype(options.compute_dtype))
     step_fn = step.make_step(loss, transform, options.seed)
     target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
-    with loop.checkpoint_manager(run / "checkpoints", options.loop.keep) as manager:
+    with checkpoints.Checkpoints(run / "checkpoints", options.loop.keep) as kept:
         result = loop.train(
             options.loop,
             run,
-            manager,
+            kept,
             step.init_state(start.params, transform),
             lambda state, batch: step_fn(state, batch, target),
             data.batches(windows, weights, options.data.batch, options.optimizer.accumulate, options.seed),
@@ -314,13 +340,17 @@ def train(
             options.model.stages if options.start == SCRATCH else None,
             mesh,
         )
+    if result.reason != "steps":
+        ended = "interrupted" if result.signal is not None else "out of the time given by --minutes"
+        console.print(f"{ended} after step {int(result.state.step)}; the same command goes on from there")
     if options.output is not None:
-        best, best_loss = export.export(run, options.output, options.samples)
+        best, best_loss = export.export(run, options.output, options.samples, console.print)
         console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
     if options.plot:
-        console.print("drew " + ", ".join(map(str, plots.draw(run))))
-    if result.reason != "steps":
-        console.print(f"stopped early ({result.reason}); the same command goes on from here")
+        drawn = plots.draw(run)
+        why = "" if aim.exits else " (acceptance is measured where there are exits)"
+        console.print("drew " + ", ".join(map(str, drawn)) + why)
+    return 0 if result.signal is None else 128 + result.signal
 
 
 def record_run(
@@ -331,7 +361,7 @@ def record_run(
     windows: dict[str, data.Windows],
     held_out: dict[str, data.Windows],
     documents: tuple[Kinds, Kinds],
-    command: str,
+    typed: str,
     console: Console,
 ) -> None:
     """Writes what the run is into its directory: the model's config, the resolved options, the record."""
@@ -342,9 +372,9 @@ def record_run(
         return {kind: int((part["segments"] > 0).sum()) for kind, part in parts.items()}
 
     record = {
-        "commands": [*(one for one in earlier if one != command), command],
+        "commands": [*(one for one in earlier if one != typed), typed],
         "identity": same,
-        "options": dataclasses.asdict(options),
+        "options": plain(options),
         "parameters": llama.num_params(config),
         "documents": {kind: len(part) for kind, part in documents[0].items()},
         "tokens": {"training": tokens(windows), "held_out": tokens(held_out)},
@@ -353,14 +383,11 @@ def record_run(
     content = hf_config.config_json(config, "float32") | ({"jaxspec": aim.extra} if aim.extra else {})
     files.write_json(run / "config.json", content)
     files.write_atomic(run / OPTIONS_FILE, to_yaml(options))
-    files.write_atomic(run / export.RUN_FILE, json.dumps(record, indent=2, default=str) + "\n")
+    files.write_atomic(run / export.RUN_FILE, json.dumps(record, indent=2) + "\n")
     console.print(
         f"{record['parameters']:,} parameters, {sum(tokens(windows).values()):,} training and "
-        f"{sum(tokens(held_out).values()):,} held-out tokens of {len(windows)} kinds, run in {run}"
+        f"{sum(tokens(held_out).values()):,} held-out tokens of {counted(len(windows), 'kind', 'kinds')}, run in {run}"
     )
-
-
-Options = TypeVar("Options", bound=JobOptions)
 
 
 def main(
@@ -370,14 +397,9 @@ def main(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command line of a job; returns the exit status."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    prog = f"python -m {module}"
-    try:
+
+    def work(given: list[str], prog: str, console: Console) -> int:
         options = parse(kind, given, prog)
-        typed = shlex.join([*prog.split(), *given])
-        train(options, lambda start: objective(options, start), module, typed, console)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", markup=False)
-        return 1
-    return 0
+        return train(options, objective, module, shlex.join([*prog.split(), *given]), console)
+
+    return command.run(module, work, arguments)

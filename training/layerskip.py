@@ -18,7 +18,8 @@ class Options(JobOptions):
 
     Attributes:
       layerskip: the recipe.
-      exits: exit layers whose acceptance is measured at each checkpoint.
+      exits: exit layers whose acceptance is measured at each checkpoint; a quarter and a half of the depth if
+        none are given.
     """
 
     layerskip: LayerSkipOptions = dataclasses.field(default_factory=LayerSkipOptions)
@@ -31,6 +32,11 @@ def recipe(options: Options) -> LayerSkipOptions:
         return options.layerskip
     over_time: Literal["exponential", "constant"] = "exponential" if options.start == SCRATCH else "constant"
     return dataclasses.replace(options.layerskip, dropout_over_time=over_time)
+
+
+def usual_exits(layers: int) -> tuple[int, ...]:
+    """After a quarter and a half of so many layers: where a draft is cheap, and where it is good."""
+    return tuple(sorted({max(1, layers // 4), layers // 2})) if layers > 1 else ()
 
 
 def objective(options: Options, start: job.Start) -> job.Objective:
@@ -47,7 +53,7 @@ def objective(options: Options, start: job.Start) -> job.Objective:
             f"{config.num_layers - 1}"
         )
     loss = layer_skip(config, recipe(options), options.loop.steps, options.remat)
-    return job.Objective(loss, options.exits)
+    return job.Objective(loss, options.exits or usual_exits(config.num_layers))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

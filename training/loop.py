@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import signal
 import time
@@ -14,15 +13,15 @@ from typing import Any, Literal
 
 import grain.python as grain
 import jax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
-from orbax.checkpoint import checkpoint_managers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training import growth, sharding
+from training import growth, sharding, sizing
+from training.checkpoints import Checkpoints
 from training.losses import Batch
 from training.metrics import Metrics
+from training.progress import Pace, Progress, duration
+from training.sizing import AUTO, Sized
 from training.step import TrainState
 
 # (state, batch on the devices) -> (state, metrics); the state given is donated
@@ -34,22 +33,21 @@ class LoopOptions:
     """How long to train, and what is written down on the way.
 
     Attributes:
-      steps: the last step; the learning rate's cosine ends there.
+      steps: the last step; the learning rate's cosine ends there. `auto` follows the size of the data.
       minutes: stop with a checkpoint after so much time in this process, None for no limit. The schedule
         follows the steps, not the clock: the same command goes on from there.
-      every: steps between checkpoints; each carries the held-out loss measured there.
+      every: steps between checkpoints; each carries the held-out loss measured there. `auto`: a tenth of the
+        steps, from 10 to 200.
       keep: how many of the latest checkpoints are kept; the best one by held-out loss always is.
     """
 
-    steps: int = 4000
+    steps: Sized = AUTO
     minutes: float | None = None
-    every: int = 200
+    every: Sized = AUTO
     keep: int = 2
 
     def __post_init__(self):
-        for name in ("steps", "every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        sizing.check(self, steps=1, every=1, keep=1)
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes is {self.minutes}; give a time above 0, or leave it out")
 
@@ -62,43 +60,13 @@ class Result:
       state: after its last step.
       reason: all steps done, out of minutes, or interrupted by a signal.
       seconds: of training in this process.
+      signal: the number of the signal that interrupted it; None if none did.
     """
 
     state: TrainState
     reason: Literal["steps", "minutes", "interrupted"]
     seconds: float
-
-
-def checkpoint_manager(directory: Path, keep: int, read_only: bool = False) -> ocp.CheckpointManager:
-    """Asynchronous, atomic checkpoints: the `keep` latest, and the best by held-out loss."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of every default
-    policies = checkpoint_managers
-    return ocp.CheckpointManager(
-        directory.absolute(),
-        # Named here so that a fresh process can look at a checkpoint's shapes before it reads it.
-        item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
-        options=ocp.CheckpointManagerOptions(
-            best_fn=_held_out_loss,
-            best_mode="min",
-            preservation_policy=policies.AnyPreservationPolicy(
-                [
-                    policies.LatestN(n=keep),
-                    policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
-                ]
-            ),
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-        ),
-    )
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Whether a finished checkpoint lies there; one that is being written has a longer name."""
-    return directory.is_dir() and any(entry.name.isdigit() for entry in directory.iterdir())
-
-
-def _held_out_loss(metrics: Any) -> float:
-    return metrics["held_out_loss"]
+    signal: int | None = None
 
 
 def with_shardings(mesh: Mesh, shapes: TrainState) -> TrainState:
@@ -110,37 +78,18 @@ def with_shardings(mesh: Mesh, shapes: TrainState) -> TrainState:
     )
 
 
-def restore(
-    manager: ocp.CheckpointManager, step: int, state: TrainState
-) -> tuple[TrainState, dict[str, Any]]:
-    """Reads a checkpoint: the state, shaped and placed as `state` says, and the data iterator's record.
-
-    Raises:
-      ValueError: the checkpoint was made with another model or optimiser.
-    """
-    stored = sorted(tuple(leaf.shape) for leaf in jax.tree.leaves(manager.item_metadata(step)["state"]))
-    if stored != sorted(leaf.shape for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            f"the checkpoint of step {step} in {manager.directory} holds another model or optimiser; "
-            "give the options it was started with, or another run directory"
-        )
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(state), data=ocp.args.JsonRestore())
-    got = manager.restore(step, args=args)
-    return got["state"], got["data"]
-
-
 class _StopSignal:
-    """Within it, the first SIGINT or SIGTERM only sets `received`; a second one acts as usual."""
+    """Within it, the first SIGINT or SIGTERM only sets `received`, its number; a second one acts as usual."""
 
     def __enter__(self) -> _StopSignal:
-        self.received = False
+        self.received: int | None = None
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in self._before:
             signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.received = True
+        self.received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -152,7 +101,7 @@ class _StopSignal:
 def train(
     options: LoopOptions,
     directory: Path,
-    manager: ocp.CheckpointManager,
+    checkpoints: Checkpoints,
     state: TrainState,
     step_fn: StepFn,
     batches: grain.DatasetIterator,
@@ -163,13 +112,13 @@ def train(
 ) -> Result:
     """Runs steps until `options.steps`, the time limit or a signal; every way ends with a checkpoint.
 
-    Where the manager holds a checkpoint, training goes on from the latest: state and data are restored, so
+    Where there are checkpoints, training goes on from the newest intact one: state and data are restored, so
     that every later loss is what it would have been without the break.
 
     Args:
       options: how long.
       directory: where metrics.jsonl is written.
-      manager: of the checkpoints; see `checkpoint_manager`.
+      checkpoints: of the run.
       state: the initial state; donated.
       step_fn: see `training.step.make_step`.
       batches: endless training batches with `get_state` and `set_state`.
@@ -179,8 +128,9 @@ def train(
       mesh: over which state and batches are divided; None for all devices.
 
     Raises:
-      ValueError: the loss or the held-out loss is no longer finite, a batch does not fit the model, or a
-        checkpoint or figures could not be written. Nothing more is saved then; the last good checkpoint stands.
+      ValueError: there are checkpoints, but none is intact; the loss or the held-out loss is no longer finite, a
+        batch does not fit the model, or a checkpoint or figures could not be written. Nothing more is saved
+        then; the last good checkpoint stands.
     """
     mesh = sharding.make_mesh() if mesh is None else mesh
 
@@ -190,54 +140,51 @@ def train(
             return state
         return growth.grow(state, stages.layers_at(finished))
 
-    latest = manager.latest_step()
-    if latest is None:
-        state = sharding.place_state(mesh, state)
+    def shapes_after(finished: int) -> TrainState:
+        # A checkpoint is written after the step, at that step's depth.
+        return with_shardings(mesh, jax.eval_shape(lambda: deepened(state, max(0, finished - 1))))
+
+    if checkpoints.steps():
+        resumed = checkpoints.resume(shapes_after)
+        state = resumed.state
+        batches.set_state(resumed.position)
+        console.print(resumed.said, markup=False)
     else:
-        # Written after the step before, at that step's depth.
-        wanted = jax.eval_shape(lambda: deepened(state, max(0, latest - 1)))
-        state, position = restore(manager, latest, with_shardings(mesh, wanted))
-        batches.set_state(position)
-        console.print(f"resumed from step {latest}")
+        state = sharding.place_state(mesh, state)
     begin = time.monotonic()
-    step = first = int(state.step)
+    step = int(state.step)
     log = Metrics(directory, step)
     reason: Literal["steps", "minutes", "interrupted"] = "steps"
-    progress = Progress(
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"), console=console, disable=not console.is_terminal,
-    )  # fmt: skip
-
-    def save(measured: dict[str, float]) -> None:
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(batches.get_state())
-        )
-        with _clear_errors(manager, "a checkpoint"):
-            manager.save(step, args=items, metrics=measured)
+    pace = Pace(options.every)
+    compiled = False  # the step of the present depth
 
     try:
-        with _StopSignal() as stop, progress:
-            task = progress.add_task("", total=options.steps, completed=step, figures="")
-            recent_tokens, recent_begin = 0.0, begin
+        with _StopSignal() as stop, Progress(console, "step", options.steps, step) as progress:
             while step < options.steps:
                 step_begin = time.monotonic()
                 grown = deepened(state, step)
                 if grown is not state:
                     state = sharding.place_state(mesh, grown)
                     console.print(f"{len(state.params['layers'])} layers from step {step + 1} on")
+                    compiled = False
+                    pace.forget()
+                if not compiled:
+                    progress.doing("compiling")
                 batch = next(batches)
-                _check_batch(batch, state.params["embed"].shape[0], step + 1, manager)
+                _check_batch(batch, state.params["embed"].shape[0], step + 1, checkpoints)
                 state, measured = step_fn(state, sharding.place_batch(mesh, batch, rows_axis=1))
                 step += 1
                 record = {name: float(value) for name, value in measured.items()}
                 if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
                     raise ValueError(
                         f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {step}; "
-                        f"{_diverged(manager)}"
+                        f"{_diverged(checkpoints)}"
                     )
                 now = time.monotonic()
-                recent_tokens += record["tokens"]
                 record["step_seconds"] = now - step_begin
+                if compiled:
+                    pace.add(record["tokens"], now - step_begin)
+                compiled = True
                 out_of_time = options.minutes is not None and now - begin >= 60 * options.minutes
                 if stop.received or out_of_time:
                     reason = "interrupted" if stop.received else "minutes"
@@ -246,64 +193,67 @@ def train(
                     held_out = measure(state)
                     if not math.isfinite(held_out["held_out_loss"]):
                         raise ValueError(
-                            f"held-out loss {held_out['held_out_loss']} at step {step}; {_diverged(manager)}"
+                            f"held-out loss {held_out['held_out_loss']} at step {step}; {_diverged(checkpoints)}"
                         )
                     record |= held_out
-                    record["tokens_per_second"] = recent_tokens / (now - recent_begin)
-                    save(held_out)
-                    left = (options.steps - step) * (now - begin) / (step - first)
-                    console.print(_line(step, options.steps, record, left))
-                    recent_tokens, recent_begin = 0.0, time.monotonic()
-                with _clear_errors(manager, "metrics"):
+                    if pace.tokens_per_second is not None:
+                        record["tokens_per_second"] = pace.tokens_per_second
+                    with _clear_errors(checkpoints, "a checkpoint"):
+                        checkpoints.save(step, state, batches.get_state(), held_out)
+                    pace.pause(time.monotonic() - now)
+                    shown = f"loss {record['loss']:.4f}  held-out {held_out['held_out_loss']:.4f}"
+                    took = f"{duration(time.monotonic() - begin)} in all"
+                    ahead = took if last else _ahead(step, options, pace)
+                    progress.say(_joined(f"step {step}/{options.steps}", shown, _rate(pace), ahead))
+                with _clear_errors(checkpoints, "metrics"):
                     log.write(step, record)
-                rate = recent_tokens / max(now - recent_begin, 1e-9)
-                progress.update(task, completed=step, figures=f"loss {record['loss']:.3f}  {rate:,.0f} tok/s")
+                ahead = "" if last else _ahead(step, options, pace)
+                progress.update(step, _joined(f"loss {record['loss']:.3f}", _rate(pace), ahead))
                 if last:
                     break
-            with _clear_errors(manager, "a checkpoint"):
-                manager.wait_until_finished()
+            with _clear_errors(checkpoints, "a checkpoint"):
+                checkpoints.wait()
     finally:
         log.close()
-    return Result(state, reason, time.monotonic() - begin)
+    return Result(state, reason, time.monotonic() - begin, stop.received)
 
 
-def _intact(manager: ocp.CheckpointManager) -> str:
-    """Which checkpoint stands, once the one on its way is written or has failed."""
-    with contextlib.suppress(Exception):
-        manager.wait_until_finished()
-    steps = manager.all_steps(read=True)
-    return f"the checkpoint of step {max(steps)} is intact" if steps else "there is no checkpoint yet"
-
-
-def _diverged(manager: ocp.CheckpointManager) -> str:
-    return f"training stops, {_intact(manager)}. Lower --learning-rate or look at the data"
+def _diverged(checkpoints: Checkpoints) -> str:
+    return f"training stops, {checkpoints.standing()}. Lower --learning-rate or look at the data"
 
 
 @contextlib.contextmanager
-def _clear_errors(manager: ocp.CheckpointManager, what: str) -> Iterator[None]:
+def _clear_errors(checkpoints: Checkpoints, what: str) -> Iterator[None]:
     """One clear line for whatever the storage below raises, of this checkpoint or of the one before."""
     try:
         yield
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{what} could not be written: {said}. Training stops, {_intact(manager)}. Make room and give "
+            f"{what} could not be written: {said}. Training stops, {checkpoints.standing()}. Make room and give "
             "the same command again"
         ) from None
 
 
-def _check_batch(batch: Batch, vocab_size: int, step: int, manager: ocp.CheckpointManager) -> None:
+def _check_batch(batch: Batch, vocab_size: int, step: int, checkpoints: Checkpoints) -> None:
     """Refuses tokens that the model does not have: JAX would read another row in their place."""
     least, most = int(batch["tokens"].min()), int(batch["tokens"].max())
     if least < 0 or most >= vocab_size:
         raise ValueError(
             f"the batch of step {step} holds tokens from {least} to {most}, the vocabulary has {vocab_size}; "
-            f"training stops, {_intact(manager)}. Is the data packed with another tokenizer?"
+            f"training stops, {checkpoints.standing()}. Is the data packed with another tokenizer?"
         )
 
 
-def _line(step: int, steps: int, record: dict[str, float], left: float) -> str:
-    return (
-        f"step {step}/{steps}  loss {record['loss']:.4f}  held-out {record['held_out_loss']:.4f}  "
-        f"{record['tokens_per_second']:,.0f} tokens/s  about {left / 60:.0f} min left"
-    )
+def _rate(pace: Pace) -> str:
+    return "" if pace.tokens_per_second is None else f"{pace.tokens_per_second:,.0f} tokens/s"
+
+
+def _ahead(step: int, options: LoopOptions, pace: Pace) -> str:
+    checkpoints = -(-options.steps // options.every) - step // options.every
+    left = pace.seconds_left(options.steps - step, checkpoints)
+    return "" if left is None else f"about {duration(left)} left"
+
+
+def _joined(*parts: str) -> str:
+    return "  ".join(part for part in parts if part)

@@ -62,8 +62,8 @@ def layer_outputs(
     for layer, p in enumerate(params["layers"]):
         block = functools.partial(llama.run_block, config, window=config.window(layer))
         run = jax.checkpoint(block) if remat else block
-        after = run(p, hidden, batch["positions"], batch["segments"])
-        hidden = after if keep is None else jnp.where(keep[layer][:, None, None], after, hidden)
+        kept = None if keep is None else keep[layer]
+        hidden = run(p, hidden, batch["positions"], batch["segments"], keep=kept)
         outputs.append(hidden)
     return outputs
 

@@ -1,21 +1,24 @@
-"""What every training command can be told: frozen dataclasses, from the command line, a YAML file, or both."""
+"""The options of the training commands: frozen dataclasses, from the command line, a YAML file, or both."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import jax
 import tyro
 import yaml
 
-from training import formats
+from jaxspec.cli.parsing import one_line_errors
+from training import formats, sizing
 from training.growth import Stages
 from training.loop import LoopOptions
+from training.sizing import AUTO, Auto, Sized
 from training.step import OptimizerOptions
 
 SCRATCH = "scratch"
@@ -81,12 +84,14 @@ SourceArgument = Annotated[
 class ModelOptions:
     """The shape of a model trained from scratch; `--start` from a directory takes that model's.
 
+    What is `auto` follows the size of the data; see `training.sizing`.
+
     Attributes:
       vocab_size: tokens, learned from the training part of the data.
       tokenizer: a directory whose tokenizer.json is taken instead.
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated MLP.
-      layers: how many.
+      layers: number of layers.
       growth: pairs LAYERS STEP: so many layers until that step; after the last pair, `layers`. New layers are
         copies of the lower ones.
       heads: query heads.
@@ -97,21 +102,26 @@ class ModelOptions:
       induction: start from weights that copy already; see `training.induction`. Not with tied embeddings.
     """
 
-    vocab_size: int = 2048
+    vocab_size: Sized = AUTO
     tokenizer: Path | None = None
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    layers: int = 6
+    hidden_size: Sized = AUTO
+    intermediate_size: Sized = AUTO
+    layers: Sized = AUTO
     growth: tuple[tuple[int, int], ...] = ()
-    heads: int = 6
-    kv_heads: int = 6
-    head_dim: int = 32
-    context: int = 512
+    heads: Sized = AUTO
+    kv_heads: Sized = AUTO
+    head_dim: Sized = AUTO
+    context: Sized = AUTO
     tied: bool = True
     induction: bool = False
 
     def __post_init__(self):
-        self.stages  # noqa: B018  refuses an impossible one
+        sizing.check(self, vocab_size=1, hidden_size=1, intermediate_size=1, layers=1, heads=1, kv_heads=1)
+        sizing.check(self, head_dim=2, context=2)
+        if not isinstance(self.layers, Auto):
+            self.stages  # noqa: B018  refuses an impossible one
+        elif self.growth:
+            raise ValueError(f"growth is {self.growth} up to an unknown depth; give it with --layers")
 
     @property
     def stages(self) -> Stages:
@@ -125,24 +135,22 @@ class DataOptions:
 
     Attributes:
       data: the sources; those of the same kind are put together, and have the same weight.
-      window: tokens a packed row; longer documents are cut.
-      batch: rows a micro-batch.
+      window: tokens per packed row; longer documents are cut. `auto` follows the size of the data.
+      batch: rows per micro-batch. `auto` follows the size of the data.
       held_out: one document in so many is held out, chosen by its hash.
       held_out_rows: how many packed held-out rows of each kind are measured at each checkpoint.
       skip_malformed: report and leave out records that do not fit their format, instead of ending.
     """
 
     data: tuple[SourceArgument, ...]
-    window: int = 256
-    batch: int = 8
+    window: Sized = AUTO
+    batch: Sized = AUTO
     held_out: int = HELD_OUT
     held_out_rows: int = 64
     skip_malformed: bool = False
 
     def __post_init__(self):
-        for name, least in (("window", 2), ("batch", 1), ("held_out", 2), ("held_out_rows", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
+        sizing.check(self, window=2, batch=1, held_out=2, held_out_rows=1)
         if not self.data:
             raise ValueError("no data is given; name at least one source with --data")
         for source in self.data:
@@ -194,7 +202,9 @@ class JobOptions:
 
     def __post_init__(self):
         if self.output is None and self.run is None:
-            raise ValueError("neither output nor run is given; say with --output DIR where the model goes")
+            raise ValueError(
+                "neither output nor run is given; name the directory of the model with --output DIR"
+            )
         if self.start == SCRATCH and self.start_layers is not None:
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
         shape = [name for name, value in vars(self.model).items() if value != getattr(ModelOptions, name)]
@@ -203,6 +213,33 @@ class JobOptions:
                 f"{', '.join(shape)}: the shape is chosen for a model from scratch, start is {self.start}; leave "
                 "one of them out"
             )
+
+    def settled(self, characters: int, earlier: Mapping[str, int]) -> tuple[Self, dict[str, int]]:
+        """These options with a number in the place of each `auto`, and the numbers that were chosen now.
+
+        Args:
+          characters: of the training text.
+          earlier: what was chosen when the run began, by name of option; none for a new run.
+        """
+        sections = ("model", "data", "loop") if self.start == SCRATCH else ("data", "loop")
+        found = {
+            name: value
+            for section in sections
+            for name, value in vars(getattr(self, section)).items()
+            if name in sizing.NAMES and (name != "vocab_size" or self.model.tokenizer is None)
+        }
+        given = {name: value for name, value in found.items() if not isinstance(value, Auto)}
+        open_ones = found.keys() - given.keys()
+        given |= {name: value for name, value in earlier.items() if name in open_ones}
+        sizes = sizing.choose(characters, self.start == SCRATCH, self.optimizer.accumulate, given)
+        changed = {
+            section: dataclasses.replace(
+                getattr(self, section),
+                **{name: sizes[name] for name in open_ones if name in vars(getattr(self, section))},
+            )
+            for section in sections
+        }
+        return dataclasses.replace(self, **changed), {n: sizes[n] for n in found if n not in given}
 
     @property
     def compute_dtype(self) -> str:
@@ -223,6 +260,12 @@ class JobOptions:
 
 
 Options = TypeVar("Options")
+
+
+class WrongOptions(ValueError):
+    """The options of a command cannot be understood, or do not fit each other."""
+
+
 _CONFIG = "--config"
 _CONFIG_HELP = (
     "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
@@ -237,8 +280,8 @@ def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Op
     several files the later ones win.
 
     Raises:
-      ValueError: the file cannot be read.
-      SystemExit: an option is unknown or impossible; tyro has said which.
+      WrongOptions: a file cannot be read, or an option is unknown or impossible; one line.
+      SystemExit: help was asked for, and is printed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     words: list[str] = []
@@ -253,13 +296,29 @@ def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Op
     rest = _collected(rest, "--data")
     # tyro takes the attributes' part itself, for each option, unless a description is given.
     about = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip()
-    return tyro.cli(
-        kind,
-        args=[*words, *rest],
-        prog=prog,
-        description=f"{about}\n\n{_CONFIG_HELP}",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    return parse_plain(kind, [*words, *rest], prog, f"{about}\n\n{_CONFIG_HELP}")
+
+
+def parse_plain(
+    kind: type[Options], arguments: Sequence[str] | None, prog: str, description: str | None = None
+) -> Options:
+    """Options from the command line alone.
+
+    Raises:
+      WrongOptions, SystemExit: as `parse`.
+    """
+    try:
+        with one_line_errors(prog):
+            return tyro.cli(
+                kind,
+                args=arguments,
+                prog=prog,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except ValueError as error:
+        # What the dataclasses themselves refuse comes with their names, which a user does not know.
+        raise WrongOptions(re.sub(r"^error parsing (?!-)\S+: ", "", str(error))) from None
 
 
 def _collected(words: list[str], option: str) -> list[str]:
@@ -284,16 +343,16 @@ def yaml_words(file: Path) -> list[str]:
     """A YAML file as words of the command line.
 
     Raises:
-      ValueError: it cannot be read, or is no mapping of options.
+      WrongOptions: it cannot be read, or is no mapping of options.
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
+        raise WrongOptions(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+        raise WrongOptions(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, expected options by name")
+        raise WrongOptions(f"{file} holds a {type(content).__name__}, expected options by name")
     return _words(content)
 
 
@@ -323,16 +382,30 @@ def _word(value: Any) -> str:
     return str(value)
 
 
+def plain(options: Any) -> Any:
+    """Options as dictionaries, lists, texts and numbers, as they are written into YAML and JSON."""
+    if isinstance(options, (Source, Auto, Path)):
+        return str(options)
+    if dataclasses.is_dataclass(options) and not isinstance(options, type):
+        return {field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    return [plain(item) for item in options] if isinstance(options, tuple) else options
+
+
 def to_yaml(options: JobOptions) -> str:
     """The resolved options as a file that `--config` reads."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Source):
-            return str(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        if isinstance(value, tuple):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
     return yaml.safe_dump(plain(options), sort_keys=False)
+
+
+def chosen_earlier(file: Path) -> dict[str, int]:
+    """The numbers in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        sections = [part for part in content.values() if isinstance(part, dict)]
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return {}
+    return {
+        name: value
+        for section in sections
+        for name, value in section.items()
+        if name in sizing.NAMES and isinstance(value, int)
+    }

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import tyro
+from rich.console import Console
 
-from training import metrics
+from training import command, metrics
+from training.options import parse_plain
 
 LOSS_FILE, ACCEPTANCE_FILE = "loss.png", "acceptance.png"
 
@@ -107,14 +108,12 @@ def _save(figure, axes, file: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = tyro.cli(Options, args=arguments, prog="python -m training.plots")
-    try:
-        written = draw(options.run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
-    return 0
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        console.print("wrote " + ", ".join(map(str, draw(parse_plain(Options, given, prog).run))))
+        return 0
+
+    return command.run("training.plots", work, arguments)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,17 @@ import jaxspec
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
-from training import formats, job, probing
-from training.options import HELD_OUT, DataOptions, SourceArgument, parse
+from training import command, formats, job, probing
+from training.options import HELD_OUT, DataOptions, SourceArgument, parse, plain
+from training.progress import Pace, Progress, duration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Trains a linear probe for each exit layer, for texts of one law, and reports what it is good for.
+
+    Beside the probe stand, on the same held-out tokens: the base rate (the share accepted in training, for every
+    token), the draft's own probability, and that probability with Platt scaling (two numbers).
 
     Attributes:
       model: a Hugging Face directory.
@@ -106,19 +110,29 @@ def prompt_ids(
 
 
 def decoded(
-    lm: LanguageModel, prompts: list[list[int]], options: Options, method: str, **more: Any
+    lm: LanguageModel,
+    prompts: list[list[int]],
+    options: Options,
+    method: str,
+    report: Callable[[int], None],
+    **more: Any,
 ) -> dict[str, Any]:
-    """What a method does with the prompts: mean acceptance length, and tokens drafted and accepted a round."""
+    """What a method does with the prompts: mean acceptance length, and tokens drafted and accepted per round."""
     settings: dict[str, Any] = {"temperature": 0.0, **options.law, **more}
-    results = lm.generate(
+    pieces = lm.generate(
         prompts,
         method=method,
         max_new_tokens=options.new_tokens,
         num_draft_tokens=options.num_draft_tokens,
         max_batch=options.batch,
+        stream=True,  # each text as it ends
         **settings,
     )
-    statistics = [result.statistics for result in results]
+    statistics = []
+    for piece in pieces:
+        if piece.result is not None:
+            statistics.append(piece.result.statistics)
+            report(len(statistics))
     rounds = max(1, sum(one.num_rounds for one in statistics))
     drafted = sum(one.num_draft_tokens for one in statistics)
     accepted = sum(one.num_accepted_tokens for one in statistics)
@@ -130,7 +144,11 @@ def decoded(
 
 
 def train_probe(
-    lm: LanguageModel, exit_layer: int, parts: tuple[list[list[int]], list[list[int]]], options: Options
+    lm: LanguageModel,
+    exit_layer: int,
+    parts: tuple[list[list[int]], list[list[int]]],
+    options: Options,
+    console: Console,
 ) -> tuple[Path, dict[str, Any]]:
     """Trains one probe, writes it, and reports on held-out prompts.
 
@@ -142,57 +160,89 @@ def train_probe(
         raise ValueError(
             f"exit layer {exit_layer} of a model with {depth} layers; give layers from 1 to {depth - 1}"
         )
-    training, held_out = (
-        probing.gather(
-            lm.config,
-            lm.params,
-            prompts,
-            exit_layer,
-            options.law,
-            num_draft_tokens=options.num_draft_tokens,
-            new_tokens=options.new_tokens,
-            batch=options.batch,
-            seed=options.seed + number,
-        )
-        for number, prompts in enumerate(parts)
-    )
+
+    def prompts_done(what: str, prompts: list[list[int]]) -> _Prompts:
+        return _Prompts(console, f"exit {exit_layer}, {what}: prompt", len(prompts))
+
+    def gathered(number: int, what: str) -> probing.Examples:
+        with prompts_done(f"gathering {what} tokens", parts[number]) as done:
+            return probing.gather(
+                lm.config,
+                lm.params,
+                parts[number],
+                exit_layer,
+                options.law,
+                num_draft_tokens=options.num_draft_tokens,
+                new_tokens=options.new_tokens,
+                batch=options.batch,
+                seed=options.seed + number,
+                report=done,
+            )
+
+    training, held_out = gathered(0, "training"), gathered(1, "held-out")
     v, b = probing.fit(training)
     path = method_files.probe_path(options.output or options.model, exit_layer, options.law_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
-    estimate = probing.predict(v, b, held_out.hidden)
+
+    decoding = {}
+    for method, more in (("layerskip", {}), ("adaspeed", {}), ("adaspeed-probe", {"probe": str(path)})):
+        with prompts_done(f"decoding by {method}", parts[1]) as done:
+            decoding[method] = decoded(lm, parts[1], options, method, done, exit_layer=exit_layer, **more)
     report = {
         "exit_layer": exit_layer,
         "law": options.law_name,
-        "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
+        "options": plain(options),
         "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
         "accepted_share": float(held_out.label.mean()),
-        "probe": probing.quality(estimate, held_out.label),
-        "draft_probability": probing.quality(held_out.confidence, held_out.label),
-        "decoding": {
-            "layerskip": decoded(lm, parts[1], options, "layerskip", exit_layer=exit_layer),
-            "adaspeed": decoded(lm, parts[1], options, "adaspeed", exit_layer=exit_layer),
-            "adaspeed-probe": decoded(
-                lm, parts[1], options, "adaspeed-probe", exit_layer=exit_layer, probe=str(path)
-            ),
-        },
+        **probing.compared(training, held_out, probing.predict(v, b, held_out.hidden)),
+        "decoding": decoding,
     }
     write_json(path.with_suffix(".json"), report)
     return path, report
 
 
+class _Prompts(Progress):
+    """Progress through prompts; called with how many are done. The first ones compile."""
+
+    def __init__(self, console: Console, what: str, total: int) -> None:
+        super().__init__(console, what, total)
+        self._pace = Pace(latest=total)
+        self._before: tuple[int, float] | None = None
+
+    def __enter__(self) -> _Prompts:
+        super().__enter__()
+        self.doing("compiling")
+        return self
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if self._before is not None:
+            self._pace.add(done - self._before[0], now - self._before[1])
+        self._before = done, now
+        rate = self._pace.tokens_per_second
+        self.update(
+            done, f"about {duration((self.total - done) / rate)} left" if rate and done < self.total else ""
+        )
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Two small tables: the estimates, and what decoding makes of them."""
+
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
     title = f"exit layer {report['exit_layer']}, {report['law']}: {report['accepted_share']:.1%} accepted"
-    table = Table("estimate", "accuracy", "cross-entropy", "calibration error", title=title)
-    for name in ("probe", "draft_probability"):
-        figures = report[name]
-        row = (figures[key] for key in ("accuracy", "cross_entropy", "calibration_error"))
-        table.add_row(name, *(f"{value:.3f}" for value in row))
+    figures = ("accuracy", "cross_entropy", "information", "auroc", "calibration_error")
+    # Words that can be broken between: a pipe has 80 columns.
+    headings = ("estimate", "accuracy", "cross entropy", "information", "AUROC", "calibration error")
+    table = Table(*headings, title=title)
+    for name in probing.ESTIMATES:
+        table.add_row(name.replace("_", " "), *(figure(report[name][key]) for key in figures))
     console.print(table)
-    table = Table("method", "tokens a round", "drafted a round", "acceptance rate")
-    for name, figures in report["decoding"].items():
-        table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in figures.values()))
+    table = Table("method", "tokens per round", "drafted per round", "acceptance rate")
+    for name, values in report["decoding"].items():
+        table.add_row(name, *map(figure, values.values()))
     console.print(table)
 
 
@@ -210,20 +260,19 @@ def train(options: Options, console: Console) -> None:
         prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)
     )
     for exit_layer in options.exit_layers:
-        path, report = train_probe(lm, exit_layer, (training, held_out), options)
+        path, report = train_probe(lm, exit_layer, (training, held_out), options, console)
         show(report, console)
         console.print(f"wrote {path} and {path.with_suffix('.json').name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        train(parse(Options, arguments, "python -m training.probe"), console)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", markup=False)
-        return 1
-    return 0
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        train(parse(Options, given, prog), console)
+        return 0
+
+    return command.run("training.probe", work, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,13 +29,13 @@ from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
+from training.estimates import cross_entropy, quality
 
 # Weights of |v|² among which the examples choose; none is zero, so that a probe stays finite even where its
 # labels can be told apart without error.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 LEFT_OUT = 0.2
 FIT_STEPS = 100
-CALIBRATION_BINS = 10
 
 
 class Examples(NamedTuple):
@@ -139,6 +139,7 @@ def gather(
     new_tokens: int,
     batch: int,
     seed: int,
+    report: Callable[[int], None] = lambda done: None,
 ) -> Examples:
     """Decodes after each prompt with the early exit as draft and keeps what probes learn from.
 
@@ -153,6 +154,7 @@ def gather(
       batch: prompts at once; prompts are gone through in such batches, a smaller last one left out unless it
         is the only one.
       seed: of the draws.
+      report: is told how many prompts are done.
     """
     capacity = 1 << (max(map(len, prompts)) + new_tokens + num_draft_tokens + 1).bit_length()
     drafter = Recording(LayerSkip(config, exit_layer, num_draft_tokens=num_draft_tokens))
@@ -168,6 +170,7 @@ def gather(
             chosen = np.asarray(counts)
             for kept, array in zip(parts_found, found, strict=True):
                 kept.append(np.asarray(array, np.float32)[chosen])
+        report(first + batch)
     return Examples(*(np.concatenate(arrays) for arrays in parts_found))
 
 
@@ -217,8 +220,7 @@ def fit(examples: Examples) -> tuple[np.ndarray, float]:
     )
 
     def entropy(ridge: float) -> float:
-        estimate = predict(*_fit(first, ridge), left_out.hidden)
-        return quality(estimate, left_out.label)["cross_entropy"]
+        return cross_entropy(predict(*_fit(first, ridge), left_out.hidden), left_out.label)
 
     return _fit(examples, min(RIDGES, key=entropy))
 
@@ -254,20 +256,55 @@ def predict(v: np.ndarray, b: float, hidden: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-(hidden @ v + b)))
 
 
-def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float]:
-    """How good an estimate [N] of the labels [N] is.
+class Scaling(NamedTuple):
+    """Platt scaling of the draft's log-probability: σ(slope · log p + intercept)."""
+
+    slope: float
+    intercept: float
+
+    def predict(self, confidence: np.ndarray) -> np.ndarray:
+        """The estimates for raw probabilities [N]."""
+        return predict(np.array([self.slope]), self.intercept, _log(confidence)[:, None])
+
+
+def fit_scaling(examples: Examples) -> Scaling:
+    """The two numbers with the least binary cross-entropy (Platt 1999), of the draft's own probability alone."""
+    log_p = _log(examples.confidence)
+    # Of a common scale, as the solver and the ridge want it: log-probabilities near 0 ask for a steep slope.
+    mean, spread = log_p.mean(), max(float(log_p.std()), 1e-6)
+    standard = ((log_p - mean) / spread).astype(np.float32)[:, None]
+    v, b = _fit(examples._replace(hidden=standard), RIDGES[0])
+    slope = float(v[0]) / spread
+    return Scaling(slope, b - slope * float(mean))
+
+
+def _log(probability: np.ndarray) -> np.ndarray:
+    return np.log(np.clip(probability.astype(np.float64), 1e-12, 1.0))
+
+
+ESTIMATES = ("base_rate", "draft_probability", "platt", "probe")
+
+
+def compared(training: Examples, held_out: Examples, probe: np.ndarray) -> dict[str, Any]:
+    """The probe's figures beside those of cheaper estimates, all on the same held-out tokens.
+
+    Args:
+      training: what the cheaper estimates are fitted to, as the probe was.
+      held_out: what all are judged on.
+      probe: its estimates of the held-out tokens, [N].
 
     Returns:
-      `accuracy`: how often the likelier of accepted and rejected, by the estimate, is what happens (of a soft
-      label, its probability). `cross_entropy`: nats. `calibration_error`: the mean, over tokens, of how far
-      the labels' mean in a token's tenth of [0, 1] is from the estimates' (expected calibration error).
+      for each of `ESTIMATES` what `estimates.quality` says; the base rate's `rate`, and the `slope` and `intercept`
+      of Platt scaling.
     """
-    clipped = np.clip(estimate, 1e-6, 1 - 1e-6)
-    entropy = -(label * np.log(clipped) + (1 - label) * np.log(1 - clipped))
-    bins = np.minimum((estimate * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    gaps = [abs((estimate - label)[bins == index].sum()) for index in range(CALIBRATION_BINS)]
+    rate = float(training.label.mean())
+    scaling = fit_scaling(training)
+    estimates: dict[str, tuple[np.ndarray, dict[str, float]]] = {
+        "base_rate": (np.full(len(held_out.label), rate), {"rate": rate}),
+        "draft_probability": (held_out.confidence, {}),
+        "platt": (scaling.predict(held_out.confidence), scaling._asdict()),
+        "probe": (probe, {}),
+    }
     return {
-        "accuracy": float(np.mean(np.where(estimate >= 0.5, label, 1 - label))),
-        "cross_entropy": float(entropy.mean()),
-        "calibration_error": float(sum(gaps) / len(label)),
+        name: quality(estimate, held_out.label) | numbers for name, (estimate, numbers) in estimates.items()
     }

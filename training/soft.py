@@ -14,6 +14,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import exit_losses, job, tokenizer
 from training.options import SCRATCH, JobOptions
+from training.sizing import Auto
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class Options(JobOptions):
                     "with its last exit: leave start_layers out"
                 )
             object.__setattr__(self, "start_layers", self.exits[-1])
+        elif isinstance(self.model.layers, Auto):
+            shape = dataclasses.replace(self.model, layers=self.exits[-1])
+            object.__setattr__(self, "model", shape)
         elif self.model.layers != self.exits[-1]:
             raise ValueError(
                 f"layers is {self.model.layers}, the last exit {self.exits[-1]}; give --layers {self.exits[-1]}"

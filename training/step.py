@@ -39,9 +39,9 @@ class OptimizerOptions:
     """AdamW or Muon, with linear warm-up, decay and clipping.
 
     Attributes:
-      kind: `adamw`, or `muon`: the matrices that write into the residual stream move by their momentum made
-        orthogonal (Jordan et al. 2024), with updates as large as AdamW's at the same rate (Liu et al. 2025,
-        "Muon is Scalable for LLM Training", equation 4); all else by AdamW. Both with Nesterov momentum.
+      kind: `adamw`, or `muon`: the matrices of the layers move by their momentum made orthogonal (Jordan et al.
+        2024), with updates as large as AdamW's at the same rate (Liu et al. 2025, "Muon is Scalable for LLM
+        Training", equation 4); embedding, head and norms by AdamW. Both with Nesterov momentum.
       learning_rate: the peak, reached after warm-up.
       schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
         cosine, over the last `decay_steps` only, so that a run may be made longer until then.
@@ -103,13 +103,22 @@ def decayed(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
+# The axes (reduction, output) of each matrix of a layer; the axes left over tell matrices of one leaf apart: the
+# key/value heads of `qkv`, gate and up of `gate_up`.
+_MATRICES = {
+    "qkv": contrib.MuonDimensionNumbers(2, 1),
+    "out": contrib.MuonDimensionNumbers(1, 0),
+    "gate_up": contrib.MuonDimensionNumbers(2, 1),
+    "down": contrib.MuonDimensionNumbers(1, 0),
+}
+
+
 def orthogonalised(params: Params) -> Any:
-    """Which leaves Muon moves, told as Optax wants it: the `out` and `down` of each layer, None for the others."""
+    """Which leaves Muon moves, in Optax's form: the axes of each matrix of a layer, None for all else."""
 
     def dimensions(path, leaf) -> contrib.MuonDimensionNumbers | None:
         del leaf
-        inside = path[0].key == "layers"
-        return contrib.MuonDimensionNumbers() if inside and path[-1].key in ("out", "down") else None
+        return _MATRICES.get(path[-1].key) if path[0].key == "layers" else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)
 

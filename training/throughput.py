@@ -16,18 +16,31 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.timing import interleaved
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import exit_losses, job, losses, step
-from training.options import ModelOptions
+from training import command, exit_losses, job, losses, step
+from training.options import ModelOptions, parse_plain
 
 # Side of the square matrices whose product is the device's rate.
 SIDE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
+
+
+def _usual_shape() -> ModelOptions:
+    """What is timed where nothing is said: there is no data that a shape could follow."""
+    return ModelOptions(
+        vocab_size=2048,
+        hidden_size=192,
+        intermediate_size=512,
+        layers=6,
+        heads=6,
+        kv_heads=6,
+        head_dim=32,
+        context=512,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Options:
       json: print JSON instead of a table.
     """
 
-    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    model: ModelOptions = dataclasses.field(default_factory=_usual_shape)
     window: int = 256
     batch: int = 8
     objective: Literal["sft", "layerskip"] = "sft"
@@ -178,15 +191,17 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = tyro.cli(
-        Options, args=arguments, prog="python -m training.throughput", config=(tyro.conf.OmitArgPrefixes,)
-    )
-    report = measure(options)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report, Console())
-    return 0
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        options = parse_plain(Options, given, prog)
+        report = measure(options)
+        if options.json:
+            print(json.dumps(report, indent=2))
+        else:
+            show(report, Console())
+        return 0
+
+    return command.run("training.throughput", work, arguments)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ from typing import Any
 
 from jaxspec.bench.timing import interleaved
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.requests import Conversation, Prompt
 from jaxspec.engine.results import Result
-from jaxspec.method_options import MethodOptions, check_method, option_name, options_for, options_given
+from jaxspec.method_options import MethodOptions, check_method, options_for, options_given
 
 BASELINE = "autoregressive"
 
 
 def compare(
     lm: LanguageModel,
-    prompt: str,
+    prompt: Prompt | Conversation,
     methods: Sequence[str],
     options: MethodOptions | None = None,
     *,
@@ -33,7 +34,7 @@ def compare(
 
     Args:
       lm: the model.
-      prompt: the text to go on from.
+      prompt: the text to go on from, token ids or messages.
       methods: names; autoregressive, the baseline, comes first whether named or not.
       options: for all of them; each method takes those it knows.
       repeats: how often each generates, timed.
@@ -41,10 +42,11 @@ def compare(
       **generation: arguments of `lm.generate`, such as max_new_tokens.
 
     Returns:
-      `model`, `device`, `dtype`, and `results`: a list of `method`, `tokens` (how many were generated),
-      `tokens_per_second`, `speedup` over autoregressive, `mean_acceptance_length`, `draft_acceptance_rate`
-      and `identical_to_autoregressive` (null where tokens are drawn at random, as then only the laws are
-      equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
+      `model`, `device`, `dtype`, and `results`: a list of `method`, `text` (null where the model has no tokenizer),
+      `tokens` (how many were generated), `first_token_ms` (from the call to the first token, nothing compiling, the
+      median over the repeats), `tokens_per_second`, `speedup` over autoregressive, `mean_acceptance_length`,
+      `draft_acceptance_rate` and `identical_to_autoregressive` (null where tokens are drawn at random, as then only
+      the distributions are equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
 
     Raises:
       ValueError: unknown method, `repeats` below 1, an option that none of the methods knows, or what
@@ -52,28 +54,28 @@ def compare(
     """
     names = list(dict.fromkeys([BASELINE, *map(check_method, methods)]))
     if repeats < 1:
-        raise ValueError(f"--repeats is {repeats}; give at least 1")
+        raise ValueError(f"repeats is {repeats}; give at least 1")
     options = options or MethodOptions()
     chosen = {name: options_given(options_for(name, options)) for name in names}
     unread = options_given(options).keys() - {option for given in chosen.values() for option in given}
     if unread:
         raise ValueError(
             f"none of the methods {', '.join(names)} has an option "
-            f"{', '.join(sorted(map(option_name, unread)))}; leave it out or add a method"
+            f"{', '.join(f'`{name}`' for name in sorted(unread))}; leave it out or add a method"
         )
 
     results: dict[str, list[Result]] = {name: [] for name in names}
 
     def run(name: str) -> None:
-        on_progress(f"running {name}")
+        on_progress(f"timing {name}, run {len(results[name]) + 1} of {repeats}")
         results[name].append(lm.generate(prompt, method=name, **generation, **chosen[name]))
 
     # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
     warm = {
         name: lm.generate(prompt, method=name, stream=True, **generation, **chosen[name]) for name in names
     }
-    for name, pieces in warm.items():
-        on_progress(f"compiling {name}")
+    for number, (name, pieces) in enumerate(warm.items(), 1):
+        on_progress(f"compiling {name}, method {number} of {len(warm)}")
         collections.deque(pieces, maxlen=0)
     lm.executables.wait()
     interleaved({name: functools.partial(run, name) for name in names}, repeats)
@@ -92,7 +94,11 @@ def _entry(name: str, results: list[Result], baseline: list[Result], sampling: b
     first = results[0]
     return {
         "method": name,
+        "text": first.text,
         "tokens": first.statistics.num_tokens,
+        "first_token_ms": statistics.median(
+            one.statistics.elapsed_ms - one.statistics.decode_ms for one in results
+        ),
         "tokens_per_second": speed,
         "speedup": speed / plain if speed is not None and plain is not None else None,
         "mean_acceptance_length": first.statistics.mean_acceptance_length,

@@ -17,6 +17,7 @@ from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel, Prompt
 from jaxspec.engine.session import bucket, prefill_piece
+from jaxspec.methods import MOST_LAYERS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
@@ -128,14 +129,15 @@ def check_mask_options(alpha: float, every: int, keep_last: int) -> None:
     """Refuses numbers that `admg` has no meaning for.
 
     Raises:
-      ValueError: α is not in (0, 1], or m or n is negative.
+      ValueError: α is not in (0, 1], or m or n is negative or more than any model's layers.
     """
     if not 0 < alpha <= 1:
-        raise ValueError(f"--alpha is {alpha}; give a cosine above 0 and at most 1 (1 skips none for it)")
-    if every < 0:
-        raise ValueError(f"--every is {every}; give 0 (none) or a positive number")
-    if keep_last < 0:
-        raise ValueError(f"--keep-last is {keep_last}; give 0 (none) or a positive number")
+        raise ValueError(f"alpha is {alpha}; give a cosine above 0 and at most 1 (1 skips none for it)")
+    for name, layers in (("every", every), ("keep_last", keep_last)):
+        if not 0 <= layers <= MOST_LAYERS:
+            raise ValueError(
+                f"{name} is {layers}; give 0 (none) or a number of layers, at most {MOST_LAYERS}"
+            )
 
 
 def weights_read(lm: LanguageModel, plan: LayerPlan) -> float:

@@ -61,9 +61,9 @@ class SearchOptions:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
         if self.trials < 1:
-            raise ValueError(f"--trials is {self.trials}; give at least 1")
+            raise ValueError(f"trials is {self.trials}; give at least 1")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed is {self.seed}; give a number from 0 to {2**32 - 1}")
+            raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
 
     @property
     def tokens(self) -> int:
@@ -227,7 +227,7 @@ class _Record:
             self._read = [(entry, self._trial(entry)) for entry in log.entries if "search" in entry]
         except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"{log.path} holds a trial that cannot be read; add --no-resume to begin anew"
+                f"{log.path} holds a trial that cannot be read; add resume=False to begin again"
             ) from None
         self._by_plan = {trial.plan: trial for _, trial in self._read}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.files import write_atomic
+from jaxspec.io.files import parse_json, write_atomic
 
 FORMAT = "jaxspec.search/1"
 
@@ -55,11 +55,11 @@ class TrialLog:
         try:
             # What follows the last line break was being written when the process was killed.
             lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
-            entries = [json.loads(line) for line in lines]
+            entries = [parse_json(line) for line in lines]
         except ValueError:
             entries = []
         if not all(isinstance(entry, dict) for entry in entries) or not entries:
-            raise ValueError(f"{self.path} is not a log of trials; move it away, or add --no-resume")
+            raise ValueError(f"{self.path} is not a log of trials; move it away, or add resume=False")
         return entries
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class TrialLog:
                 raise ValueError(
                     f"{self.path} belongs to another search: its {name.replace('_', ' ')} is "
                     f"{_shown(found.get(name))}, now {_shown(header.get(name))}; give the same, "
-                    "add --no-resume to begin anew, or give another --output"
+                    "add resume=False to begin again, or give another `output`"
                 )
 
 

@@ -102,7 +102,7 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     runs = {BASELINE: {"method": BASELINE}} | {words: parse_run(words) for words in options.runs}
     top_p = options.top_p if options.temperature else 1.0
     # Not the model's own defaults: the law is the one that is named.
-    law = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
+    law: dict[str, Any] = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
     given = {**law, "max_new_tokens": options.max_new_tokens}
     # One of each kind, then the next of each, so that an interrupted suite has some of all.
     tasks = [(kind, texts[at]) for at in range(options.prompts) for kind, texts in known.items()]

@@ -23,7 +23,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dic
       ValueError: `repeats` is below 1.
     """
     if repeats < 1:
-        raise ValueError(f"--repeats is {repeats}; give at least 1")
+        raise ValueError(f"repeats is {repeats}; give at least 1")
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats):
         # There and back: what runs before a function leaves its mark on it.
@@ -43,4 +43,4 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 def check_budget(max_new_tokens: int) -> None:
     """Refuses texts too short to be timed: speeds are of the tokens after the first."""
     if max_new_tokens < 2:
-        raise ValueError(f"--max-new-tokens is {max_new_tokens}; give at least 2")
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")

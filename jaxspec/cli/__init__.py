@@ -6,13 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxspec.cli.status import FAILED, INTERRUPTED, UNREAD, WRONG
+from jaxspec.cli.errors import Guard, option_names
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
 
 Try: jaxspec generate "Once upon a time" --method ngram
 
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
+ENVIRONMENT = """
+environment:
+  JAXSPEC_CACHE  directory of compiled programs, or off; default: in the user's cache directory
+  JAXSPEC_DATA   directory of plans, thresholds and other numbers found for models, where
+                 they cannot lie beside the model; default: the user's data directory
+  JAXSPEC_DEBUG  1 shows the traceback of an error"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C; 141 where the reader of standard
       output went away.
     """
-    status = _guarded(list(sys.argv[1:] if argv is None else argv))
+    guard = Guard("jaxspec")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    status = guard(lambda: _run(arguments, guard))
     if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
         sys.stdout.flush()
@@ -35,34 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _guarded(arguments: list[str]) -> int:
-    """Runs a command and turns whatever stops it into an exit status."""
-    try:
-        status = _run(arguments)
-        sys.stdout.flush()
-        return status
-    except SystemExit as stop:  # help was printed
-        return stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt:
-        print("jaxspec: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python would complain once more when it flushes standard output at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
-    except (ValueError, OSError) as error:
-        if os.environ.get("JAXSPEC_DEBUG"):
-            raise
-        print(f"jaxspec: error: {_one_line(error)}", file=sys.stderr)
-        return WRONG
-    except Exception as error:  # a device out of memory, a backend that does not start, a bug
-        if os.environ.get("JAXSPEC_DEBUG"):
-            raise
-        print(f"jaxspec: error: {type(error).__name__}: {_one_line(error)[:500]}", file=sys.stderr)
-        return FAILED
-
-
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], guard: Guard) -> int:
     if arguments == ["--version"]:
         from jaxspec import __version__
 
@@ -86,9 +67,15 @@ def _run(arguments: list[str]) -> int:
         "search": Search,
         "tune": Tune,
     }
-    command = parse(commands, arguments or ["--help"], DESCRIPTION)
+    arguments = arguments or ["--help"]
+    try:
+        command = parse(commands, arguments, DESCRIPTION)
+    finally:
+        if arguments in (["--help"], ["-h"]):
+            print(ENVIRONMENT)
+    guard.options = option_names(type(command))
     _quieten()
-    from jaxspec.cli import compilation_cache
+    from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()
     return command.run()
@@ -99,9 +86,3 @@ def _quieten() -> None:
     # transformers: that PyTorch is missing. XLA: details of cached executables.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__

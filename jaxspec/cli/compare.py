@@ -16,9 +16,10 @@ from jaxspec.method_options import check_method
 class Compare(TextOptions):
     """Generate the same text by several methods, and compare their speed.
 
-    Each method runs once to compile, then --repeats times in turn with the others.
+    Each method runs once to compile, which may take a minute for all of them, then --repeats times in turn with
+    the others.
 
-    Speeds are medians, of the tokens after the first.
+    Speeds are medians, of the tokens after the first. The text is printed below the table, once if all agree.
 
     An option of a method is given to the methods that know it.
 
@@ -81,16 +82,18 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     title = f"{report['model']}, {report['dtype']}, {report['device']}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))  # fits 80 columns
+    # Fits 80 columns with the longest of methods' names.
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    headings = ("tokens", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "same text")
-    for heading in headings:
+    headings = ("tokens", "first token ms", "tokens/s", "speed-up", "accept. length", "accept. rate")
+    for heading in (*headings, "same text"):
         table.add_column(heading, justify="right")
     for entry in report["results"]:
         same = entry["identical_to_autoregressive"]
         table.add_row(
             entry["method"],
             str(entry["tokens"]),
+            _number(entry["first_token_ms"], 1),
             _number(entry["tokens_per_second"], 1),
             _number(entry["speedup"], 2),
             _number(entry["mean_acceptance_length"], 2),
@@ -98,6 +101,31 @@ def _print(report: dict[str, Any]) -> None:
             "–" if same is None else "yes" if same else "no",
         )
     Console(file=sys.stdout).print(table)
+    for line in _texts(report["results"]):
+        print(line)
+
+
+def _texts(results: list[dict[str, Any]]) -> list[str]:
+    """The text, once if all methods have the same; else that of plain decoding, and of the others from where they
+    differ, or whole where texts are drawn at random."""
+    plain = results[0]
+    if plain["text"] is None:
+        return []
+    if all(entry["text"] == plain["text"] for entry in results):
+        return [f"text{', the same by all methods' if len(results) > 1 else ''}:", plain["text"]]
+    shown = [f"text by {plain['method']}:", plain["text"]]
+    for entry in results[1:]:
+        if entry["identical_to_autoregressive"] is None:
+            shown += [f"\ntext by {entry['method']}, drawn at random:", entry["text"]]
+        elif entry["text"] != plain["text"]:
+            pairs = enumerate(zip(entry["text"], plain["text"], strict=False))
+            shorter = min(len(entry["text"]), len(plain["text"]))
+            at = next((at for at, (left, right) in pairs if left != right), shorter)
+            shown += [
+                f"\ntext by {entry['method']}, from character {at + 1} where it differs:",
+                entry["text"][at:],
+            ]
+    return shown
 
 
 def _number(value: float | None, digits: int) -> str:

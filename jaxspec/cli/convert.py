@@ -1,10 +1,11 @@
-"""`jaxspec convert`: a checkpoint becomes a Hugging Face directory."""
+"""`jaxspec convert`: a checkpoint becomes a Hugging Face directory, or one of Orbax."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional
 
@@ -15,55 +16,74 @@ if TYPE_CHECKING:
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.llama import Params
 
+Layout = Literal["huggingface", "orbax"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Write a checkpoint as a Hugging Face directory, in another dtype if asked.
+    """Write a checkpoint in another layout or dtype.
 
-    Its tokenizer goes with it.
+    The tokenizer, the sampling defaults and the exits of the model go with it.
 
     Attributes:
       src: a Hugging Face directory (one file or shards), a GGUF file, a hub id such as owner/model or
-        owner/model:FILE.gguf, or a directory that jaxspec saved through Orbax.
+        owner/model:FILE.gguf, the name of a model that comes with jaxspec, or a directory that jaxspec saved
+        through Orbax.
       dst: the directory to write; made if missing. It may not hold a model yet.
+      to: the layout to write. huggingface: config.json and safetensors, as `--model` and transformers read them.
+        orbax: a directory `params` of Orbax beside config.json.
       dtype: of the weights in the new files. Default: as they are; float32 for quantised ones.
     """
 
     src: Annotated[str, Positional]
     dst: Annotated[str, Positional]
+    to: Layout = "huggingface"
     dtype: Dtype | None = None
 
     def run(self) -> int:
         """Converts; returns the exit status."""
-        from jaxspec.io import checkpoint, huggingface, tokenizer
+        from jaxspec.engine.loading import find_model
+        from jaxspec.io import checkpoint, huggingface, orbax, tokenizer
 
         destination = Path(self.dst)
         if (destination / "config.json").exists():
             raise ValueError(f"{destination} holds a model already; remove it or choose another directory")
         with Progress() as progress:
             progress(f"reading {self.src}")
-            source = checkpoint.resolve(self.src)
+            source = find_model(self.src)
             config, params = _read(source, self.dtype)
-            progress(f"writing {destination}")
             generation = checkpoint.generation_defaults(source)
-            trained = (source / "config.json").is_file()
-            exits = checkpoint.read_exits(source, config.num_layers) if trained else ()
-            huggingface.save(destination, config, params, generation=generation, exits=exits)
+            exits = checkpoint.read_exits(source, config.num_layers)
+            progress(f"writing {destination}")
+            save = huggingface.save if self.to == "huggingface" else orbax.save
+            save(destination, config, params, generation=generation, exits=exits)
             tokenizer.copy_files(source, destination)
+        print(f"jaxspec: wrote {destination} ({_summary(self.to, config, params)})", file=sys.stderr)
         return 0
 
 
 def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
-    """The model in a directory or file of any kind, in host memory."""
+    """The model in a directory or file of any layout, in host memory."""
     import jax
     import numpy as np
 
-    from jaxspec.io import checkpoint, orbax
+    from jaxspec.io import checkpoint, huggingface, orbax
 
     kind = None if dtype is None else np.dtype(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
-        if (source / "params").is_dir():
+        if huggingface.is_orbax(source):
             return orbax.restore(source, kind)
         config = checkpoint.read_config(source)
         kind = checkpoint.stored_dtype(source) if kind is None else kind
         return config, checkpoint.load_params(source, config, kind)
+
+
+def _summary(layout: Layout, config: LlamaConfig, params: Params) -> str:
+    import jax
+
+    leaves = jax.tree.leaves(params)
+    named = {"huggingface": "Hugging Face", "orbax": "Orbax"}[layout]
+    count, size = sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves)
+    return (
+        f"{named}, {config.num_layers} layers, {count:,} parameters, {leaves[0].dtype}, {size / 1e6:,.1f} MB"
+    )

@@ -52,7 +52,8 @@ class Generate(TextOptions):
                 prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
             )
             progress("compiling")
-            return _Output(self, prompt, lm, progress).write(pieces)
+            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            return _Output(self, shown, lm, progress).write(pieces)
 
 
 class _Output:
@@ -147,7 +148,7 @@ class _Painter:
 def _row_text(lm: LanguageModel, options: Generate) -> RowText:
     from jaxspec.engine.text import RowText
 
-    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop_string)
+    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop)
 
 
 def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:

@@ -30,12 +30,12 @@ class Inspect:
     Attributes:
       prompts: texts to look at the model with. Default: a few of different kinds.
       prompt_file: a file that holds one more text; one newline at its end is left out.
-      model: a directory as Hugging Face lays it out, or a hub id such as owner/model. Default: the small
-        model that comes with jaxspec.
+      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
+        comes with jaxspec.
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.
       alpha: ASD skips attention of at least this cosine similarity; 1 for none.
-      every: ASD skips every so many-th layer whole; 0 for none.
+      every: ASD skips every M-th layer whole; 0 for none.
       keep_last: ASD keeps this many last layers.
       max_new_tokens: how many tokens the model goes on for after each prompt, to look at its exits.
         Default 64, or what the context leaves.
@@ -96,7 +96,7 @@ class Inspect:
 
         prompts = [*self.prompts]
         for path in self.prompt_file:
-            prompts.append(read_text(path, "--prompt-file wants a text file").removesuffix("\n"))
+            prompts.append(read_text(path, "--prompt-file must be a text file").removesuffix("\n"))
         for prompt in prompts:
             if not prompt:
                 raise ValueError("a prompt is empty; give at least one character")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +25,7 @@ class ModelOptions:
 
     Attributes:
       model: a directory as Hugging Face lays it out, a .gguf file, a hub id such as owner/model or
-        owner/model:FILE.gguf, or the name of a model that comes with jaxspec. Default: one of those.
+        owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.
       chat_template: a Jinja file, for a model that has no chat template.
@@ -69,8 +70,11 @@ class TextOptions:
       prompt: the text to go on from; or give --prompt-file, or pipe it in.
       prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
       max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
-      stop_string: end the text before this string.
+      stop: end the text before this string.
       chat: the prompt is a message; put it through the model's chat template.
+      system: a system prompt before the message; implies --chat.
+      messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
+        `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
       json: print one JSON object and nothing else.
     """
@@ -78,43 +82,63 @@ class TextOptions:
     prompt: Annotated[str | None, Positional] = None
     prompt_file: str | None = None
     max_new_tokens: int | None = None
-    stop_string: tuple[str, ...] = ()
+    stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"aliases": ("--stop-string",)})
     chat: bool = False
+    system: str | None = None
+    messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     ignore_eos: bool = False
     json: bool = False
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
     drafting: MethodOptions = MethodOptions()  # noqa: RUF009
 
-    def read_prompt(self) -> str:
-        """The prompt, wherever it comes from.
+    def read_prompt(self) -> str | list[dict[str, str]]:
+        """The prompt, or the messages of a conversation, wherever they come from.
 
         Raises:
           ValueError: there is none, there are two, or it is not text.
           OSError: the file cannot be read.
         """
-        if self.prompt is not None and self.prompt_file is not None:
-            raise ValueError("got both PROMPT and --prompt-file; give one of them")
+        sources = {"PROMPT": self.prompt, "--prompt-file": self.prompt_file, "--messages": self.messages}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"got both {given[0]} and {given[1]}; give one of them")
+        for name, texts in {
+            "PROMPT": (self.prompt,),
+            "--system": (self.system,),
+            "--stop": self.stop,
+        }.items():
+            if any("\ud800" <= character <= "\udfff" for text in texts for character in text or ""):
+                raise ValueError(f"{name} is not text in UTF-8")
+        if self.messages is not None:
+            if self.system is not None:
+                raise ValueError("got both --messages and --system; put the system prompt into the file")
+            return _read_messages(self.messages)
+        text = self._read_text()
+        if self.system is None:
+            return text
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": text}]
+
+    def _read_text(self) -> str:
         if self.prompt is not None:
-            if not self.prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in self.prompt):
-                raise ValueError("PROMPT is not text in UTF-8")
             return self.prompt
+        if self.prompt_file is not None:
+            content, name = Path(self.prompt_file).read_bytes(), self.prompt_file
+        elif sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt; give PROMPT, --prompt-file FILE or --messages FILE, or pipe it in")
+        else:
+            # Its bytes: as text Python gives what is not UTF-8 too, in some locales, as surrogates.
+            content, name = sys.stdin.buffer.read(), "standard input"
         try:
-            if self.prompt_file is not None:
-                text = Path(self.prompt_file).read_text(encoding="utf-8")
-            elif sys.stdin is None or sys.stdin.isatty():
-                raise ValueError("no prompt; give PROMPT or --prompt-file FILE, or pipe it in")
-            else:
-                text = sys.stdin.read()
+            return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read().removesuffix("\n")
         except UnicodeDecodeError:
-            raise ValueError(f"{self.prompt_file or 'standard input'} is not text in UTF-8") from None
-        return text.removesuffix("\n")
+            raise ValueError(f"{name} is not text in UTF-8") from None
 
     def generation(self) -> dict[str, Any]:
         """The arguments of `LanguageModel.generate`, but for prompt, method and what the method reads."""
         return dataclasses.asdict(self.sampling) | {
             "max_new_tokens": self.max_new_tokens,
-            "stop": self.stop_string,
+            "stop": self.stop,
             "ignore_eos": self.ignore_eos,
             "chat": self.chat,
         }
@@ -122,3 +146,20 @@ class TextOptions:
     def method_options(self) -> dict[str, Any]:
         """The method's options that were given."""
         return options_given(self.drafting)
+
+
+def _read_messages(path: str) -> list[dict[str, str]]:
+    """The conversation in a JSON file: a list of messages, or an object with such `messages`."""
+    from jaxspec.engine.requests import batch_of
+    from jaxspec.io.files import parse_json, read_text
+
+    text = read_text(path, "`messages` must be a JSON file")
+    try:
+        content = parse_json(text)
+        messages = content.get("messages") if isinstance(content, dict) else content
+        batch, single = batch_of(None, () if messages is None else messages)
+        if not single:
+            raise ValueError("it holds several conversations; give one")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return batch[0]

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxspec.io.user_data import home
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
 
 
-def output_file(given: str | None, directory: Path | None, name: str) -> Path:
-    """The file named by --output, or else `name` beside the model; checked before long work begins.
+def output_file(given: str | None, lm: LanguageModel, name: str) -> Path:
+    """The file named by --output, or else `name` where the model's methods find it: beside the model, or in the
+    user's data directory if it comes with jaxspec or cannot be written. Checked before long work begins.
 
     Raises:
-      ValueError: it cannot be written, or there is no place beside the model.
+      ValueError: it cannot be written.
     """
-    if given is None and directory is None:
-        raise ValueError("the model has no directory; say where to write with --output FILE")
-    path = Path(given) if given is not None else Path(directory or ".") / name
+    path = Path(given) if given is not None else home(lm.directory, lm.name, lm.fingerprint) / name
     if path.is_dir():
-        raise ValueError(f"{path} is a directory; give --output FILE")
+        raise ValueError(f"{path} is a directory; give output=FILE")
     try:
         if given is None:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}); give another --output FILE") from None
+        raise ValueError(f"cannot write {path} ({error.strerror}); give another output=FILE") from None
     return path

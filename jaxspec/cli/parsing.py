@@ -8,7 +8,7 @@ import io
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import docstring_parser
@@ -22,33 +22,36 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from jaxspec.io.embedded import EMBEDDED
 from jaxspec.method_options import METHODS
 
-# What the value of an option is called in the help, where its type alone says too little.
-_METAVARS = {
-    "prompt": "[PROMPT]",
-    "prompts": "[PROMPT ...]",
-    "src": "SRC",
-    "dst": "DST",
-    "prompt_file": "FILE",
-    "chat_template": "FILE",
-    "reference": "FILE",
-    "output": "DIR",
-    "model": "DIR|ID",
-    "draft": "DIR|ID",
-    "draft_exit": "N",
-    "exit_layer": "E",
-    "every": "M",
-    "plan": "FILE",
-    "probe": "FILE",
-    "asd_numbers": "FILE",
-    "thresholds": "FILE",
-    "shape": "NAME",
-    "num_draft_tokens": "K",
-    "method": "{" + ",".join(METHODS) + "}",
-    "methods": "A,B,C",
+# What the value of an option is called in the help, by its type and, where that says too little, by its name.
+_METAVARS: dict[type, dict[str, str]] = {
+    int: {"exit_layer": "E", "every": "M", "num_draft_tokens": "K"},
+    float: {},
+    str: {
+        "prompt": "[PROMPT]",
+        "prompts": "[PROMPT ...]",
+        "src": "SRC",
+        "dst": "DST",
+        "prompt_file": "FILE",
+        "chat_template": "FILE",
+        "reference": "FILE",
+        "output": "DIR",
+        "model": "DIR|ID",
+        "draft": "DIR|ID",
+        "plan": "FILE",
+        "probe": "FILE",
+        "asd_numbers": "FILE",
+        "thresholds": "FILE",
+        "shape": "NAME",
+        "method": "{" + ",".join(METHODS) + "}",
+        "methods": "A,B,C",
+    },
 }
 _BY_TYPE = {int: "N", float: "X", str: "TEXT"}
+# What an option that is left out means, where the code that reads it decides.
+_DEFAULTS = {"model": EMBEDDED}
 
 
 def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> Any:
@@ -82,18 +85,33 @@ def parse_as(target: Any, prog: str, argv: Sequence[str], description: str | Non
     Raises:
       SystemExit, ValueError: as `parse`.
     """
-    complaint = io.StringIO()
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
+    with one_line_errors(prog):
+        return tyro.cli(
+            target,
+            prog=prog,
+            description=description,
+            args=list(argv),
+            config=markers,
+            registry=_registry(),
+        )
+
+
+@contextlib.contextmanager
+def one_line_errors(prog: str) -> Iterator[None]:
+    """Turns what `tyro.cli` complains of within the block, in a box, into a ValueError of one line.
+
+    Args:
+      prog: the program as its user calls it, for the end of the line.
+
+    Raises:
+      SystemExit: help was asked for, and is printed.
+      ValueError: the arguments are wrong.
+    """
+    complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                target,
-                prog=prog,
-                description=description,
-                args=list(argv),
-                config=markers,
-                registry=_registry(),
-            )
+            yield
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -105,26 +123,41 @@ def _one_line(complaint: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
     blocks: list[list[str]] = [[]]
     for line in plain.splitlines():
-        line = line.strip("│ ")
+        line = re.sub(r"^│ ?| *│$", "", line).rstrip()
         if line.startswith(("╭", "╰")):
             continue
-        if line and not line.strip("─-"):
+        if line and not line.strip("─- "):
             blocks.append([])
         elif line:
             blocks[-1].append(line)
     if "╭" not in plain and len(blocks) > 1:
         del blocks[0]  # drawn without a frame, as where there is no UTF-8: the title has a rule of its own
-    statement = " ".join(blocks[0]).rstrip(".") or "the arguments cannot be understood"
+    statement = " ".join(map(str.strip, blocks[0])).rstrip(".") or "the arguments cannot be understood"
+    if missing := _missing(blocks[0]):
+        return f"{' and '.join(missing)} must be given"
+    if wrong := re.fullmatch(r"Error parsing (\S+): (is .*)", statement):
+        return f"{wrong[1]} {wrong[2]}"
+    if extra := re.fullmatch(r"Unrecognized options: ([^-].*)", statement):
+        return f"unexpected argument {extra[1]!r}; put a text of several words in quotes"
     for block in blocks[1:]:
-        if block[0] == "Perhaps you meant:":
+        if block[0].strip() == "Perhaps you meant:":
             statement += f" (perhaps you meant {block[1].split()[0].rstrip(',')})"
     return statement[:1].lower() + statement[1:]
+
+
+def _missing(block: list[str]) -> list[str]:
+    """The required options that a statement names, each with its value; what explains them stands further right."""
+    if not block or not block[0].lstrip().startswith("Missing from "):
+        return []
+    margin = min((len(line) - len(line.lstrip()) for line in block[1:]), default=0)
+    return [line.strip() for line in block[1:] if len(line) - len(line.lstrip()) == margin]
 
 
 def _registry() -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.struct_rule(_dataclass_rule)
     registry.primitive_rule(_optional_rule)
+    registry.primitive_rule(_number_rule)
     return registry
 
 
@@ -157,19 +190,27 @@ def _helps(cls: type) -> dict[str, str]:
 
 
 def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
-    """How an option is called and explained; metadata `option` is a name other than the field's, `metavar` what
-    its value is called."""
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if kind in _BY_TYPE]
-    named = field.metadata.get("metavar") or _METAVARS.get(field.name)
-    metavar = named or (_BY_TYPE[kinds[0]] if kinds else None)
+    """How an option is called and explained; metadata `option` is a name other than the field's, `aliases`
+    further names, `metavar` what its value is called."""
+    kind = next((kind for kind in _types(hint) if kind in _BY_TYPE), None)
+    metavar = field.metadata.get("metavar") or (kind and _METAVARS[kind].get(field.name, _BY_TYPE[kind]))
     if isinstance(default, bool):
         shown, metavar = "", None
     elif isinstance(default, tuple):
         shown = "(repeatable)"
     else:
+        default = _DEFAULTS.get(field.name) if default is None else default
         shown = "" if default is None or default is tyro.MISSING else f"(default: {default})"
     name = field.metadata.get("option", "").removeprefix("--") or None
-    return tyro.conf.arg(name=name, metavar=metavar, help_behavior_hint=shown)
+    aliases = field.metadata.get("aliases")
+    return tyro.conf.arg(name=name, aliases=aliases, metavar=metavar, help_behavior_hint=shown)
+
+
+def _types(hint: Any) -> Iterator[Any]:
+    """A type, and those it is made of."""
+    yield hint
+    for part in typing.get_args(hint):
+        yield from _types(part)
 
 
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
@@ -190,4 +231,28 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         spec,
         is_instance=lambda value: value is None or of_inner(value),
         str_from_instance=lambda value: [] if value is None else shown(value),
+    )
+
+
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """As tyro's own, but what is no number is called so."""
+    if info.type not in _NUMBERS:
+        return None
+
+    def read(given: list[str]) -> int | float:
+        try:
+            return info.type(given[0])
+        except ValueError:
+            raise ValueError(f"is {given[0]!r}; give {_NUMBERS[info.type]}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=_BY_TYPE[info.type],
+        instance_from_str=read,
+        # A default of 1 will do for a float.
+        is_instance=lambda value: isinstance(value, (int, info.type)) and not isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
     )

@@ -15,13 +15,14 @@ from jaxspec.cli.terminal import Progress
 class Profile:
     """Measure how fast this device could decode a model, and how near it comes.
 
-    The floor is the time to read every weight once: no step can be faster.
+    The floor is the time in which this device read every weight once, the best of several. It is measured, and so
+    noisy: where the weights stay in the processor's cache, a step may come out below it.
 
     A step of several rows verifies as many tokens; it should cost little more.
 
     Attributes:
-      model: a directory as Hugging Face lays it out, or a hub id such as owner/model. Default: the small
-        model that comes with jaxspec.
+      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
+        comes with jaxspec.
       shape: random weights of a usual shape instead: 31m, 134m, 1b, 7b, 13b or 70b.
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.
@@ -60,7 +61,7 @@ def _print(report: dict[str, Any]) -> None:
     steps: dict[str, float] = report["step_ms"]
     for rows, step_ms in steps.items():
         table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
-    table.add_row("floor ÷ step of 1 row", f"{fraction:.2f}")
+    table.add_row("floor ÷ step of 1 row, the best of each", f"{fraction:.2f}")
     table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
     table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
     table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")

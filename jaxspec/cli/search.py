@@ -21,10 +21,12 @@ class Search:
 
     Trials are written down as they come: a search that was interrupted goes on with the same command.
 
+    The time is mostly that of compiling and of measuring what the parts of a round cost: about a minute on a CPU.
+
     Attributes:
       prompt_file: a file that holds one prompt. Default: a few short ones.
       objective: agreement compares drafts with text that the model wrote, in one pass, and weighs that against
-        their cost, in seconds to minutes; speed measures tokens a second, which takes much longer.
+        their cost; speed measures tokens a second, which takes much longer.
       skip_ratio: skip exactly this share of all sublayers. Default: as many as pays.
       keep_first_last: always run the first and the last layer. Default: yes.
       trials: how many masks to try.
@@ -32,8 +34,9 @@ class Search:
       compare_random: with --objective speed, try as many at random beside; agreement always does.
       max_new_tokens: how many tokens to generate after each prompt. Default 96, with --objective speed 32.
       seed: of the search.
-      output: the plan file to write. Default: jaxspec.plan.json beside the model, where the method finds it.
-      resume: go on with a search that was interrupted; --no-resume begins anew. Default: yes.
+      output: the plan file to write. Default: jaxspec.plan.json beside the model or, where that cannot be
+        written or comes with jaxspec, in the user's data directory; the method finds it in both.
+      resume: go on with a search that was interrupted; --no-resume begins again. Default: yes.
       json: print one JSON object and nothing else.
     """
 
@@ -70,7 +73,7 @@ class Search:
                 seed=self.seed,
             )
             lm = self.model.load()
-            output = output_file(self.output, lm.directory, PLAN_NAME)
+            output = output_file(self.output, lm, PLAN_NAME)
             found = search(
                 lm,
                 read_prompts(lm, self.prompt_file, options.tokens),
@@ -111,7 +114,7 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console(file=sys.stdout)
     table = Table(
-        title=f"{report['model']}, {report['dtype']}, {report['device']}",
+        title=f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
@@ -130,7 +133,7 @@ def _print(report: dict[str, Any]) -> None:
             worth += [f"{entry['predicted_speedup']:.2f}"]
         table.add_row(
             entry["search"],
-            f"{entry['trials']} of {report['num_masks']:.3g}",
+            str(entry["trials"]),
             f"{entry['seconds']:.0f}",
             f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}",
             *worth,

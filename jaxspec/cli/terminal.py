@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 DIM, ACCEPTED = "2", "32"
-# Without a terminal, at most one line in so many seconds: short work stays silent.
+# Without a terminal, a line after so many seconds at the latest, and not more often: short work stays silent.
 _PATIENCE_S = 10.0
 
 
@@ -23,19 +24,58 @@ def painted(text: str, code: str) -> str:
     return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
+class _Lines:
+    """What is being done, where no spinner can say so: in lines, each `_PATIENCE_S` after the one before at the
+    earliest, and for work that goes on silently just then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._what: str | None = None
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, what: str) -> None:
+        """What is being done from now on: said at once if it is time, else when it is, unless it is over by then."""
+        with self._lock:
+            self._what = what
+            if self._timer is None:
+                wait = max(0.0, self._last + _PATIENCE_S - time.monotonic())
+                if wait == 0:
+                    self._say()
+                else:
+                    self._timer = threading.Timer(min(wait, threading.TIMEOUT_MAX), self._due)
+                    self._timer.daemon = True
+                    self._timer.start()
+
+    def _due(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer = None
+                self._say()
+
+    def _say(self) -> None:
+        self._last = time.monotonic()
+        print(f"jaxspec: {self._what}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """Says nothing more of what was being done."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+
 class Progress(AbstractContextManager):
     """Says on standard error what is being done: a spinner in a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self._told = time.monotonic()
+        self._lines = _Lines()
         self._status: Any = None
 
     def __call__(self, what: str) -> None:
         """What is being done from now on."""
         if not sys.stderr.isatty():
-            if time.monotonic() - self._told >= _PATIENCE_S:
-                self._told = time.monotonic()
-                print(f"jaxspec: {what}", file=sys.stderr, flush=True)
+            self._lines(what)
         elif self._status is None:
             from rich.console import Console
 
@@ -46,6 +86,7 @@ class Progress(AbstractContextManager):
 
     def stop(self) -> None:
         """Takes the spinner away, before anything else is written to the terminal."""
+        self._lines.stop()
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -42,7 +42,8 @@ class Tune:
       thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
       max_new_tokens: how many tokens to generate after each prompt.
       repeats: how often the fastest are measured anew.
-      output: the file to write. Default: beside the model, where the method finds it.
+      output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
+        the user's data directory; the method finds it in both.
       json: print one JSON object and nothing else.
     """
 
@@ -111,7 +112,7 @@ class Tune:
             max_new_tokens=self.max_new_tokens,
             repeats=self.repeats,
         )
-        output = output_file(self.output, lm.directory, ASD_NAME)
+        output = output_file(self.output, lm, ASD_NAME)
         prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
         report = tune_asd(lm, prompts, options, on_progress=bar, on_measured=_shown(bar))
         best = report["results"][0]
@@ -135,7 +136,7 @@ class Tune:
         last = drafter.exits[-1]
         draft = fingerprint(drafter.config.truncated(last), llama.truncate(weights or lm.params, last))
         name = str(thresholds_path(Path(), draft))
-        output = output_file(self.output, lm.directory, name)
+        output = output_file(self.output, lm, name)
         prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
         report = tune_s2d(lm, prompts, options, drafter, weights, on_progress=bar, on_measured=_shown(bar))
         found = report["results"][0]["thresholds"]

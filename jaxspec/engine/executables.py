@@ -62,6 +62,10 @@ class Executables:
 
     def call(self, function: Callable, *args: Any, **static: Any) -> Any:
         """`function(*args, **static)`; every positional argument is traced, every keyword is static."""
+        return self.compiled(function, *args, **static)(*args)
+
+    def compiled(self, function: Callable, *args: Any, **static: Any) -> Callable:
+        """The executable for such arguments, once it is there; arrays may be `jax.ShapeDtypeStruct`s."""
         key, future, mine = self._claim(function, args, static)
         if mine or not future.done():
             began = time.perf_counter()
@@ -69,7 +73,7 @@ class Executables:
                 self._compile(key, future, function, args, static)
             future.exception()  # waits
             self.blocked_ms += 1e3 * (time.perf_counter() - began)
-        return future.result()(*args)
+        return future.result()
 
     def prepare(self, function: Callable, *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""

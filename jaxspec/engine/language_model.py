@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import methods
+from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.loading import find_model, find_tokenizer, place_params, resolve_placement
+from jaxspec.engine.keywords import Keywords, method_options
+from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
+from jaxspec.engine.requests import Conversation, Prompt, batch_of, check_text, requests_of, shown, whole
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
@@ -25,16 +27,13 @@ from jaxspec.io import checkpoint, memory
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
-from jaxspec.methods import MethodOptions, Model
+from jaxspec.methods import METHODS, MethodOptions, Model
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Drafter, Weights
 
-Prompt = str | Sequence[int]
 # Rounds between two looks of the host: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
-# Tokens generated where nobody says how many.
-DEFAULT_BUDGET = 128
 
 
 def load(
@@ -44,20 +43,32 @@ def load(
     device: str | None = None,
     mesh: Mesh | None = None,
     chat_template: str | os.PathLike | None = None,
+    compilation_cache: bool = True,
 ) -> LanguageModel:
     """Loads a Llama-type model.
 
     Args:
       model: a Hugging Face directory, a `.gguf` file, the name of an embedded model, or a hub id (of one file:
-        `owner/model:FILE.gguf`); None for the embedded model of `loading.EMBEDDED`.
+        `owner/model:FILE.gguf`); None for the embedded model of `io.embedded.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
       device: cpu, gpu or tpu; by default JAX's default device.
-      mesh: with axes `data` and `model`, to spread the model over several devices instead.
+      mesh: with the axes `data` and `model`, to spread the model over several devices instead.
       chat_template: a Jinja file, for a model that has none.
+      compilation_cache: let JAX keep compiled programs in the user's cache directory, for this whole process, so
+        that another process need not compile them again. JAX keeps its own settings if it has a cache directory
+        already; the environment variable `JAXSPEC_CACHE` names another directory, or `off`.
 
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
+    if compilation_cache:
+        persistent_cache.enable()
+    if model is not None and not isinstance(model, (str, os.PathLike)):
+        raise ValueError(
+            f"model is {shown(model)}; give a directory, a hub id or the name of an embedded model"
+        )
+    if mesh is not None:
+        check_mesh(mesh)
     directory = find_model(model)
     config = checkpoint.read_config(directory)
     if mesh is not None:
@@ -111,6 +122,8 @@ class LanguageModel:
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
         self.directory = directory
+        if mesh is not None:
+            check_mesh(mesh)
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self._as_target = Model(config, params, name, check_exits(exits, config.num_layers))
@@ -118,6 +131,14 @@ class LanguageModel:
         self._drafts: dict[str, Model] = {}
         # By method and options: the drafter that the last text left, where something is carried over.
         self._carried: dict[Any, Drafter] = {}
+
+    def __repr__(self) -> str:
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        count = f"{size:,}" if size < 1e6 else f"{size / 1e6:.1f}M" if size < 1e9 else f"{size / 1e9:.1f}B"
+        return (
+            f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
+            f"{self.dtype}, on {_place(self)}>"
+        )
 
     @property
     def dtype(self) -> str:
@@ -134,64 +155,106 @@ class LanguageModel:
         """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
         return self._as_target.fingerprint
 
-    def encode(self, text: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a text, or of a user's message in the model's chat template."""
+    def encode(self, text: str | Conversation, *, chat: bool = False) -> list[int]:
+        """Token ids of a text as it is, or (with `chat`) as a user's message in the chat template; or of messages.
+
+        Raises:
+          ValueError: the model has no tokenizer or no chat template, or the text is none in UTF-8.
+        """
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; give prompts as token ids")
-        return self.tokenizer.encode_chat(text) if chat else self.tokenizer.encode(text)
+        if isinstance(text, str):
+            check_text("the prompt", text)
+            if not chat:
+                return self.tokenizer.encode(text)
+        return self.tokenizer.encode_chat(text)
 
+    # A str is a Sequence[str] too; the first that fits is meant.
     @overload
-    def generate(self, prompts: str, *, stream: Literal[False] = False, **options: Any) -> Result: ...
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt | Conversation,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[Keywords],
+    ) -> Result: ...
+    @overload
+    def generate(
+        self, *, messages: Conversation, stream: Literal[False] = False, **options: Unpack[Keywords]
+    ) -> Result: ...
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation],
         *,
         stream: Literal[False] = False,
-        **options: Any,
+        **options: Unpack[Keywords],
     ) -> list[Result]: ...
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, stream: Literal[True], **options: Any
+        self,
+        *,
+        messages: Sequence[Conversation],
+        stream: Literal[False] = False,
+        **options: Unpack[Keywords],
+    ) -> list[Result]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompt
+        | Conversation
+        | Sequence[Prompt | Conversation]
+        | np.ndarray
+        | jax.Array
+        | None = None,
+        *,
+        messages: Conversation | Sequence[Conversation] | None = None,
+        stream: Literal[True],
+        **options: Unpack[Keywords],
     ) -> Iterator[Piece]: ...
+    @overload
+    def generate(self, prompts: np.ndarray | jax.Array, **options: Unpack[Keywords]) -> Any: ...
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         *,
+        messages: Any = None,
         method: str | Drafter | tuple[Drafter, Any] = "autoregressive",
-        max_new_tokens: int | Sequence[int] | None = None,
-        temperature: float | Sequence[float] | None = None,
-        top_k: int | Sequence[int] | None = None,
-        top_p: float | Sequence[float] | None = None,
-        min_p: float | Sequence[float] | None = None,
-        seed: int | Sequence[int] = 0,
+        max_new_tokens: Any = None,
+        temperature: Any = None,
+        top_k: Any = None,
+        top_p: Any = None,
+        min_p: Any = None,
+        seed: Any = 0,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
         stream: bool = False,
         max_batch: int = 8,
-        **method_options: Any,
+        **options: Any,
     ) -> Result | list[Result] | Iterator[Piece]:
         """Generates a text after each prompt.
 
         Args:
-          prompts: a text or a list of token ids, or a list of such.
+          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists.
+          messages: the same for conversations only: messages with `role` and `content` each, which go through the
+            chat template, or a list of such conversations.
           method: a name in `methods.METHODS`, or a drafter (with its parameters, if it has some).
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
-          temperature: 0 for greedy; like the three below for all or per prompt, and by default what the
+          temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
           top_k, top_p, min_p: see `sampling.Sampling`.
-          seed: of the randomness; each prompt of a list has a stream of its own. One seed a prompt: a prompt's
-            text then does not depend on its place in the list.
+          seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
+            prompt's text does not depend on its place in the list.
           stop: strings that end a text, found across token borders; the text ends before them.
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
           chat: put each prompt as a user's message through the chat template.
           stream: yield pieces as they come, instead of returning results.
           max_batch: most prompts at once; the others take the rows that become free.
-          **method_options: see `methods.MethodOptions`.
+          **options: of the method, see `jaxspec.MethodOptions`.
 
         Returns:
           A `Result` for one prompt, a list for a list; with `stream` an iterator of `Piece`s, of which the
@@ -200,18 +263,22 @@ class LanguageModel:
         Raises:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
-        batch = [prompts] if single else list(prompts)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if stops and self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
-        if "" in stops:
-            raise ValueError("a stop string is empty; give at least one character")
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}; give at least 1")
-        law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        requests = self._requests(batch, max_new_tokens, law, seed, ignore_eos, chat)
-        chosen = self._options(method_options)
+        chosen = self._options(options)
+        batch, single = batch_of(prompts, messages)
+        stops = self._stops(stop)
+        rows = whole("max_batch", max_batch)
+        if rows < 1:
+            raise ValueError(f"max_batch is {rows}; give at least 1")
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        requests = requests_of(
+            batch,
+            functools.partial(self.encode, chat=chat),
+            self.config,
+            max_new_tokens=max_new_tokens,
+            law={name: self.defaults.get(name) if value is None else value for name, value in given.items()},
+            seed=seed,
+            ignore_eos=ignore_eos,
+        )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
         drafter, weights = self._method(method, chosen, laws, self.directory)
@@ -219,7 +286,7 @@ class LanguageModel:
         carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
         if carried is not None:
             drafter = methods.carried_over(drafter, self._carried.get(carried))
-        self._check_memory(requests, max_batch, drafter.reach)
+        self._check_memory(requests, rows, drafter.reach)
         session = Session(
             self.executables,
             self.config,
@@ -227,7 +294,7 @@ class LanguageModel:
             drafter,
             acceptor,
             requests,
-            max_batch=max_batch,
+            max_batch=rows,
             log_probs=logprobs,
             static_plans=chosen.static,
             carries=methods.carries(drafter),
@@ -254,57 +321,16 @@ class LanguageModel:
         drafter, weights = self._method(method, self._options(method_options), ("greedy",), directory)
         return drafter, weights.drafter
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int | Sequence[int] | None,
-        law: dict[str, Any],
-        seed: int | Sequence[int],
-        ignore_eos: bool,
-        chat: bool,
-    ) -> list[RowRequest]:
-        if not prompts:
-            raise ValueError("there is no prompt; give at least one")
-        count = len(prompts)
-        given = {name: self.defaults.get(name) if value is None else value for name, value in law.items()}
-        numbers = {name: _per_row(name, v, count) for name, v in given.items() if v is not None}
-        budgets = [None] * count
-        if max_new_tokens is not None:
-            budgets = _per_row("max_new_tokens", max_new_tokens, count)
-        seeds = [seed] * count if isinstance(seed, int) else _per_row("seed", seed, count)
-        requests = []
-        for index, prompt in enumerate(prompts):
-            ids = self.encode(prompt, chat=chat) if isinstance(prompt, str) else [int(i) for i in prompt]
-            if not ids or (isinstance(prompt, str) and not prompt):
-                raise ValueError("the prompt is empty; give at least one token")
-            outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
-            if outside:
-                raise ValueError(
-                    f"token id {outside[0]} is outside the vocabulary; ids are from 0 to {self.config.vocab_size - 1}"
-                )
-            context, asked = self.config.context_length, budgets[index]
-            budget = max(1, min(DEFAULT_BUDGET, context - len(ids))) if asked is None else int(asked)
-            if budget < 1:
-                raise ValueError(f"--max-new-tokens is {budget}; give at least 1")
-            if len(ids) + budget > context:
-                raise ValueError(
-                    f"prompt ({len(ids)} tokens) and --max-new-tokens ({budget}) exceed the model's context of "
-                    f"{context}; shorten one of them"
-                )
-            requests.append(
-                _checked(
-                    RowRequest(
-                        prompt=tuple(ids),
-                        max_new_tokens=budget,
-                        eos_ids=() if ignore_eos else self.config.eos_token_ids,
-                        seed=int(seeds[index]),
-                        # With a seed of its own a row does not depend on its place in the list.
-                        stream=index if isinstance(seed, int) else 0,
-                        **{name: values[index] for name, values in numbers.items()},
-                    )
-                )
-            )
-        return requests
+    def _stops(self, stop: Any) -> tuple[str, ...]:
+        """The stop strings."""
+        stops = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
+            raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
+        if stops and self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
+        if "" in stops:
+            raise ValueError("a stop string is empty; give at least one character")
+        return tuple(stops)
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
         """Refuses a batch whose cache cannot fit beside the model, before anything is computed."""
@@ -317,21 +343,17 @@ class LanguageModel:
 
     def _options(self, options: dict[str, Any]) -> MethodOptions:
         """The options of a method that a call gave."""
-        known = {field.name for field in dataclasses.fields(MethodOptions)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"unknown option {unknown[0]}; method options are {', '.join(sorted(known))}")
-        for name in ("stop_rule", "reference"):
-            if isinstance(options.get(name), str):
-                options = {**options, name: (options[name],)}
         draft = options.get("draft")
-        if isinstance(draft, os.PathLike):
-            options = {**options, "draft": os.fspath(draft)}
         if isinstance(draft, LanguageModel):
             self._check_draft(draft.name, draft.config, draft.tokenizer)
+            if draft.mesh != self.mesh or (self.mesh is None and draft.device != self.device):
+                raise ValueError(
+                    f"draft {draft.name} is on {_place(draft)}, the target on {_place(self)}; load both with the "
+                    "same device or mesh"
+                )
             options = {**options, "draft": draft.name}
             self._drafts[draft.name] = draft._as_target
-        return MethodOptions(**options)
+        return method_options(options)
 
     def _method(
         self,
@@ -341,12 +363,16 @@ class LanguageModel:
         directory: Path | None,
     ) -> tuple[Drafter, Weights]:
         if not isinstance(method, str):
+            drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
+            if not hasattr(drafter, "propose"):
+                raise ValueError(
+                    f"method is {shown(method)}; give a name ({', '.join(METHODS)}) or a Drafter"
+                )
             foreign = sorted(set(methods.options_given(chosen)) - {"acceptor"})
             if foreign:
                 raise ValueError(
                     f"{foreign[0]} belongs to a method's name; a Drafter object carries its own numbers"
                 )
-            drafter, params = method if isinstance(method, tuple) else (method, None)
         else:
             resources = methods.Resources(self._load_draft, self.encode, directory, laws)
             drafter, params = methods.build(method, chosen, self._as_target, resources)
@@ -406,27 +432,9 @@ class LanguageModel:
                 yield piece
 
 
-def _per_row(name: str, value: Any, count: int) -> list[Any]:
-    if isinstance(value, (int, float, np.number)):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} values for {count} prompts; give one, or one a prompt")
-    return values
-
-
-def _checked(request: RowRequest) -> RowRequest:
-    if not (request.temperature >= 0 and math.isfinite(request.temperature)):
-        raise ValueError(f"--temperature is {request.temperature}; give 0 (greedy) or a positive number")
-    if not 0 < request.top_p <= 1:
-        raise ValueError(f"--top-p is {request.top_p}; give a number above 0 and at most 1")
-    if not 0 <= request.top_k < 2**31:
-        raise ValueError(f"--top-k is {request.top_k}; give 0 (all tokens) or a positive number")
-    if not 0 <= request.seed < 2**32:
-        raise ValueError(f"--seed is {request.seed}; give a number from 0 to {2**32 - 1}")
-    if not 0 <= request.min_p <= 1:
-        raise ValueError(f"--min-p is {request.min_p}; give a number from 0 to 1")
-    return request
+def _place(lm: LanguageModel) -> str:
+    """Where a model is, for a message."""
+    return f"device {lm.device}" if lm.mesh is None else f"a mesh of {dict(lm.mesh.shape)}"
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:

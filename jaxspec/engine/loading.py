@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.io import checkpoint
+from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import param_shardings
+from jaxspec.model.sharding import RULES, param_shardings
 
-# The embedded model that serves where none is named.
-EMBEDDED = "large"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-
-
-def embedded_model(name: str = EMBEDDED) -> Path:
-    """The directory of a model that comes with jaxspec.
-
-    Raises:
-      FileNotFoundError: no model of this name comes with it.
-    """
-    here = _embedded(name)
-    if here is None:
-        raise FileNotFoundError(f"no model {name!r} comes with this installation; install jaxspec again")
-    return here
 
 
 def find_model(model: str | os.PathLike | None) -> Path:
@@ -43,16 +30,9 @@ def find_model(model: str | os.PathLike | None) -> Path:
     if model is None:
         return embedded_model()
     name = os.fspath(model)
-    embedded = None if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) else _embedded(name)
-    return embedded or checkpoint.resolve(name)
-
-
-def _embedded(name: str) -> Path | None:
-    package = Path(__file__).parents[1]
-    for parent in (package, package.parent):  # a wheel, a checkout
-        if (parent / "checkpoints" / name / "config.json").is_file():
-            return parent / "checkpoints" / name
-    return None
+    if name in embedded_names() and not Path(name).exists():
+        return embedded_model(name)
+    return checkpoint.resolve(name)
 
 
 def resolve_placement(
@@ -69,9 +49,26 @@ def resolve_placement(
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
     return place, np.dtype(DTYPES[name])
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses what is no mesh, and axes that no array would be spread over.
+
+    Raises:
+      ValueError: an axis is called neither `data` nor `model`.
+    """
+    names = getattr(mesh, "axis_names", None)
+    if names is None:
+        raise ValueError(
+            f"mesh is {type(mesh).__name__}; give a jax.sharding.Mesh with the axes data and model"
+        )
+    if not set(names) <= set(RULES.values()):
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(str, names))}; name them data (rows) and model (heads)"
+        )
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike | None = None) -> Tokenizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from typing import Literal
 
 from jaxspec.engine.executables import VariantCounts
@@ -76,6 +77,14 @@ class Result:
     drafted: list[bool]
     log_probs: list[float] | None = None
     proposed: list[int] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.text if self.text is not None else " ".join(map(str, self.tokens))
+
+    def __repr__(self) -> str:
+        speed = self.statistics.tokens_per_second
+        rate = "" if speed is None else f", {speed:.1f} tokens/s"
+        return f"<Result {reprlib.repr(str(self))}: {len(self.tokens)} tokens, {self.finish_reason}{rate}>"
 
     @property
     def draft_lengths(self) -> list[int]:

@@ -132,6 +132,7 @@ class Session:
         device: jax.Device | None = None,
     ) -> None:
         self._call, self._prepare = executables.call, executables.prepare
+        self._compiled = executables.compiled
         self._variant, self._static_plans, self._carries = executables.variant, static_plans, carries
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -183,14 +184,23 @@ class Session:
         self._halt = np.zeros(len(first), bool)
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
-        self._state, emitted = self._prefill(requests, self._start_capacity(requests), self._parts)
-        return self._updates(emitted, range(len(first)))
+        arguments, static = self._prefill_arguments(requests, self._start_capacity(requests), self._parts)
+        if self._mesh is None and any(request.max_new_tokens > 1 for request in requests):
+            state, _ = _prefill.eval_shape(*arguments, **static)
+            self._prepare_chunk(state)  # beside the prefill
+        self._state, emitted = self._call(_prefill, *arguments, **static)
+        updates = self._updates(emitted, range(len(first)))
+        if any(row is not None for row in self._rows):
+            # The loop is there before anybody sees a first token: a text that has begun goes on.
+            self._compiled(_chunk, *self._chunk_arguments(0), **self._chunk_static())
+        return updates
 
     def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
         self._rows[row] = (index, request)
         if self._start_capacity([request]) > self.capacity:
             self._grow(self._start_capacity([request]))
-        single, emitted = self._prefill([request], self.capacity, self._parts_of([request]))
+        arguments, static = self._prefill_arguments([request], self.capacity, self._parts_of([request]))
+        single, emitted = self._call(_prefill, *arguments, **static)
         self._state = self._call(_insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh)
         self._halt[row] = False
         # A row that has ended keeps its old law: whatever it draws is thrown away.
@@ -204,17 +214,17 @@ class Session:
             self._grow(2 * self.capacity)
         elif 2 * self._lengths.max() > self.capacity:
             self._prepare_next()
-        arguments = (self._state, self._put(np.int32(max_rounds)), self._put(self._halt))
-        static, compiled, parts = self._chunk_static(), None, self._parts
+        arguments, static, compiled = self._chunk_arguments(max_rounds), self._chunk_static(), None
         if self._static_plans and self._rows_changed:
             self._specialise()
         if self._specialised is not None:
-            special = dataclasses.replace(parts, drafter=self._specialised)
-            compiled = self._variant(_chunk, self._params, special, *arguments, **static)
+            params, parts, *rest = arguments
+            special = (params, dataclasses.replace(parts, drafter=self._specialised), *rest)
+            compiled = self._variant(_chunk, *special, **static)
         if compiled is not None:
-            self._state, emitted = compiled(self._params, special, *arguments)
+            self._state, emitted = compiled(*special)
         else:
-            self._state, emitted = self._call(_chunk, self._params, parts, *arguments, **static)
+            self._state, emitted = self._call(_chunk, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
 
     def _specialise(self) -> None:
@@ -236,9 +246,10 @@ class Session:
             state = self._state.drafter_state
             self.drafter = self._call(_carry, self.drafter, state, self._put(np.int32(row)))
 
-    def _prefill(
+    def _prefill_arguments(
         self, requests: list[RowRequest], capacity: int, parts: Parts
-    ) -> tuple[DecodeState, Emitted]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `_prefill` takes, traced and static."""
         batch = len(requests)
         longest = max(len(request.prompt) for request in requests)
         tokens = np.zeros((batch, capacity), np.int32)
@@ -256,17 +267,14 @@ class Session:
             "eos_ids": eos_ids,
             "keys": jnp.stack(keys),
         }
-        return self._call(
-            _prefill,
-            self._params,
-            parts,
-            decoding.Request(**self._put(arrays)),
-            config=self._config,
-            piece=min(prefill_piece(longest, self._platform), capacity),
-            merged=self._mesh is None,
-            log_probs=self._log_probs,
-            mesh=self._mesh,
-        )
+        static = {
+            "config": self._config,
+            "piece": min(prefill_piece(longest, self._platform), capacity),
+            "merged": self._mesh is None,
+            "log_probs": self._log_probs,
+            "mesh": self._mesh,
+        }
+        return (self._params, parts, decoding.Request(**self._put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
         self._state = self._call(_grow, self._state, capacity=capacity, mesh=self._mesh)
@@ -285,9 +293,18 @@ class Session:
             return
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
-        scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
         self._prepare(_grow, state, capacity=capacity, mesh=None)
-        self._prepare(_chunk, self._params, self._parts, larger, scalar, halt, **self._chunk_static())
+        self._prepare_chunk(larger)
+
+    def _prepare_chunk(self, state: Any) -> None:
+        """Compiles the loop in the background for a state of such shapes."""
+        scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
+        self._prepare(_chunk, self._params, self._parts, state, scalar, halt, **self._chunk_static())
+
+    def _chunk_arguments(self, max_rounds: int) -> tuple[Any, ...]:
+        """What `_chunk` takes, traced."""
+        limits = self._put((np.int32(max_rounds), self._halt))
+        return (self._params, self._parts, self._state, *limits)
 
     def _chunk_static(self) -> dict[str, Any]:
         window = WINDOW + self.drafter.num_draft_tokens + 1

@@ -50,7 +50,7 @@ def resolve(name: str | os.PathLike) -> Path:
 
 def _only_gguf(directory: Path) -> Path | None:
     """The GGUF file of a directory that holds no other weights; None if it holds none."""
-    if (directory / "params").is_dir() or any(directory.glob("*.safetensors")):
+    if huggingface.is_orbax(directory) or any(directory.glob("*.safetensors")):
         return None
     files = sorted(directory.glob("*" + SUFFIX))
     if len(files) > 1:

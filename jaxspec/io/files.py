@@ -48,9 +48,9 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
+        raise FileNotFoundError(no_file(path))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -58,19 +58,36 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return content
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+      ValueError: it is no JSON, or is nested deeper than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def no_file(path: str | os.PathLike) -> str:
+    """What to say of a path that should be a file and is not."""
+    return f"{path} is a directory, not a file" if Path(path).is_dir() else f"{path} does not exist"
+
+
 def read_text(path: str | os.PathLike, wish: str) -> str:
     """The text of a file that a user named.
 
     Args:
       path: the file.
-      wish: what wants it, for the message, such as "--reference wants a text file".
+      wish: what wants it, for the message, such as "`reference` must be a text file".
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is not text in UTF-8.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"no file {path}; {wish}")
+        raise FileNotFoundError(f"{no_file(path)}; {wish}")
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:

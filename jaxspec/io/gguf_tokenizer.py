@@ -1,4 +1,4 @@
-"""Tokenizers made of a GGUF file's metadata, as transformers' kind.
+"""Tokenizers made of a GGUF file's metadata.
 
 Byte-level BPE (`gpt2`) follows the pre-tokenizers of the models' own tokenizer.json files, and so llama.cpp's.
 SentencePiece BPE (`llama`) is split as transformers' `LlamaTokenizer` does it.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxspec.io.gguf_file import GGUFFile, read, token_ids
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from jaxspec.io.tokenizer_file import FileTokenizer
 
 _LIST = "tokenizer.ggml.tokens"
 # The format's numbers of token types.
@@ -24,6 +24,8 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # Fills a vocabulary up to a round number; the model's own tokenizer does not have it.
 _PADDING = re.compile(r"\[PAD\d+\]")
 _SPACE = "▁"
+# By llama.cpp's name of a special token, that of transformers.
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +83,44 @@ def has_tokenizer(path: str | os.PathLike) -> bool:
     return _LIST in read(path).metadata
 
 
-def build(path: str | os.PathLike) -> Any:
-    """The tokenizer of a GGUF file, with its special tokens and chat template, as a fast one of transformers.
+def build(path: str | os.PathLike, transformers: Callable[[], Any]) -> FileTokenizer:
+    """The tokenizer of a GGUF file, with its special tokens and chat template.
+
+    Args:
+      path: the file.
+      transformers: imports the package, for the chat template.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it has no vocabulary, one of a kind that is not supported, or a damaged one; one line.
     """
     file = read(path)
+    backend, named = _backend(file)
+    return FileTokenizer(backend, named, lambda: _by_transformers(transformers(), file, backend, named))
+
+
+def save(path: str | os.PathLike, directory: str | os.PathLike, transformers: Callable[[], Any]) -> None:
+    """Writes the tokenizer of a GGUF file as files of transformers; the template into tokenizer_config.json.
+
+    Raises:
+      ValueError, FileNotFoundError: as `build`.
+    """
+    file = read(path)
+    loaded = _by_transformers(transformers(), file, *_backend(file))
+    loaded.save_pretrained(str(directory), save_jinja_files=False)
+
+
+def _by_transformers(package: Any, file: GGUFFile, backend: Tokenizer, named: dict[str, str]) -> Any:
+    return package.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and its named special tokens, such as bos_token."""
     metadata = file.metadata
     if _LIST not in metadata:
         raise ValueError(f"{file.path} has no vocabulary; raw token ids can be used instead of text")
@@ -101,17 +133,13 @@ def build(path: str | os.PathLike) -> Any:
         )
     try:
         backend = _byte_level(metadata, _SPLITS[pre]) if kind == "gpt2" else _sentencepiece(file)
-        return _finished(file, backend, bos=kind == "llama" or _SPLITS[pre].bos)
-    except ImportError:
-        raise
+        return backend, _add_special(file, backend, bos=kind == "llama" or _SPLITS[pre].bos)
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{file.path}: its tokenizer is damaged: {reason}") from None
 
 
 def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=split.whole_words))
     steps: list[Any] = []
@@ -129,8 +157,6 @@ def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     metadata = file.metadata
     vocabulary = _vocabulary(metadata)
     if "tokenizer.ggml.merges" in metadata:
@@ -180,23 +206,21 @@ def _merges(metadata: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[
     return [(left, right) for _, _, left, right in sorted(found, key=lambda pair: pair[:2])]
 
 
-def _finished(file: GGUFFile, backend: Tokenizer, bos: bool) -> Any:
-    """Special tokens, what stands before and after a text, and the chat template."""
-    from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
-
+def _add_special(file: GGUFFile, backend: Tokenizer, bos: bool) -> dict[str, str]:
+    """Adds the special tokens, and what stands before and after a text; returns the named ones."""
     metadata, ids = file.metadata, token_ids(file)
-    tokens, types = metadata[_LIST], _types(metadata)
-    added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, types.tolist(), strict=True)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    backend.add_tokens(added)  # a token of the vocabulary keeps its id
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    special = {names[name]: tokens[index] for name, index in ids.items() if name in names}
+    tokens, types = metadata[_LIST], _types(metadata).tolist()
+    named = {_NAMED[name]: tokens[index] for name, index in ids.items() if name in _NAMED}
+    # A token of the vocabulary keeps its id.
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL or token in named.values())
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED) or token in named.values()
+        ]
+    )
     around = [
-        [special[names[name]]]
+        [named[_NAMED[name]]]
         if name in ids and metadata.get(f"tokenizer.ggml.add_{name}_token", usual)
         else []
         for name, usual in (("bos", bos), ("eos", False))
@@ -206,9 +230,4 @@ def _finished(file: GGUFFile, backend: Tokenizer, bos: bool) -> Any:
             single=[*around[0], "$A", *around[1]],
             special_tokens=[(token, tokens.index(token)) for place in around for token in place],
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
+    return named

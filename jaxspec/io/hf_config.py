@@ -5,11 +5,13 @@ Missing keys mean what transformers takes them to mean for each model type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxspec.io.files import read_json
+from jaxspec.io.hf_values import MOST, flag, number, section, shown, token_ids, whole
 from jaxspec.model.config import LlamaConfig, RopeScaling
 
 _COMMON: dict[str, Any] = {
@@ -51,8 +53,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }
+GENERATION = "generation_config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-_GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+# More than any model has; a config that names more would only cost memory before its weights are found missing.
+_MOST_LAYERS = 10_000
+# Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
+_LEAST_EPSILON, _MOST_THETA, _MOST_FACTOR = 1e-30, 1e30, 1e6
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
@@ -68,12 +74,20 @@ def read_config(directory: str | Path) -> LlamaConfig:
         raise FileNotFoundError(
             f"{directory} is not a directory; give one with config.json and *.safetensors"
         )
-    path = directory / "config.json"
+    content, generation = read_json(directory / "config.json"), _read_generation(directory)
+    with _errors_of(directory / GENERATION):
+        more_eos_ids = token_ids(generation, "eos_token_id")
+    with _errors_of(directory / "config.json"):
+        return _config_from(content, more_eos_ids)
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Puts the file's name before what is wrong with it."""
     try:
-        return _config_from(read_json(path), _read_generation(directory))
-    except (ValueError, TypeError, AttributeError) as error:
-        reason = str(error)
-        raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from None
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_exits(directory: str | Path, num_layers: int) -> tuple[int, ...]:
@@ -83,15 +97,10 @@ def read_exits(directory: str | Path, num_layers: int) -> tuple[int, ...]:
       ValueError: they are no rising list of depths of this model.
     """
     path = Path(directory) / "config.json"
-    own = read_json(path).get("jaxspec", {})
-    if not isinstance(own, Mapping):
-        raise ValueError(f'{path} has {own!r} under jaxspec; expected an object such as {{"exits": [2, 4]}}')
-    if "exits" not in own:
-        return ()
-    try:
-        return check_exits(own["exits"] or None, num_layers)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    content = read_json(path)
+    with _errors_of(path):
+        own = section(content, "jaxspec")
+        return check_exits(own["exits"] or None, num_layers) if "exits" in own else ()
 
 
 def check_exits(exits: Any, num_layers: int) -> tuple[int, ...]:
@@ -103,146 +112,162 @@ def check_exits(exits: Any, num_layers: int) -> tuple[int, ...]:
     listed: list[Any] = list(exits) if isinstance(exits, (list, tuple)) else [None]
     whole = all(type(n) is int and 1 <= n <= num_layers for n in listed)
     if not whole or listed != sorted(set(listed)):
-        raise ValueError(f"the exits are {exits}; expected a rising list of layers from 1 to {num_layers}")
+        raise ValueError(
+            f"the exits are {shown(exits)}; expected a rising list of layers from 1 to {num_layers}"
+        )
     return tuple(listed)
 
 
 def generation_defaults(directory: str | Path) -> dict[str, Any]:
-    """What `generation_config.json` says of do_sample, temperature, top_k, top_p, min_p; {} where nothing."""
-    content = _read_generation(Path(directory))
-    return {key: content[key] for key in _GENERATION_KEYS if content.get(key) is not None}
+    """What `generation_config.json` says of do_sample, temperature, top_k, top_p, min_p; {} where nothing.
+
+    Raises:
+      ValueError: do_sample is no truth value, or it is true and a number is outside its range; one line.
+    """
+    directory = Path(directory)
+    content = _read_generation(directory)
+    given = {key: content[key] for key in ("do_sample", *_SAMPLING) if content.get(key) is not None}
+    with _errors_of(directory / GENERATION):
+        # Where nothing is sampled the others mean nothing, and some repositories carry nonsense.
+        if flag(given, "do_sample"):
+            for key in _SAMPLING.keys() & given.keys():
+                _SAMPLING[key](given)
+    return given
+
+
+_SAMPLING: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "temperature": lambda values: number(values, "temperature", 0, 1e6),
+    "top_k": lambda values: whole(values, "top_k", 0),
+    "top_p": lambda values: number(values, "top_p", 1e-30, 1),
+    "min_p": lambda values: number(values, "min_p", 0, 1),
+}
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
+    path = directory / GENERATION
     return read_json(path) if path.is_file() else {}
 
 
-def _config_from(content: Mapping[str, Any], generation: Mapping[str, Any]) -> LlamaConfig:
+def _config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int]) -> LlamaConfig:
     kind = content.get("model_type")
-    if kind not in DEFAULTS:
-        raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(DEFAULTS)}")
+    if not isinstance(kind, str) or kind not in DEFAULTS:
+        raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(DEFAULTS)}")
     values = {**DEFAULTS[kind], **content}
     if values["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act {values['hidden_act']!r} is not supported; supported: silu")
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"quantised weights ({method}) are not supported; give the unquantised model")
-    hidden, heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
+        raise ValueError(f"hidden_act {shown(values['hidden_act'])} is not supported; supported: silu")
+    if quantised := section(values, "quantization_config"):
+        method = quantised.get("quant_method", "unknown")
+        raise ValueError(
+            f"quantised weights ({str(method)[:20]}) are not supported; give the unquantised model"
+        )
+    hidden, heads = whole(values, "hidden_size"), whole(values, "num_attention_heads")
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         if hidden % heads:
             raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         values["head_dim"] = hidden // heads
-    if _size(values, "head_dim") % 2:
+    if whole(values, "head_dim") % 2:
         raise ValueError(f"head_dim {values['head_dim']} is odd; rotary embeddings need an even one")
     theta, scaling = _read_rope(values)
-    attention_bias = kind == "llama" and bool(values.get("attention_bias", False))
-    return LlamaConfig(
-        vocab_size=_size(values, "vocab_size"),
+    attention_bias = kind == "llama" and flag(values, "attention_bias")
+    config = LlamaConfig(
+        vocab_size=whole(values, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(values, "intermediate_size"),
-        num_layers=_size(values, "num_hidden_layers"),
+        intermediate_size=whole(values, "intermediate_size"),
+        num_layers=whole(values, "num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
-        num_kv_heads=_size(values, "num_key_value_heads"),
-        head_dim=_size(values, "head_dim"),
-        max_position_embeddings=_size(values, "max_position_embeddings"),
-        rms_norm_eps=float(values["rms_norm_eps"]),
+        num_kv_heads=whole(values, "num_key_value_heads", most=heads),
+        head_dim=values["head_dim"],
+        max_position_embeddings=whole(values, "max_position_embeddings"),
+        rms_norm_eps=number(values, "rms_norm_eps", _LEAST_EPSILON, 1),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=bool(values["tie_word_embeddings"]),
+        tie_embeddings=flag(values, "tie_word_embeddings"),
         qkv_bias=attention_bias or kind == "qwen2",
         output_bias=attention_bias,
-        mlp_bias=kind == "llama" and bool(values.get("mlp_bias", False)),
+        mlp_bias=kind == "llama" and flag(values, "mlp_bias"),
         sliding_windows=_read_windows(kind, values),
-        bos_token_id=_first(values["bos_token_id"]),
-        eos_token_ids=_union(values["eos_token_id"], generation.get("eos_token_id")),
+        bos_token_id=next(iter(token_ids(values, "bos_token_id")), None),
+        eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
     )
-
-
-def _size(values: Mapping[str, Any], key: str) -> int:
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} is {value!r}, expected a whole number above 0")
-    return value
+    if config.context_length > MOST:
+        raise ValueError(
+            f"max_position_embeddings {config.max_position_embeddings} and the rope factor make a context of more than "
+            f"{MOST} tokens"
+        )
+    return config
 
 
 def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     # In transformers a non-empty `rope_scaling` wins over `rope_parameters`.
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    rope = section(values, "rope_scaling") or section(values, "rope_parameters")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError("rope_parameters that differ by layer type are not supported; give one set for all")
-    theta = rope.get("rope_theta")
-    theta = float(values.get("rope_theta", 10000.0) if theta is None else theta)
+    given = values.get("rope_theta", 10000.0) if rope.get("rope_theta") is None else rope["rope_theta"]
+    theta = number({"rope_theta": given}, "rope_theta", 1, _MOST_THETA)
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
+        raise ValueError(f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind not in ("linear", "dynamic", "llama3"):
-        raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, dynamic, llama3")
+        raise ValueError(
+            f"rope type {shown(kind)} is not supported; supported: default, linear, dynamic, llama3"
+        )
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     for key in needed:
         if rope.get(key) is None:
             raise ValueError(f"rope type {kind!r} needs {key}, which is missing")
-    factor = float(rope["factor"])
+    factor = number(rope, "factor", 1, _MOST_FACTOR)
     if kind != "llama3":
         return theta, RopeScaling(kind, factor)
-    original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return theta, RopeScaling(
-        kind,
-        factor,
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(original or values["max_position_embeddings"]),
-    )
+    low = number(rope, "low_freq_factor", 1e-6, _MOST_FACTOR)
+    high = number(rope, "high_freq_factor", 1e-6, _MOST_FACTOR)
+    if not low < high:
+        raise ValueError(
+            f"low_freq_factor is {low:g} and high_freq_factor {high:g}; expected a larger high one"
+        )
+    key = "original_max_position_embeddings"
+    original = next((one for one in (values, rope) if one.get(key) is not None), None)
+    if original is None:
+        key, original = "max_position_embeddings", values
+    return theta, RopeScaling(kind, factor, low, high, whole(original, key))
 
 
 def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    layers, window = values["num_hidden_layers"], values.get("sliding_window")
+    layers, window = whole(values, "num_hidden_layers", most=_MOST_LAYERS), values.get("sliding_window")
     if kind == "llama" or window is None:
         return ()
     if kind == "mistral":
-        return (_size(values, "sliding_window"),) * layers
-    if not values.get("use_sliding_window", False):
+        return (whole(values, "sliding_window"),) * layers
+    if not flag(values, "use_sliding_window"):
         return ()
     types = values.get("layer_types")
     if types is None:
-        first = values.get("max_window_layers", 28)
+        first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown or len(types) != layers:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(name not in known for name in types):
         raise ValueError(
             f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
         )
     if "sliding_attention" not in types:
         return ()
-    return tuple(_size(values, "sliding_window") if name == "sliding_attention" else None for name in types)
+    return tuple(whole(values, "sliding_window") if name == "sliding_attention" else None for name in types)
 
 
-def _union(*given: int | list[int] | None) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
-    for value in given:
-        for token in [] if value is None else value if isinstance(value, list) else [value]:
-            ids[int(token)] = None
-    return tuple(ids)
-
-
-def _first(value: int | list[int] | None) -> int | None:
-    return next(iter(_union(value)), None)
-
-
-def config_json(config: LlamaConfig, dtype_name: str) -> dict[str, Any]:
-    """What `config.json` says of a model whose weights are stored as `dtype_name`.
+def config_json(config: LlamaConfig, dtype_name: str, exits: Sequence[int] = ()) -> dict[str, Any]:
+    """What `config.json` says of a model whose weights are stored as `dtype_name`, and that was trained for `exits`.
 
     Both styles of RoPE keys are written: transformers 5 reads `rope_parameters`, older ones the others.
 
     Raises:
-      ValueError: `config.model_type` has no way to say what the configuration asks for.
+      ValueError: `config.model_type` has no way to say what the configuration asks for, or the exits are none of
+        this model.
     """
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling = config.rope_scaling
@@ -277,7 +302,8 @@ def config_json(config: LlamaConfig, dtype_name: str) -> dict[str, Any]:
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }
-    return content | _flags_json(config)
+    own = {"jaxspec": {"exits": list(check_exits(exits, config.num_layers))}} if exits else {}
+    return content | _flags_json(config) | own
 
 
 def _flags_json(config: LlamaConfig) -> dict[str, Any]:

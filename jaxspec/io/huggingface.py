@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from jaxspec.io import tensors
+from jaxspec.io.embedded import names_and_guess
 from jaxspec.io.files import read_json, write_json
 from jaxspec.io.hf_config import (
-    check_exits,
+    GENERATION,
     config_json,
     generation_defaults,
     generation_json,
@@ -26,6 +27,7 @@ from jaxspec.io.hf_config import (
     read_exits,
 )
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 
@@ -33,6 +35,7 @@ __all__ = [
     "assemble",
     "fetch_file",
     "generation_defaults",
+    "is_orbax",
     "load_params",
     "read_config",
     "read_exits",
@@ -41,6 +44,8 @@ __all__ = [
     "stored_dtype",
 ]
 
+# Where `orbax` puts its part of a checkpoint; that module takes long to import.
+ORBAX_PARAMS = "params"
 Place = Callable[[str, np.ndarray], jax.Array]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -73,7 +78,8 @@ def resolve(name: str | os.PathLike) -> Path:
         )
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
         raise FileNotFoundError(
-            f"no directory {text!r}; give a model's directory or a hub id such as owner/model"
+            f"no directory {text!r}; give a model's directory, a hub id such as owner/model, or a name of those "
+            f"that come with jaxspec: {names_and_guess(text)}"
         )
     import huggingface_hub  # slow to import, and needed only here
 
@@ -133,7 +139,7 @@ def _on_hub(name: str) -> Iterator[None]:
         ) from None
 
 
-def _open(directory: Path) -> dict[str, np.ndarray]:
+def _open(directory: Path) -> Tensors:
     """Every tensor of the directory's safetensors files, mapped, not read."""
     if (directory / _SINGLE).is_file():
         return tensors.read(directory / _SINGLE)
@@ -142,16 +148,27 @@ def _open(directory: Path) -> dict[str, np.ndarray]:
             raise ValueError(
                 f"{directory} has neither {_SINGLE} nor {_INDEX}; its *.safetensors have other names"
             )
+        if is_orbax(directory):
+            raise ValueError(
+                f"{directory} is an Orbax checkpoint; convert it with `jaxspec convert {directory} DST`"
+            )
         raise ValueError(f"{directory} has no *.safetensors weights; {_CONVERT}")
     files = read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{directory / _INDEX} has no weight_map; save the model again")
-    found: dict[str, np.ndarray] = {}
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(
+            f"{directory / _INDEX} has no weight_map from names of tensors to names of files; save the model again"
+        )
+    found = Tensors()
     for name in sorted(set(files.values())):
         if not (directory / name).is_file():
             raise ValueError(f"{directory / name} is missing, though {_INDEX} names it; fetch it again")
-        found |= tensors.read(directory / name)
+        found.add(tensors.read(directory / name))
     return found
+
+
+def is_orbax(directory: str | os.PathLike) -> bool:
+    """Whether a directory holds a checkpoint that `io.orbax` saved."""
+    return (Path(directory) / ORBAX_PARAMS).is_dir()
 
 
 def stored_dtype(directory: str | os.PathLike) -> np.dtype:
@@ -162,11 +179,21 @@ def stored_dtype(directory: str | os.PathLike) -> np.dtype:
     """
     found = _open(Path(directory))
     if EMBED not in found:
-        raise ValueError(f"{directory}: {EMBED} is missing")
+        raise ValueError(f"{directory}: {_missing(EMBED, found)}")
     return found[EMBED].dtype
 
 
-def _check(directory: Path, config: LlamaConfig, found: Mapping[str, np.ndarray]) -> None:
+def _missing(name: str, found: Tensors) -> str:
+    """What to say of a tensor that cannot be used."""
+    if name in found.left_out:
+        return (
+            f"tensor {name} is {found.left_out[name]}; quantised weights are not supported, give a model with one of "
+            f"{', '.join(tensors.DTYPES)}"
+        )
+    return f"tensor {name} is missing"
+
+
+def _check(directory: Path, config: LlamaConfig, found: Tensors) -> None:
     """Refuses weights that are not those of `config`, before any of them is read."""
     used = set()
     for _, _, sources in leaves(config):
@@ -174,9 +201,8 @@ def _check(directory: Path, config: LlamaConfig, found: Mapping[str, np.ndarray]
             used.add(source.name)
             if source.name not in found:
                 hint = "; is tie_word_embeddings missing in config.json?" if source.name == HEAD else ""
-                raise ValueError(
-                    f"{directory}: tensor {source.name} is missing, expected shape {source.shape}{hint}"
-                )
+                missing = _missing(source.name, found)
+                raise ValueError(f"{directory}: {missing}, expected shape {source.shape}{hint}")
             if found[source.name].shape != source.shape:
                 raise ValueError(
                     f"{directory}: tensor {source.name} has shape {found[source.name].shape}, "
@@ -286,9 +312,7 @@ def save(
                 f"parameter {leaf} has shape {array.shape}, expected {shape} by the configuration"
             )
         placed |= {source.name: (array, source) for source in sources}
-    content = config_json(config, dtype.name)  # refused before anything is written
-    if exits:
-        content["jaxspec"] = {"exits": list(check_exits(exits, config.num_layers))}
+    content = config_json(config, dtype.name, exits)  # refused before anything is written
 
     def fetch(name: str) -> np.ndarray:
         array, source = placed[name]
@@ -310,7 +334,7 @@ def save(
     stale = {_SINGLE, _INDEX} | {path.name for path in directory.glob("model-*-of-*.safetensors")}
     for name in stale - set(files):
         (directory / name).unlink(missing_ok=True)
-    write_json(directory / "generation_config.json", generation_json(config, generation))
+    write_json(directory / GENERATION, generation_json(config, generation))
     write_json(directory / "config.json", content)
 
 

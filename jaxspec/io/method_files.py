@@ -1,6 +1,7 @@
 """The files that belong to a model's methods: skip plans, ASD's numbers, probes, thresholds. Each names its model.
 
-They lie beside the model, where the methods find them, or wherever the user says.
+They lie beside the model or in the user's data directory (`user_data`), where the methods find them, or wherever the
+user says.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxspec.io.files import read_json, write_atomic, write_json
+from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -135,17 +137,16 @@ def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
     """
     content = _read(path, ASD_FORMAT, "a file of ASD's numbers")
     _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
-    alpha, every, keep_last = (content.get(name) for name in ("alpha", "every", "keep_last"))
-    if not (
-        isinstance(alpha, (int, float))
-        and 0 < alpha <= 1
-        and isinstance(every, int)
-        and isinstance(keep_last, int)
-        and min(every, keep_last) >= 0
+    numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
+    alpha, every, keep_last = numbers
+    if (
+        type(alpha) not in (int, float)
+        or not 0 < alpha <= 1
+        or any(type(layers) is not int or layers < 0 for layers in (every, keep_last))
     ):
         raise ValueError(
-            f"{path} has alpha {alpha}, every {every}, keep_last {keep_last}; expected a number above 0 and at "
-            "most 1, and two whole numbers"
+            f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
+            "and at most 1, and two whole numbers"
         )
     return ASDNumbers(float(alpha), every, keep_last)
 
@@ -161,9 +162,21 @@ def law_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: floa
     return "-".join(parts)
 
 
+def probe_name(exit_layer: int, law: str) -> str:
+    """The name of a probe's file in the directory of its model."""
+    return f"{PROBES_NAME}/exit-{exit_layer}-{law}.safetensors"
+
+
 def probe_path(directory: Path, exit_layer: int, law: str) -> Path:
     """Where a model's probe lies."""
-    return directory / PROBES_NAME / f"exit-{exit_layer}-{law}.safetensors"
+    return directory / probe_name(exit_layer, law)
+
+
+def probes_in(directory: Path) -> list[tuple[int, str]]:
+    """Exit layer and law of every probe in the directory of a model, by the names of their files."""
+    names = (path.name for path in (directory / PROBES_NAME).glob("exit-*-*.safetensors"))
+    found = (re.fullmatch(r"exit-(\d+)-(.+)\.safetensors", name) for name in names)
+    return [(int(match[1]), match[2]) for match in found if match]
 
 
 def write_probe(path: str | os.PathLike, model: str, probe: ProbeFile) -> None:
@@ -180,9 +193,7 @@ def read_probe(path: str | os.PathLike, model: str, hidden_size: int, exit_layer
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"no probe {path}; train one with `python -m training.probe`, or give --probe FILE"
-        )
+        raise FileNotFoundError(f"{no_file(path)}; train a probe with `python -m training.probe`")
     try:
         with safetensors.safe_open(path, "np") as file:
             metadata = file.metadata() or {}
@@ -195,21 +206,31 @@ def read_probe(path: str | os.PathLike, model: str, hidden_size: int, exit_layer
     if metadata.get("exit_layer") != str(exit_layer):
         raise ValueError(
             f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
-            "give that --exit-layer, or another --probe"
+            "give that `exit_layer`, or another `probe`"
         )
     if metadata.get("law") != law:
         raise ValueError(
             f"{path} is a probe for the law {metadata.get('law')}, the text follows {law}; "
-            "sample as the probe was trained, or give another --probe"
+            "sample as the probe was trained, or give another `probe`"
         )
     if v.shape != (hidden_size,):
         raise ValueError(f"{path} has v of shape {v.shape}, expected ({hidden_size},)")
+    if not (np.isfinite(v).all() and np.isfinite(b)):
+        raise ValueError(
+            f"{path} has numbers that are not finite; train the probe again with `python -m training.probe`"
+        )
     return ProbeFile(v, b, exit_layer, law)
 
 
+def thresholds_name(draft: str) -> str:
+    """The name, in the directory of a target, of its thresholds for a draft of this fingerprint: that of the draft's
+    layers up to its last exit."""
+    return f"{THRESHOLDS_NAME}/{draft}.json"
+
+
 def thresholds_path(directory: Path, draft: str) -> Path:
-    """Where a target's thresholds for a draft of this fingerprint lie: that of its layers up to the last exit."""
-    return directory / THRESHOLDS_NAME / f"{draft}.json"
+    """Where a target's thresholds for a draft lie, see `thresholds_name`."""
+    return directory / thresholds_name(draft)
 
 
 def write_thresholds(
@@ -242,7 +263,7 @@ def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Seq
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"no thresholds {path}; make them with `jaxspec tune --method s2d`")
+        raise FileNotFoundError(f"{no_file(path)}; make thresholds with `jaxspec tune --method s2d`")
     content = _read(path, THRESHOLDS_FORMAT, "a file of thresholds")
     _check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
     if content.get("draft") != draft or content.get("exits") != list(exits):
@@ -253,7 +274,7 @@ def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Seq
     numbers = content.get("thresholds")
     if (
         not isinstance(numbers, list)
-        or not all(isinstance(n, (int, float)) and 0 <= n <= 1 for n in numbers)
+        or not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers)
         or len(numbers) != len(exits)
         or numbers[-1] != 0
     ):

@@ -1,37 +1,51 @@
 """Models as Orbax checkpoints: for restarts and meshes, where every process writes and reads its own part.
 
-A directory holds `params`, Orbax's, and beside it `config.json` as in a Hugging Face directory.
+A directory holds `params`, Orbax's, and beside it `config.json` and `generation_config.json` as in a Hugging Face
+directory.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxspec.io.files import write_json
-from jaxspec.io.hf_config import config_json, read_config
+from jaxspec.io.hf_config import GENERATION, config_json, generation_json, read_config
+from jaxspec.io.huggingface import ORBAX_PARAMS as _PARAMS
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 
-_PARAMS = "params"
 
-
-def save(directory: str | os.PathLike, config: LlamaConfig, params: Params) -> None:
+def save(
+    directory: str | os.PathLike,
+    config: LlamaConfig,
+    params: Params,
+    generation: Mapping[str, Any] | None = None,
+    exits: Sequence[int] = (),
+) -> None:
     """Writes the parameters and, once they are whole, the configuration; replaces an earlier save.
+
+    Args:
+      directory: made if missing.
+      config: of the model.
+      params: its parameters.
+      generation, exits: as in `huggingface.save`.
 
     Raises:
       ValueError: `config.model_type` cannot express the configuration.
     """
     directory = Path(directory).absolute()  # Orbax takes no other
-    content = config_json(config, jnp.dtype(params["embed"].dtype).name)
+    content = config_json(config, jnp.dtype(params["embed"].dtype).name, exits)
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / _PARAMS, params, force=True)
+    write_json(directory / GENERATION, generation_json(config, generation))
     write_json(directory / "config.json", content)
 
 

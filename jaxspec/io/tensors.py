@@ -16,7 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jaxspec.io.files import atomic
+from jaxspec.io.files import atomic, parse_json
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -29,12 +29,28 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+class Tensors(dict[str, np.ndarray]):
+    """Tensors by name.
+
+    Attributes:
+      left_out: dtype, as the file calls it, by name of those that no weight of ours can be: integers, 8-bit floats.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: dict[str, str] = {}
+
+    def add(self, others: Tensors) -> None:
+        """Takes in those of another file."""
+        self.update(others)
+        self.left_out |= others.left_out
+
+
+def read(path: str | os.PathLike) -> Tensors:
     """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
 
     Raises:
-      ValueError: the file is truncated or not safetensors. A tensor of integers or 8-bit floats is left
-        out, for no weight of ours has such a type; asking for it then finds it missing.
+      ValueError: the file is truncated or not safetensors, or its tensors overlap.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -45,31 +61,39 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file")
         try:
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} is not a safetensors file") from None
     numbers = (
         np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
     )
-    tensors = {}
-    for name, (dtype, shape, begin, end) in entries.items():
+    tensors, reached, before = Tensors(), 0, ""
+    for name, (code, shape, begin, end) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
         if end > numbers.size:
             raise ValueError(
                 f"{path} is truncated: {name} ends at byte {8 + length + end}, the file has {size}; "
                 "fetch or save it again"
             )
+        if begin < reached and begin < end:
+            raise ValueError(f"{path}: the tensors {before} and {name} overlap; save the model again")
+        reached, before = max(reached, end), name
+        dtype = DTYPES.get(code)
         if dtype is None:
+            tensors.left_out[name] = code
             continue
-        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{path}: the header gives {name} a size that does not fit its shape {shape}")
         tensors[name] = np.asarray(numbers[begin:end]).view(dtype).reshape(shape)
     return tensors
 
 
-def _entry(value: Mapping) -> tuple[np.dtype | None, tuple[int, ...], int, int]:
-    begin, end = value["data_offsets"]
-    return DTYPES.get(value["dtype"]), tuple(int(n) for n in value["shape"]), int(begin), int(end)
+def _entry(value: Mapping) -> tuple[str, tuple[int, ...], int, int]:
+    """What a header says of a tensor: dtype, shape, first byte, and the byte behind its last."""
+    code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if type(code) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or begin > end:
+        raise ValueError("not an entry of a header")
+    return code, shape, begin, end
 
 
 def write(

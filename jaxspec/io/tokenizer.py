@@ -1,20 +1,24 @@
-"""Text and token ids, through transformers, which is imported only when a tokenizer is loaded.
+"""Text and token ids, by `tokenizers` where a file says all about a tokenizer, else through transformers.
 
-(transformers itself imports PyTorch if that is installed; nothing here needs it.)
+(transformers is imported only then. It imports PyTorch if that is installed; nothing here needs it.)
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.io import gguf_tokenizer
 from jaxspec.io.files import read_text
 from jaxspec.io.gguf_file import is_gguf
+from jaxspec.io.tokenizer_file import read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
@@ -52,34 +56,59 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
     directory = Path(directory)
     template = None
     if chat_template is not None:
-        template = read_text(chat_template, "--chat-template wants a Jinja template")
+        template = read_text(chat_template, "`chat_template` must be a Jinja template")
     if not has_tokenizer(directory):
         raise ValueError(
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
             "instead of text"
         )
-    loaded = gguf_tokenizer.build(directory) if is_gguf(directory) else _from_files(directory)
+    loaded: Any
+    if is_gguf(directory):
+        loaded = gguf_tokenizer.build(directory, _transformers)
+    else:
+        by_transformers = functools.partial(_load_by_transformers, directory)
+        loaded = read_tokenizer(directory, by_transformers) or by_transformers()
     if template is not None:
         loaded.chat_template = template
     return Tokenizer(loaded)
 
 
-def _from_files(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
+def _load_by_transformers(directory: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        loaded = _transformers().AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many kinds here, some of many lines
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {reason}") from None
+    # Longer texts are refused with the model's own context; transformers would only warn of them.
+    loaded.model_max_length = sys.maxsize
+    return loaded
+
+
+def _transformers() -> Any:
+    """The package, imported without its notices, such as that PyTorch is missing, which nothing here needs."""
+    name = "TRANSFORMERS_VERBOSITY"
+    if "transformers" in sys.modules or name in os.environ:
+        import transformers
+
+        return transformers
+    os.environ[name] = "error"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, in notebooks
+            import transformers
+    finally:
+        del os.environ[name]
+    transformers.logging.set_verbosity_warning()  # what it would be
+    return transformers
 
 
 def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> None:
     """Puts whatever tokenizer files `source` has, or those that say what a GGUF file says, into `destination`."""
     if is_gguf(source):
         if has_tokenizer(source):
-            # The chat template goes into tokenizer_config.json.
-            gguf_tokenizer.build(source).save_pretrained(str(destination), save_jinja_files=False)
+            gguf_tokenizer.save(source, destination, _transformers)
         return
     for name in FILES:
         if (Path(source) / name).is_file():
@@ -109,7 +138,7 @@ class Tokenizer:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
         return self._one_bos(self._loaded.encode(text))
 
-    def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the model's answer begins.
 
         Args:
@@ -121,7 +150,7 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not self._loaded.chat_template:
-            raise ValueError("the model has no chat template; give one with --chat-template FILE")
+            raise ValueError("the model has no chat template; give one with chat_template=FILE")
         try:
             text = self._loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True

@@ -1,4 +1,4 @@
-"""The directory in which jaxspec keeps what it can make again: compiled functions, device profiles."""
+"""The directory in which jaxspec keeps what it can make again: compiled functions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pathlib import Path
 import platformdirs
 
 
-def user_cache() -> Path:
-    """That directory, which need not exist: `JAXSPEC_CACHE`, or the user's cache directory of this system."""
-    return Path(os.environ.get("JAXSPEC_CACHE") or platformdirs.user_cache_dir("jaxspec")).expanduser()
+def user_cache() -> Path | None:
+    """That directory, which need not exist; None where nothing may be kept.
+
+    It is the user's cache directory of this system; the environment variable `JAXSPEC_CACHE` names another
+    one, or says `off`.
+    """
+    named = os.environ.get("JAXSPEC_CACHE")
+    if named == "off":
+        return None
+    return Path(named or platformdirs.user_cache_dir("jaxspec")).expanduser()

@@ -108,7 +108,13 @@ def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
 
 
 def _attention(
-    config: LlamaConfig, p: Params, hidden: jax.Array, tables, attend: Attend, layer_cache
+    config: LlamaConfig,
+    p: Params,
+    hidden: jax.Array,
+    tables,
+    attend: Attend,
+    layer_cache,
+    keep: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     batch, length, _ = hidden.shape
     group, hd = config.group_size, config.head_dim
@@ -120,14 +126,19 @@ def _attention(
         turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
     )
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
-    return hidden + linear(mixed, p["out"], p.get("out_bias")), layer_cache
+    return hidden + _kept(linear(mixed, p["out"], p.get("out_bias")), keep), layer_cache
 
 
-def _mlp(config: LlamaConfig, p: Params, hidden: jax.Array) -> jax.Array:
+def _mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
     normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
     inner = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-    return hidden + linear(inner, p["down"], p.get("down_bias"))
+    return hidden + _kept(linear(inner, p["down"], p.get("down_bias")), keep)
+
+
+def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
+    """What a sublayer writes [B, T, D], zero in the rows where `keep` bool[B] is False."""
+    return write if keep is None else write * keep[:, None, None].astype(write.dtype)
 
 
 def run_layers(
@@ -190,6 +201,7 @@ def run_block(
     positions: jax.Array,
     segments: jax.Array,
     window: int | None = None,
+    keep: jax.Array | None = None,
 ) -> jax.Array:
     """One whole layer without a cache, for training: every token attends within its own segment.
 
@@ -200,6 +212,9 @@ def run_block(
       positions: int32[B, T], counted from the start of each segment.
       segments: int32[B, T]; packed documents differ in it and do not see each other.
       window: how many latest positions are seen, None for all.
+      keep: bool[B], the rows for which the layer runs; it is the identity for the others. None: all rows. What a
+        sublayer writes is multiplied by it. (A `where` over the whole layer would make XLA's CPU compiler compute
+        the stream below again in each of its readers: a backward pass took twice the time.)
 
     Returns:
       hidden [B, T, D].
@@ -217,8 +232,8 @@ def run_block(
             mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], merged=False))
         return jnp.concatenate(mixed, axis=1), layer_cache
 
-    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None)
-    return _mlp(config, p["mlp"], hidden)
+    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
+    return _mlp(config, p["mlp"], hidden, keep)
 
 
 def forward(

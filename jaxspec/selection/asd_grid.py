@@ -66,15 +66,15 @@ def grid(alphas: Sequence[float], everys: Sequence[int], keep_lasts: Sequence[in
     Raises:
       ValueError: a number is outside its range.
     """
-    off = "0 (off) or positive whole numbers"
+    off = "0 (off) or positive whole numbers below 2^31"
     for name, values, fits, wanted in (
-        ("--alpha", alphas, lambda alpha: 0 < alpha <= 1, "numbers above 0 and at most 1 (off)"),
-        ("--every", everys, lambda every: every >= 0, off),
-        ("--keep-last", keep_lasts, lambda keep: keep >= 0, off),
+        ("alphas", alphas, lambda alpha: 0 < alpha <= 1, "numbers above 0 and at most 1 (off)"),
+        ("everys", everys, lambda every: 0 <= every < 2**31, off),
+        ("keep_lasts", keep_lasts, lambda keep: 0 <= keep < 2**31, off),
     ):
         for value in values:
             if not fits(value):
-                raise ValueError(f"{name} has {value}; give {wanted}")
+                raise ValueError(f"`{name}` has {value}; give {wanted}")
     return [Setting(*numbers) for numbers in itertools.product(alphas, everys, keep_lasts)]
 
 

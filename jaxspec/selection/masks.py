@@ -34,18 +34,18 @@ class MaskSpace:
         if not len(self.free):
             raise ValueError(
                 f"the model has {self.num_layers} layers, and the first and the last are kept: nothing is left "
-                "to skip; add --no-keep-first-last"
+                "to skip; add keep_first_last=False"
             )
         if self.skip_ratio is None:
             return
         if not 0 < self.skip_ratio < 1:
-            raise ValueError(f"--skip-ratio is {self.skip_ratio}; give a share between 0 and 1")
+            raise ValueError(f"skip_ratio is {self.skip_ratio}; give a share between 0 and 1")
         most = min(len(self.free), 2 * self.num_layers - 1)
         if not 1 <= self._num_skipped <= most:
             many = self.keep_first_last and self._num_skipped > most
-            hint = ", or add --no-keep-first-last" if many else ""
+            hint = ", or add keep_first_last=False" if many else ""
             raise ValueError(
-                f"--skip-ratio {self.skip_ratio} skips {self._num_skipped} of {2 * self.num_layers} sublayers; "
+                f"skip_ratio={self.skip_ratio} skips {self._num_skipped} of {2 * self.num_layers} sublayers; "
                 f"1 to {most} can be skipped: give {1 / (2 * self.num_layers):.2g} to "
                 f"{most / (2 * self.num_layers):.2g}{hint}"
             )

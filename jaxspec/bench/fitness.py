@@ -1,0 +1,98 @@
+"""The fitness test of a model: one forward pass over texts, one greedy text per prompt, held against the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.selection import fitness
+from jaxspec.selection.fitness import Check, Exits, Gate, Texts
+
+FORMAT = "jaxspec.fitness/1"
+# Rows that go through the model at once, and tokens of a greedy text.
+ROWS, NEW_TOKENS = 4, 128
+
+
+def measure(
+    lm: LanguageModel, kinds: Mapping[str, Texts], greedy_texts: int = 4, gate: Gate | None = None
+) -> dict[str, Any]:
+    """Runs the fitness test (see `jaxspec.selection.fitness`).
+
+    Args:
+      lm: the model, on one device.
+      kinds: texts that the model was not trained on, by kind of work.
+      greedy_texts: how many greedy texts of each kind are looked at for repetition.
+      gate: by default the project's own.
+
+    Returns:
+      JSON-ready: `format`, `model` (fingerprint), `num_layers`, `dtype`; `kinds`, see `summary`; `write_rms`;
+      `repeated`, the mean share of repeated 8-grams in greedy texts of at most 128 tokens; `checks`, see `Check`;
+      `passed`.
+
+    Raises:
+      ValueError: no text is given.
+    """
+    if not kinds:
+        raise ValueError("no text is given; the fitness test needs some that the model was not trained on")
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "model": lm.fingerprint,
+        "num_layers": lm.config.num_layers,
+        "dtype": lm.dtype,
+        "kinds": {kind: fitness.summary(texts, read_exits(lm, texts)) for kind, texts in kinds.items()},
+        "write_rms": fitness.write_rms(lm.params),
+    }
+    starts = [start for texts in kinds.values() for start in texts.openings(greedy_texts)]
+    budgets = [min(NEW_TOKENS, lm.config.context_length - len(start)) for start in starts]
+    results = lm.generate(starts, max_new_tokens=budgets, temperature=0.0)
+    report["repeated"] = float(np.mean([fitness.repeated(result.tokens) for result in results]))
+    found = fitness.checks(report, gate)
+    report["checks"] = [dataclasses.asdict(check) for check in found]
+    report["passed"] = all(check.passed for check in found)
+    return report
+
+
+def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
+    """What each exit says at each position of the texts, as NumPy arrays; a few rows at once."""
+    run = jax.jit(functools.partial(fitness.by_exit, lm.config))
+    parts = []
+    for begin in range(0, len(texts.tokens), ROWS):
+        rows = slice(begin, begin + ROWS)
+        arrays = [array[rows] for array in (texts.tokens, texts.segments, texts.positions)]
+        missing = ROWS - len(arrays[0])
+        got = run(lm.params, *(np.pad(array, ((0, missing), (0, 0))) for array in arrays))
+        parts.append(Exits(*(np.asarray(one)[:, : ROWS - missing] for one in got)))
+    return Exits(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
+
+
+def markdown(report: Mapping[str, Any]) -> list[str]:
+    """The report as lines of Markdown: the figures by exit and kind of work, then the gate."""
+    depth = report["num_layers"]
+    shown = sorted({max(1, round(depth * part / 4)) for part in (1, 2, 3, 4)})
+    lines = [
+        "| by exit after "
+        + ", ".join(map(str, shown))
+        + " layers | loss | agreement | confidence | answers right |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, figures in report["kinds"].items():
+        cells = [
+            "-"
+            if figures[name] is None
+            else " / ".join(f"{figures[name][layers - 1]:.{digits}f}" for layers in shown)
+            for name, digits in (("loss", 3), ("agreement", 2), ("confidence", 2), ("accuracy", 2))
+        ]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    lines += ["", "| gate | found | wanted | |", "|---|---|---|---|"]
+    for check in (Check(**one) for one in report["checks"]):
+        value = "-" if check.value is None else f"{check.value:.3f}"
+        lines.append(
+            f"| {check.name} | {value} | {check.wanted} | {'passed' if check.passed else '**failed**'} |"
+        )
+    return lines

@@ -1,0 +1,117 @@
+"""Whatever stops a command becomes one line on standard error and an exit status; for every command line here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping
+
+from jaxspec.cli.status import FAILED, INTERRUPTED, UNREAD, WRONG
+
+
+class Guard:
+    """Runs a command and turns whatever stops it into an exit status and one line on standard error.
+
+    Args:
+      prog: what the line begins with, such as `jaxspec`.
+
+    Attributes:
+      options: the parameter → option names by which messages are translated, see `option_names`; to be set once it
+        is known which command runs.
+    """
+
+    def __init__(self, prog: str) -> None:
+        self._prog = prog
+        self.options: Mapping[str, str] = {}
+
+    def __call__(self, run: Callable[[], int]) -> int:
+        """Runs `run`, which returns its exit status.
+
+        Returns:
+          that, or 2 after bad input (ValueError, OSError), 1 after another error, 130 after Ctrl-C, 141 where
+          the reader of standard output went away.
+
+        Raises:
+          Exception: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
+        """
+        try:
+            status = run()
+            sys.stdout.flush()
+            return status
+        except SystemExit as stop:  # help was printed
+            return stop.code if isinstance(stop.code, int) else 0
+        except KeyboardInterrupt:
+            return self._say("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # Python would complain once more when it flushes standard output at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return UNREAD
+        except (ValueError, OSError) as error:
+            if os.environ.get("JAXSPEC_DEBUG"):
+                raise
+            return self._say(f"error: {in_options(one_line(error), self.options)}", WRONG)
+        except Exception as error:  # a device out of memory, a backend that does not start, a bug
+            if os.environ.get("JAXSPEC_DEBUG"):
+                raise
+            return self._say(f"error: {type(error).__name__}: {one_line(error)[:500]}", FAILED)
+
+    def _say(self, what: str, status: int) -> int:
+        print(f"{self._prog}: {what}", file=sys.stderr)
+        return status
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line; the name of its type where it says nothing."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def option_names(command: type) -> dict[str, str]:
+    """Parameter → option, such as max_new_tokens → --max-new-tokens, of a command's dataclass and those in it."""
+    found: dict[str, str] = {}
+    hints = typing.get_type_hints(command)
+    for field in dataclasses.fields(command):
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= option_names(typing.cast(type, hints[field.name]))
+        else:
+            found[field.name] = field.metadata.get("option", "--" + field.name.replace("_", "-"))
+    return found
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """A library's message, which names parameters of Python, in the options of a command line.
+
+    A parameter is known by how it is written, because many are ordinary words: `name` in backquotes, name=value,
+    "name is …" where the message begins so, and any name with an underscore. What stands in quotation marks
+    or within a path is left alone.
+
+    Args:
+      message: such as "max_new_tokens is 0; give at least 1" or "give plan=FILE".
+      options: option by parameter, from `option_names`.
+
+    Returns:
+      such as "--max-new-tokens is 0; give at least 1" or "give --plan FILE".
+    """
+    if not options:
+        return message
+    name = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
+    long = "|".join(sorted((re.escape(one) for one in options if "_" in one), key=len, reverse=True))
+    alone = r"(?<![\w./\\'\"`-])"
+
+    def given(match: re.Match[str]) -> str:
+        option, value = options[match[1]], match[2]
+        if value in ("True", "False"):
+            return option if value == "True" else option.replace("--", "--no-", 1)
+        return f"{option} {value.strip(chr(39))}"
+
+    def named(match: re.Match[str]) -> str:
+        return options[match[1]]
+
+    message = re.sub(f"`({name})`", named, message)
+    message = re.sub(rf"{alone}({name})=('[^']*'|[^\s,;:)]+)", given, message)
+    message = re.sub(rf"\A({name})(?= is )", named, message)
+    return re.sub(rf"{alone}({long})(?![\w./\\'\"`=])", named, message) if long else message

@@ -1,0 +1,234 @@
+"""From the arguments of a call to one request per text; every wrong argument is one clear line."""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.engine.session import RowRequest
+from jaxspec.model.config import LlamaConfig
+
+# With `role` and `content`.
+Message = Mapping[str, str]
+Prompt = str | Sequence[int]
+Conversation = Sequence[Message]
+# Tokens generated where nobody says how many.
+DEFAULT_BUDGET = 128
+_PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
+_MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
+
+
+def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
+    """The prompts as a list of texts, lists of token ids and lists of messages, and whether it was a single one.
+
+    Args:
+      prompts, messages: as in `LanguageModel.generate`; one of them is None.
+
+    Raises:
+      ValueError: they are nothing of the kind.
+    """
+    if messages is not None and prompts is not None:
+        raise ValueError("got both prompts and messages; give one of them")
+    name, given, wanted = "prompts", prompts, _PROMPTS
+    if messages is not None:
+        name, given, wanted = "messages", messages, _MESSAGES
+    batch = [given] if isinstance(given, str) else _listed(given)
+    if batch is None:
+        raise ValueError(f"{name} is {shown(given)}; {wanted}")
+    if not batch:
+        raise ValueError("there is no prompt; give at least one")
+    if isinstance(given, str) or (not isinstance(batch[0], str) and _listed(batch[0]) is None):
+        return [_prompt(name, given, wanted)], True
+    return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False
+
+
+def is_text_or_ids(prompt: Any) -> bool:
+    """Whether a prompt is no list of messages."""
+    return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping)
+
+
+def _prompt(name: str, prompt: Any, wanted: str) -> Any:
+    if isinstance(prompt, str) and wanted != _MESSAGES:
+        return prompt
+    items = _listed(prompt)
+    if items is None:
+        raise ValueError(f"{name} is {shown(prompt)}; {wanted}")
+    if items and (wanted == _MESSAGES or isinstance(items[0], Mapping)):
+        return [_message(f"{name}[{index}]", item) for index, item in enumerate(items)]
+    return [whole(f"{name}[{index}]", item, "token id") for index, item in enumerate(items)]
+
+
+def _message(name: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise ValueError(f"{name} is {shown(message)}; give a message with `role` and `content`")
+    for key in ("role", "content"):
+        if not isinstance(message[key], str):
+            raise ValueError(f"{name} has the {key} {shown(message[key])}; give a text")
+        check_text(f"{name}, {key}", message[key])
+    return dict(message)
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuses half a character, which no tokenizer takes.
+
+    Raises:
+      ValueError: there is one; Python puts them where it decoded bytes that are not text.
+    """
+    at = next((at for at, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
+    if at is not None:
+        raise ValueError(f"{name} is not text in UTF-8: it has the surrogate {text[at]!a} at position {at}")
+
+
+def requests_of(
+    batch: Sequence[Any],
+    encode: Callable[[Any], list[int]],
+    config: LlamaConfig,
+    *,
+    max_new_tokens: Any,
+    law: Mapping[str, Any],
+    seed: Any,
+    ignore_eos: bool,
+) -> list[RowRequest]:
+    """One request per prompt.
+
+    Args:
+      batch: from `batch_of`.
+      encode: a text or messages → token ids.
+      config: the target.
+      max_new_tokens, seed: as in `LanguageModel.generate`.
+      law: temperature, top_k, top_p and min_p, as there; None where nothing is said.
+      ignore_eos: as there.
+
+    Raises:
+      ValueError: one line that says what was got, what was expected, what to do.
+    """
+    count = len(batch)
+    numbers = {
+        name: per_row(name, value, count, whole if name == "top_k" else real)
+        for name, value in law.items()
+        if value is not None
+    }
+    budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
+    seeds, own = per_row("seed", seed, count, whole), _listed(seed) is not None
+    requests = []
+    for index, prompt in enumerate(batch):
+        name = "the prompt" if count == 1 else f"prompts[{index}]"
+        is_ids = is_text_or_ids(prompt) and not isinstance(prompt, str)
+        ids = prompt if is_ids else encode(prompt)
+        if not ids or not prompt:
+            raise ValueError(f"{name} is empty; give at least one token")
+        outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"token id {outside} of {name} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
+            )
+        requests.append(
+            _checked(
+                RowRequest(
+                    prompt=tuple(ids),
+                    max_new_tokens=_budget(name, len(ids), budgets[index], config.context_length),
+                    eos_ids=() if ignore_eos else config.eos_token_ids,
+                    seed=0 if seeds[index] is None else seeds[index],
+                    # With a seed of its own a row does not depend on its place in the list.
+                    stream=0 if own else index,
+                    **{key: values[index] for key, values in numbers.items() if values[index] is not None},
+                )
+            )
+        )
+    return requests
+
+
+def _budget(name: str, length: int, asked: int | None, context: int) -> int:
+    """How many tokens to generate after a prompt of `length` tokens."""
+    if asked is not None and asked < 1:
+        raise ValueError(f"max_new_tokens is {asked}; give at least 1")
+    if length >= context:
+        raise ValueError(f"{name} has {length} tokens, the model's context is {context}; shorten the prompt")
+    if asked is None:
+        return min(DEFAULT_BUDGET, context - length)
+    if length + asked > context:
+        raise ValueError(
+            f"{name} ({length} tokens) and max_new_tokens ({asked}) exceed the model's context of {context}; "
+            "shorten one of them"
+        )
+    return asked
+
+
+def _checked(request: RowRequest) -> RowRequest:
+    if not (request.temperature >= 0 and math.isfinite(request.temperature)):
+        raise ValueError(f"temperature is {request.temperature}; give 0 (greedy) or a positive number")
+    if not 0 < request.top_p <= 1:
+        raise ValueError(f"top_p is {request.top_p}; give a number above 0 and at most 1")
+    if not 0 <= request.top_k < 2**31:
+        raise ValueError(f"top_k is {request.top_k}; give 0 (all tokens) or a positive number")
+    if not 0 <= request.seed < 2**32:
+        raise ValueError(f"seed is {request.seed}; give a number from 0 to {2**32 - 1}")
+    if not 0 <= request.min_p <= 1:
+        raise ValueError(f"min_p is {request.min_p}; give a number from 0 to 1")
+    return request
+
+
+def per_row(name: str, value: Any, count: int, number: Callable[[str, Any], Any]) -> list[Any]:
+    """A number for each of `count` texts, from one for all or one each; None stands for the default.
+
+    Args:
+      name: of the argument.
+      value: a number or a list of them; of Python, NumPy or JAX.
+      count: how many texts.
+      number: `whole` or `real`.
+
+    Raises:
+      ValueError: something is no such number, or there are too many or too few of them.
+    """
+    values = _listed(value)
+    if values is None:
+        return [None if value is None else number(name, value)] * count
+    if len(values) != count:
+        prompts = "1 prompt" if count == 1 else f"{count} prompts"
+        raise ValueError(f"{name} has {len(values)} values for {prompts}; give one, or one per prompt")
+    return [None if one is None else number(f"{name}[{index}]", one) for index, one in enumerate(values)]
+
+
+def whole(name: str, value: Any, kind: str = "whole number") -> int:
+    """An integer of Python, NumPy or JAX as Python's.
+
+    Raises:
+      ValueError: it is something else; `kind` says what was expected.
+    """
+    try:
+        if str(getattr(value, "dtype", type(value).__name__)) == "bool":
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {shown(value)}; give a {kind}") from None
+
+
+def real(name: str, value: Any) -> float:
+    """A number of Python, NumPy or JAX as Python's.
+
+    Raises:
+      ValueError: it is no number.
+    """
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is {shown(value)}; give a number") from None
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The items of a sequence or array of at least one dimension; None for anything else."""
+    if hasattr(value, "ndim"):
+        # An array's own list holds Python's numbers: its items one by one would be slow to reach.
+        return value.tolist() if value.ndim and hasattr(value, "tolist") else None
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+    return list(value) if is_list else None
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, in one line."""
+    return " ".join(reprlib.repr(value).split())

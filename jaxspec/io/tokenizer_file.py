@@ -1,0 +1,163 @@
+"""A tokenizer read from `tokenizer.json` alone, where that is all of it: transformers takes half a second to import,
+and two seconds where PyTorch is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from jaxspec.io.files import read_json
+
+# Classes of transformers that take `tokenizer.json` as it is, and what else may stand beside it without any effect
+# on ids and texts. Whatever is not listed here is left to transformers.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_READ = {
+    *_NAMED,
+    "tokenizer_class",
+    "add_bos_token",
+    "add_eos_token",
+    "added_tokens_decoder",
+    "chat_template",
+}
+_WITHOUT_EFFECT = {
+    "backend",
+    "clean_up_tokenization_spaces",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+    "model_input_names",
+    "model_max_length",
+    "padding_side",
+    "truncation_side",
+}
+
+
+class FileTokenizer:
+    """What `io.tokenizer.Tokenizer` needs of a tokenizer of transformers, from `tokenizer.json`.
+
+    Args:
+      backend: the tokenizer.
+      named: the named special tokens, such as bos_token.
+      transformers: loads the same tokenizer by transformers, for its chat template.
+
+    Attributes:
+      bos_token_id: None if there is no such token.
+      all_special_ids: of the named tokens.
+      added_tokens_decoder: the added tokens by id.
+    """
+
+    def __init__(self, backend: Backend, named: dict[str, str], transformers: Callable[[], Any]) -> None:
+        self._backend, self._transformers, self._loaded = backend, transformers, None
+        ids = {name: backend.token_to_id(token) for name, token in named.items()}
+        self.bos_token_id = ids.get("bos_token")
+        self.all_special_ids = [index for index in ids.values() if index is not None]
+        self.added_tokens_decoder = backend.get_added_tokens_decoder()
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        """The text of token ids; spaces are never cleaned up."""
+        assert not clean_up_tokenization_spaces
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, index: int) -> str | None:
+        """The token of an id; None if there is none."""
+        return self._backend.id_to_token(index)
+
+    @property
+    def chat_template(self) -> Any:
+        """The Jinja template of the model; None if it has none."""
+        return self._by_transformers().chat_template
+
+    @chat_template.setter
+    def chat_template(self, template: str) -> None:
+        self._by_transformers().chat_template = template
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As that of transformers."""
+        return self._by_transformers().apply_chat_template(messages, **options)
+
+    def _by_transformers(self) -> Any:
+        if self._loaded is None:
+            self._loaded = self._transformers()
+        return self._loaded
+
+
+def read_tokenizer(directory: Path, transformers: Callable[[], Any]) -> FileTokenizer | None:
+    """The tokenizer of a directory, if `tokenizer.json` says all about it; None if only transformers knows.
+
+    Args:
+      directory: of the model.
+      transformers: loads the same tokenizer by transformers.
+    """
+    try:
+        settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
+        backend = Backend.from_file(str(directory / "tokenizer.json"))
+    except Exception:  # tokenizers raises bare Exceptions; transformers says what is wrong
+        return None
+    if (
+        settings.get("tokenizer_class") not in _PLAIN_CLASSES
+        or model.get("model_type") != "llama"
+        or settings.keys() - _READ - _WITHOUT_EFFECT
+    ):
+        return None
+    named = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
+    if (directory / "special_tokens_map.json").is_file():
+        listed = read_json(directory / "special_tokens_map.json")
+        if {name: _content(token) for name, token in listed.items()} != named:
+            return None
+    added = backend.get_added_tokens_decoder()
+    plain = {token.content for token in added.values() if _is_plain(token)}
+    # Tokens that are missing, or of other properties, transformers would add.
+    if not set(named.values()) <= plain or not _same(settings.get("added_tokens_decoder", {}), added):
+        return None
+    backend.no_padding()
+    backend.no_truncation()
+    # Where the file adds other tokens than the settings say, versions of transformers differ.
+    for name, place in (("bos_token", 0), ("eos_token", -1)):
+        if f"add_{name}" in settings:
+            around = [backend.id_to_token(index) for index in backend.encode("a").ids]
+            if bool(settings[f"add_{name}"]) != (around[place] == named.get(name)):
+                return None
+    return FileTokenizer(backend, named, transformers)
+
+
+def _content(token: Any) -> str:
+    return token.get("content", "") if isinstance(token, dict) else str(token)
+
+
+def _is_plain(token: AddedToken) -> bool:
+    return token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+
+
+def _same(listed: Any, added: dict[int, AddedToken]) -> bool:
+    """Whether the tokens listed in a tokenizer's settings are those that it has."""
+    return isinstance(listed, dict) and all(
+        index.isdecimal() and int(index) in added and _properties(token) == _properties_of(added[int(index)])
+        for index, token in listed.items()
+    )
+
+
+_PROPERTIES = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def _properties(token: Any) -> tuple[Any, ...]:
+    return tuple(token.get(name) for name in _PROPERTIES) if isinstance(token, dict) else ()
+
+
+def _properties_of(token: AddedToken) -> tuple[Any, ...]:
+    return tuple(getattr(token, name) for name in _PROPERTIES)

@@ -1,0 +1,351 @@
+"""Does a model need its depth? What every early-exit or layer-skipping figure must be read beside.
+
+A model whose upper layers do nothing makes every draft of its lower layers look good: whoever skips empty layers is
+faster. So before a speed-up is believed, look at the loss after each layer, at what each layer writes, and at whether
+a draft's confidence tells which of its tokens are accepted. `by_exit` is the forward pass, the rest is arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+
+BINS = 10
+GRAM = 8
+# Tokens with which an open text begins.
+OPENING = 16
+
+
+class Exits(NamedTuple):
+    """What each exit says at each position of some texts; position t predicts token t + 1.
+
+    Attributes:
+      loss: float32[L, B, T], nats: −log probability of the token that follows in the text.
+      chosen: int32[L, B, T], the most likely token.
+      confidence: float32[L, B, T], its probability.
+    """
+
+    loss: Any
+    chosen: Any
+    confidence: Any
+
+
+def by_exit(
+    config: LlamaConfig, params: Params, tokens: jax.Array, segments: jax.Array, positions: jax.Array
+) -> Exits:
+    """Runs texts once and reads every layer through the final norm and head, one layer at a time.
+
+    Args:
+      config: the model.
+      params: its parameters.
+      tokens: int32[B, T].
+      segments: int32[B, T], 1, 2, … for the texts packed into a row, which do not see each other; 0 is padding.
+      positions: int32[B, T], counted from the start of each text.
+
+    Returns:
+      see `Exits`; entry l is the exit after l + 1 layers.
+    """
+    hidden = llama.embed(params, tokens)
+    states = []
+    for layer, p in enumerate(params["layers"]):
+        hidden = llama.run_block(config, p, hidden, positions, segments, config.window(layer))
+        states.append(hidden)
+    following = jnp.roll(tokens, -1, axis=1)
+
+    def read(state: jax.Array) -> Exits:
+        logits = llama.logits(config, params, state)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        said = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+        return Exits(total - said, jnp.argmax(logits, -1), jnp.exp(jnp.max(logits, -1) - total))
+
+    return jax.lax.map(read, jnp.stack(states))
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Texts of one kind of work, packed into rows.
+
+    Attributes:
+      tokens, segments, positions: int[N, T]; see `by_exit`.
+      learn: bool[N, T], whether a token is part of an answer. Where a text is no question and answer, all are.
+    """
+
+    tokens: np.ndarray
+    segments: np.ndarray
+    positions: np.ndarray
+    learn: np.ndarray
+
+    @property
+    def judged(self) -> np.ndarray:
+        """Positions whose next token is judged, bool[N, T]: it is of the same text, and part of an answer."""
+        following = np.roll(self.segments, -1, axis=1)
+        following[:, -1] = 0
+        return (self.segments > 0) & (following == self.segments) & np.roll(self.learn, -1, axis=1)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether these are questions and answers: some token is only read."""
+        return bool((~self.learn & (self.segments > 0) & (self.positions > 0)).any())
+
+    def openings(self, limit: int, opening: int = OPENING) -> list[list[int]]:
+        """How at most `limit` of the texts begin, spread evenly over all: what stands before the answer.
+
+        Of a text that is no answer, its first `opening` tokens. Texts that are too short to be continued, and pieces
+        of longer ones, whose answer begins with their first token, are left out.
+        """
+        found = []
+        for row in range(len(self.tokens)):
+            for segment in range(1, int(self.segments[row].max()) + 1):
+                (places,) = np.nonzero(self.segments[row] == segment)
+                learned = self.learn[row, places]
+                first = int(learned.argmax()) if self.has_answers and learned.any() else opening
+                if 1 <= first < len(places):
+                    found.append(self.tokens[row, places[:first]].tolist())
+        return [found[index * len(found) // limit] for index in range(limit)] if len(found) > limit else found
+
+    @classmethod
+    def rows(cls, texts: Sequence[tuple[Sequence[int], int]]) -> Texts:
+        """One text per row, each given as its tokens and how many of them are only read."""
+        width = max(len(tokens) for tokens, _ in texts)
+        made = cls(*(np.zeros((len(texts), width), kind) for kind in (np.int32, np.int32, np.int32, bool)))
+        for row, (tokens, read) in enumerate(texts):
+            count = len(tokens)
+            made.tokens[row, :count] = tokens
+            made.segments[row, :count] = 1
+            made.positions[row, :count] = np.arange(count)
+            made.learn[row, read:count] = True
+        return made
+
+
+def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
+    """The figures of one kind of work, each a list over the exits after 1 … L layers.
+
+    Returns:
+      `tokens` judged; `loss` (nats per token); `agreement` with the last layer's most likely token; `confidence`,
+      its mean; `auroc` of the exit's confidence for agreement and its `calibration_error`; `accuracy`, the share of
+      texts whose judged tokens are all the most likely ones, None for texts that are no answers. A greedy decoder
+      writes exactly these answers: as long as it is right, it has read the same text.
+    """
+    judged = texts.judged
+    count = max(int(judged.sum()), 1)
+    last = exits.chosen[-1]
+    agrees = [(chosen == last)[judged] for chosen in exits.chosen]
+    confidence = [one[judged] for one in exits.confidence]
+    right = [chosen == np.roll(texts.tokens, -1, axis=1) for chosen in exits.chosen]
+    return {
+        "tokens": count,
+        "loss": [float(loss[judged].sum()) / count for loss in exits.loss],
+        "agreement": [float(one.sum()) / count for one in agrees],
+        "confidence": [float(one.sum()) / count for one in confidence],
+        "auroc": [auroc(c, a) for c, a in zip(confidence, agrees, strict=True)],
+        "calibration_error": [calibration_error(c, a) for c, a in zip(confidence, agrees, strict=True)],
+        "accuracy": [_all_right(texts, judged, one) for one in right] if texts.has_answers else None,
+    }
+
+
+def _all_right(texts: Texts, judged: np.ndarray, right: np.ndarray) -> float:
+    rows = np.broadcast_to(np.arange(len(judged))[:, None], judged.shape)
+    names, index = np.unique(np.stack([rows[judged], texts.segments[judged]]), axis=1, return_inverse=True)
+    wrong = np.bincount(index.ravel(), weights=~right[judged], minlength=names.shape[1])
+    return float((wrong == 0).mean())
+
+
+def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
+    """The probability that a positive has a larger score than a negative, ties counting half.
+
+    Args:
+      score: float[N].
+      label: bool[N].
+
+    Returns:
+      0 to 1, 0.5 for a score that says nothing; None where all labels are equal.
+
+    Example:
+      >>> auroc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
+      0.75
+    """
+    positives = int(label.sum())
+    negatives = len(label) - positives
+    if not positives or not negatives:
+        return None
+    _, rank, counts = np.unique(score, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2
+    return float(
+        (middle[rank.ravel()][label].sum() - positives * (positives + 1) / 2) / (positives * negatives)
+    )
+
+
+def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
+    """Expected calibration error over ten bins of equal width (Guo et al. 2017, equation 3).
+
+    Args:
+      probability: float[N], 0 to 1.
+      label: bool[N].
+
+    Example:
+      >>> calibration_error(np.array([0.75, 0.75, 0.75, 0.75]), np.array([True, True, True, False]))
+      0.0
+    """
+    place = np.minimum((probability * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(place, weights=probability - label, minlength=BINS)
+    return float(np.abs(gaps).sum() / max(len(label), 1))
+
+
+def pooled(kinds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """A figure over several kinds of work, each judged token counting once: a list over the exits."""
+    weights = [kind["tokens"] for kind in kinds]
+    return np.average([kind[name] for kind in kinds], axis=0, weights=weights).tolist()
+
+
+def write_rms(params: Params) -> dict[str, list[float]]:
+    """Root mean square of the matrices that write into the residual stream, by layer: `attention` and `mlp`."""
+
+    def rms(matrix: jax.Array) -> float:
+        return float(jnp.sqrt(jnp.mean(jnp.square(matrix.astype(jnp.float32)))))
+
+    return {
+        "attention": [rms(layer["attention"]["out"]) for layer in params["layers"]],
+        "mlp": [rms(layer["mlp"]["down"]) for layer in params["layers"]],
+    }
+
+
+def repeated(tokens: Sequence[int], length: int = GRAM) -> float:
+    """The share of a text's n-grams that it has written before; near 1 for a text that loops.
+
+    Example:
+      >>> repeated([1, 2, 3, 1, 2, 3], length=2)
+      0.4
+    """
+    grams = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """What a model must show before speed-ups of early exits and skipped layers are measured on it.
+
+    Attributes:
+      answers_from_quarter, answers_from_three_quarters: how far the loss on answers falls from the exit after a
+        quarter (three quarters) of the layers to the last one, at least, in nats per token.
+      text_from_quarter, text_from_three_quarters: the same for open text.
+      quarter_agreement: between which shares the exit after a quarter of the layers agrees with the last one.
+      auroc: of that exit's confidence for agreement, at least.
+      calibration_error: of that exit's confidence, at most.
+      confidence: mean confidence of the last layer on answers, at least.
+      write_ratio: mean write RMS of the first third of the layers and of the last third, the larger divided by the
+        smaller, at most.
+      repeated: share of repeated 8-grams in greedy texts, at most.
+      accuracy: share of answers that are right, at least, by kind of work.
+    """
+
+    answers_from_quarter: float = 0.15
+    answers_from_three_quarters: float = 0.02
+    text_from_quarter: float = 0.08
+    text_from_three_quarters: float = 0.01
+    quarter_agreement: tuple[float, float] = (0.65, 0.9)
+    auroc: float = 0.85
+    calibration_error: float = 0.1
+    confidence: float = 0.85
+    write_ratio: float = 2.0
+    repeated: float = 0.1
+    accuracy: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"sums": 0.8, "edits": 0.9})
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One condition of the gate.
+
+    Attributes:
+      name: what is looked at.
+      value: what was found; None where it could not be measured, which does not pass.
+      wanted: the condition in words.
+      passed: whether it holds.
+    """
+
+    name: str
+    value: float | None
+    wanted: str
+    passed: bool
+
+
+def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
+    """Holds a report of `jaxspec.bench.fitness.measure` against the gate.
+
+    Args:
+      report: with `kinds` (see `summary`), `write_rms` and `repeated`.
+      gate: by default the project's own.
+    """
+    gate = Gate() if gate is None else gate
+    kinds = report["kinds"]
+    answers = [kind for kind in kinds.values() if kind["accuracy"] is not None]
+    text = [kind for kind in kinds.values() if kind["accuracy"] is None]
+    found: list[Check] = []
+
+    def at_least(name: str, value: float | None, bound: float) -> None:
+        found.append(Check(name, value, f"at least {bound:g}", value is not None and value >= bound))
+
+    def at_most(name: str, value: float | None, bound: float) -> None:
+        found.append(Check(name, value, f"at most {bound:g}", value is not None and value <= bound))
+
+    depth = len(report["write_rms"]["mlp"])
+    quarter, three_quarters = quarter_exit(depth), max(1, round(3 * depth / 4))
+    for name, some, bounds in (
+        ("answers", answers, (gate.answers_from_quarter, gate.answers_from_three_quarters)),
+        ("open text", text, (gate.text_from_quarter, gate.text_from_three_quarters)),
+    ):
+        if some:
+            loss = pooled(some, "loss")
+            for layers, bound in zip((quarter, three_quarters), bounds, strict=True):
+                at_least(
+                    f"loss on {name} falls from {layers} to {depth} layers",
+                    loss[layers - 1] - loss[-1],
+                    bound,
+                )
+    every = list(kinds.values())
+    agreement = pooled(every, "agreement")[quarter - 1]
+    low, high = gate.quarter_agreement
+    found.append(
+        Check(
+            f"agreement of exit {quarter}", agreement, f"from {low:g} to {high:g}", low <= agreement <= high
+        )
+    )
+    ranked = [kind for kind in every if kind["auroc"][quarter - 1] is not None]
+    at_least(
+        f"AUROC of confidence at exit {quarter}",
+        float(np.average([k["auroc"][quarter - 1] for k in ranked], weights=[k["tokens"] for k in ranked]))
+        if ranked
+        else None,
+        gate.auroc,
+    )
+    at_most(
+        f"calibration error at exit {quarter}",
+        pooled(every, "calibration_error")[quarter - 1],
+        gate.calibration_error,
+    )
+    if answers:
+        at_least("mean confidence on answers", pooled(answers, "confidence")[-1], gate.confidence)
+    writes = np.mean([report["write_rms"]["attention"], report["write_rms"]["mlp"]], axis=0)
+    third = max(1, depth // 3)
+    bottom, top = float(writes[:third].mean()), float(writes[-third:].mean())
+    at_most(
+        "write RMS, first and last third", max(bottom, top) / max(min(bottom, top), 1e-12), gate.write_ratio
+    )
+    at_most(f"repeated {GRAM}-grams", report["repeated"], gate.repeated)
+    for kind, bound in gate.accuracy.items():
+        if kind in kinds and kinds[kind]["accuracy"] is not None:
+            at_least(f"accuracy on {kind}", kinds[kind]["accuracy"][-1], bound)
+    return found
+
+
+def quarter_exit(depth: int) -> int:
+    """The exit after a quarter of the layers, at least one."""
+    return max(1, round(depth / 4))

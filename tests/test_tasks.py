@@ -1,0 +1,180 @@
+"""Tasks made by rule: each answer is checked by other means than the ones that made it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from training import formats, tasks, tokenizer
+from training.tasks import code, edits
+
+COUNT = 400
+
+
+def made(family):
+    return list(tasks.tasks(family, COUNT))
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_tasks_are_different_and_always_the_same(family):
+    first = made(family)
+    assert first == made(family)
+    assert len({task.prompt for task in first}) == COUNT
+    assert all(task.completion[0] in " \n" and not task.prompt.endswith((" ", "\n")) for task in first)
+
+
+def test_sums_are_right_and_stay_small():
+    for task in made("sums"):
+        given = set(re.findall(r"\d+", task.prompt)) | {"2", "3"}  # "half", "twice", "three times"
+        calculations = re.findall(r"(\S+)=<<(\S+)=(\d+)>>(\d+)", task.completion)
+        assert calculations
+        for shown, inner, result, again in calculations:
+            assert shown == inner
+            assert result == again
+            assert eval(shown) == int(result)
+            assert 1 <= int(result) <= 99
+            assert set(re.findall(r"\d+", shown)) <= given, task
+            given.add(result)
+        assert task.completion.endswith(f"\n#### {calculations[-1][3]}")
+        assert "[" not in task.completion
+        assert "{" not in task.prompt + task.completion
+
+
+def test_code_runs_and_traces_say_what_it_computes():
+    kinds = set()
+    for task in made("code"):
+        scope: dict = {}
+        if task.prompt.startswith("# "):
+            name = re.match(r"# (\w+): ", task.prompt)[1]
+            exec(task.completion, scope)
+            assert callable(scope[name])
+            kinds.add("idiom")
+        else:
+            exec(task.prompt, scope)
+            lines = task.completion.strip().split("\n")
+            assert [line.split(" is ")[0] for line in lines] == task.prompt.split("values of ")[1].split(", ")
+            assert all(scope[name] == int(value) for name, value in (line.split(" is ") for line in lines))
+            kinds.add("trace")
+    assert kinds == {"idiom", "trace"}
+
+
+@pytest.mark.parametrize(
+    ("description", "argument", "expected"),
+    [
+        ("even numbers of xs", [1, 2, 3, 4], [2, 4]),
+        ("how often each of xs occurs", "aab", {"a": 2, "b": 1}),
+        ("running sums of xs", [1, 2, 3], [1, 3, 6]),
+        ("differences of neighbours of xs", [1, 4, 9], [3, 5]),
+        ("second largest of xs", [5, 1, 9], 5),
+        ("word with its words backwards", "one two", "two one"),
+        ("whether word reads the same backwards", "level", True),
+        ("how many vowels word has", "banana", 3),
+    ],
+)
+def test_idioms_do_what_their_descriptions_say(description, argument, expected):
+    template, body = next(
+        (one, body) for one, body in code.IDIOMS if one.format(x="xs", s="word", k=3) == description
+    )
+    scope: dict = {}
+    name = "xs" if "{x}" in template else "word"
+    exec(f"def tool({name}):\n    {body.format(x='xs', s='word', k=3)}", scope)
+    assert scope["tool"](argument) == expected
+
+
+def test_edits_change_what_they_say_and_nothing_else():
+    kinds = set()
+    for task in made("edits"):
+        instruction, passage, end = task.prompt.split("\n")
+        before = re.findall(r"\w+|\W+", passage)
+        after = re.findall(r"\w+|\W+", task.completion.removeprefix(" "))
+        assert end == "Result:"
+        changed = {(a, b) for a, b in zip(before, after, strict=True) if a != b}
+        old = {a for a, _ in changed}
+        assert not (old & set(after)) or "change places" in instruction
+        for a, b in changed:
+            assert a in instruction
+            assert b in instruction or (b == a.upper() and "capitals" in instruction)
+        kinds.add(
+            "copy" if not changed else "capitals" if "capitals" in instruction
+            else "swap" if "change places" in instruction else f"replace {len(changed)}"
+        )  # fmt: skip
+    assert kinds == {"copy", "capitals", "swap", "replace 1", "replace 2"}
+    assert edits.replaced("The cat saw a caterpillar.", {"cat": "dog"}) == "The dog saw a caterpillar."
+    assert edits.replaced("Tim saw Sam.", {"Tim": "Sam", "Sam": "Tim"}) == "Sam saw Tim."
+
+
+def test_answers_to_questions_follow_from_the_facts():
+    """A second reading of the facts, by rules of its own, answers what it can and must agree."""
+    read = 0
+    for task in made("facts"):
+        lines = task.prompt.split("\n")
+        questions = [line.partition(". ")[2] for line in lines if re.match(r"\d\. ", line)]
+        facts = [line for line in lines if not re.match(r"\d\. |Answers:", line)]
+        answers = [line.partition(". ")[2] for line in task.completion.strip().split("\n")]
+        assert len(answers) == len(questions) >= 2
+        ages = {m[1]: int(m[2]) for m in (re.match(r"(\w+) is (\d+) years", fact) for fact in facts) if m}
+        boxes = {m[1]: m[2] for m in (re.match(r"The (\w+) box is in the (\w+)", f) for f in facts) if m}
+        inside = {m[1]: m[2] for m in (re.match(r"The (\w+) is in the (\w+) box", f) for f in facts) if m}
+        friends = {m[1]: m[2] for m in (re.match(r"The friend of (\w+) is (\w+)", f) for f in facts) if m}
+        has = {m[1]: m[2] for m in (re.match(r"(\w+) has a (.*)\.", fact) for fact in facts) if m}
+        for question, answer in zip(questions, answers, strict=True):
+            said = set(re.findall(r"\w+", answer))
+            if match := re.match(r"Who is (older|younger), (\w+) or (\w+)", question):
+                choose = max if match[1] == "older" else min
+                assert answer.startswith(choose(match[2], match[3], key=ages.__getitem__) + " ")
+            elif match := re.match(r"Who is the (oldest|youngest)", question):
+                choose = max if match[1] == "oldest" else min
+                assert answer.startswith(choose(ages, key=ages.__getitem__) + " ")
+            elif match := re.match(r"Where is the (\w+)\?", question):
+                assert boxes[inside[match[1]]] in said
+            elif match := re.match(r"What is in the (\w+)\?", question):
+                assert {boxes[inside[thing]] for thing in said & set(inside)} == {match[1]}
+            elif match := re.match(r"What does the friend of (\w+) have", question):
+                assert has[friends[match[1]]] in answer
+            elif match := re.match(r"What does (\w+) have", question):
+                assert has[match[1]] in answer
+            else:
+                continue
+            read += 1
+    assert read > COUNT
+
+
+def test_of_a_task_only_the_completion_is_learned(tmp_path):
+    (first, *_) = documents = formats.read("tasks:sums:30", formats.AUTO, formats.Chat(), False)
+    assert len(documents) == 30
+    assert [span.learn for span in first.spans] == [False, True]
+    assert first.origin == first.spans[0].text
+    words = tokenizer.train([document.text for document in documents], 300)
+    (encoded,) = tokenizer.encode_documents(words, [first], 0, 1)
+    assert words.decode(encoded.tokens[encoded.learn].tolist()) == first.spans[1].text
+    assert encoded.learn[-1]
+    assert not encoded.learn[0]
+    assert np.flatnonzero(encoded.learn)[0] == len(encoded.tokens) - encoded.learn.sum()
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "Two?", "completion": " 2"}) + "\n")
+    (own,) = formats.read(str(file), formats.AUTO, formats.Chat(), False)
+    assert own.spans == (formats.Span("Two?", False), formats.Span(" 2"))
+    assert not own.chat
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("tasks:sumz", "no family of tasks 'sumz'; choose one of sums, code, edits, facts"),
+        ("tasks:sums:many", "'many' in 'tasks:sums:many'; expected tasks:FAMILY or tasks:FAMILY:COUNT"),
+        ("tasks:sums:0", "'0' in 'tasks:sums:0'"),
+    ],
+)
+def test_a_wrong_name_of_tasks_is_refused(path, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        formats.read(path, formats.AUTO, formats.Chat(), False)
+
+
+def test_an_empty_completion_is_refused(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "Two?", "completion": ""}) + "\n")
+    with pytest.raises(formats.Malformed, match=r"own.jsonl:1: `completion` is empty"):
+        formats.read(str(file), formats.AUTO, formats.Chat(), False)

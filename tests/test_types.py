@@ -1,0 +1,63 @@
+"""What a type checker tells a user of the package; mypy reads JAX's types too, which takes a while."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Each line is a call and what mypy should say of it.
+CALLS = {
+    'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.engine.results.Result",
+    "lm.generate([1, 2], stop_rule='confidence')": "jaxspec.engine.results.Result",
+    'lm.generate(["a", "b"], max_new_tokens=[1, 2])': "list[jaxspec.engine.results.Result]",
+    "lm.generate([[1, 2], [3]])": "list[jaxspec.engine.results.Result]",
+    "lm.generate(messages=talk)": "jaxspec.engine.results.Result",
+    "lm.generate(messages=[talk, talk])": "list[jaxspec.engine.results.Result]",
+    'lm.generate("a", stream=True)': "typing.Iterator[jaxspec.engine.results.Piece]",
+    'lm.generate(["a"], stream=True)': "typing.Iterator[jaxspec.engine.results.Piece]",
+    'lm.generate("a").text': "str | None",
+}
+WRONG = {'lm.generate("a", exit_layr=3)': "exit_layr", 'lm.generate("a", exit_layer="x")': "No overload"}
+
+
+def test_the_package_says_that_it_has_types():
+    assert (ROOT / "jaxspec" / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_what_a_call_returns(tmp_path):
+    lines = ["import jaxspec", 'lm = jaxspec.load("small")', 'talk = [{"role": "user", "content": "a"}]']
+    first = len(lines) + 1
+    lines += [f"reveal_type({call})" for call in CALLS] + list(WRONG)
+    (tmp_path / "user.py").write_text("\n".join(lines) + "\n")
+    # As if installed: a package found there counts only if it says that it has types.
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--ignore-missing-imports",
+            "--cache-dir",
+            tmp_path / "cache",
+            "user.py",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    for number, (call, expected) in enumerate((CALLS | WRONG).items(), first):
+        pattern = rf"^user\.py:{number}: (?:note: Revealed type is|error:) (.*)$"
+        said = [line.replace('"', "") for line in re.findall(pattern, done.stdout, re.MULTILINE)]
+        if call in CALLS:
+            assert said == [expected], call
+        else:
+            assert any(expected in line for line in said), (call, said)

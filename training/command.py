@@ -1,0 +1,51 @@
+"""What all training commands are run in: one line for each error, and exit statuses that a shell can act on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from jaxspec.cli.status import FAILED, INTERRUPTED, WRONG
+from training.options import WrongOptions
+
+# Work gets the arguments, the name of the program for its help, and where to speak; it returns the exit status.
+Work = Callable[[list[str], str, Console], int]
+
+
+def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command `python -m module`.
+
+    Args:
+      module: its full name.
+      work: what it does.
+      arguments: by default those of the process.
+
+    Returns:
+      the exit status: that of `work`; 2 where the options are wrong; 1 where the work failed, told in one line
+      on standard error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C.
+    """
+    # transformers: that PyTorch is missing, and that a text is longer than a model's context. XLA: details.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+
+    def failed(said: str, status: int) -> int:
+        console.print(f"{module}: {said}", markup=False)
+        return status
+
+    try:
+        return work(given, f"python -m {module}", console)
+    except KeyboardInterrupt:
+        return failed("interrupted", INTERRUPTED)
+    except WrongOptions as error:
+        return failed(f"error: {error}", WRONG)
+    except Exception as error:
+        if os.environ.get("JAXSPEC_DEBUG"):
+            raise
+        # A device out of memory, a bug: what is said needs its type to be understood.
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        return failed(f"error: {kind}{' '.join(str(error).split())}"[:2000], FAILED)

@@ -1,0 +1,50 @@
+"""One training per run directory: a lock that the kernel releases with the process, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FILE = "lock"
+
+
+@contextlib.contextmanager
+def exclusive(run: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a run directory, which is made if it does not exist.
+
+    The lock is the kernel's (flock) and not the file's existence, so a killed process leaves nothing to be
+    removed. The file says who holds it and stays, empty, when the lock is released: a file removed by one
+    process could be held, nameless, by another.
+
+    Args:
+      run: the directory.
+      report: is given a line where the file system knows no locks; training goes on without one.
+
+    Raises:
+      ValueError: another process holds the lock; the message says which.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"{run} is in use by {holder}; wait until it has ended or stop it, or give another --run"
+            ) from None
+        except OSError as error:
+            report(f"no lock on {run} ({error.strerror}); do not start a second training there")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
