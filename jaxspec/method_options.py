@@ -31,8 +31,8 @@ class MethodOptions:
     """Options of the methods that stand in brackets; another method does not know them.
 
     Attributes:
-      draft: [draft-model, s2d] the draft: a directory or a hub id. s2d wants one with sorted exits, made by
-        `python -m training.soft`; without one, a model with sorted exits drafts for itself.
+      draft: [draft-model, s2d] the draft: a directory, a .gguf file or a hub id. s2d wants one with sorted
+        exits, made by `python -m training.soft`; without one, a model with sorted exits drafts for itself.
       draft_exit: [draft-model] run only its first N layers; without a draft, the model's own.
       num_draft_tokens: [all that draft] the most tokens drafted in a round, K. Default 5, with a
         stop rule 12; ngram 10, with a reference 20.

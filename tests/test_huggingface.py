@@ -347,6 +347,7 @@ def test_hub_ids(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["config.json", "model.bin"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="gpt2"):  # before any weights are fetched
         huggingface.resolve("owner/model-1.5B")

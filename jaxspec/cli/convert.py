@@ -26,12 +26,13 @@ class Convert:
     The tokenizer, the sampling defaults and the exits of the model go with it.
 
     Attributes:
-      src: a Hugging Face directory (one file or shards), a hub id such as owner/model, the name of a model that
-        comes with jaxspec, or a directory that jaxspec saved through Orbax.
+      src: a Hugging Face directory (one file or shards), a GGUF file, a hub id such as owner/model or
+        owner/model:FILE.gguf, the name of a model that comes with jaxspec, or a directory that jaxspec saved
+        through Orbax.
       dst: the directory to write; made if missing. It may not hold a model yet.
       to: the layout to write. huggingface: config.json and safetensors, as `--model` and transformers read them.
         orbax: a directory `params` of Orbax beside config.json.
-      dtype: of the weights in the new files. Default: as they are.
+      dtype: of the weights in the new files. Default: as they are; float32 for quantised ones.
     """
 
     src: Annotated[str, Positional]
@@ -42,7 +43,7 @@ class Convert:
     def run(self) -> int:
         """Converts; returns the exit status."""
         from jaxspec.engine.loading import find_model
-        from jaxspec.io import huggingface, orbax, tokenizer
+        from jaxspec.io import checkpoint, huggingface, orbax, tokenizer
 
         destination = Path(self.dst)
         if (destination / "config.json").exists():
@@ -51,8 +52,8 @@ class Convert:
             progress(f"reading {self.src}")
             source = find_model(self.src)
             config, params = _read(source, self.dtype)
-            generation = huggingface.generation_defaults(source)
-            exits = huggingface.read_exits(source, config.num_layers)
+            generation = checkpoint.generation_defaults(source)
+            exits = checkpoint.read_exits(source, config.num_layers)
             progress(f"writing {destination}")
             save = huggingface.save if self.to == "huggingface" else orbax.save
             save(destination, config, params, generation=generation, exits=exits)
@@ -62,19 +63,19 @@ class Convert:
 
 
 def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
-    """The model in a directory of either layout, in host memory."""
+    """The model in a directory or file of any layout, in host memory."""
     import jax
     import numpy as np
 
-    from jaxspec.io import huggingface, orbax
+    from jaxspec.io import checkpoint, huggingface, orbax
 
     kind = None if dtype is None else np.dtype(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         if huggingface.is_orbax(source):
             return orbax.restore(source, kind)
-        config = huggingface.read_config(source)
-        kind = huggingface.stored_dtype(source) if kind is None else kind
-        return config, huggingface.load_params(source, config, kind)
+        config = checkpoint.read_config(source)
+        kind = checkpoint.stored_dtype(source) if kind is None else kind
+        return config, checkpoint.load_params(source, config, kind)
 
 
 def _summary(layout: Layout, config: LlamaConfig, params: Params) -> str:

@@ -24,8 +24,8 @@ class ModelOptions:
     """Which model, and where it runs.
 
     Attributes:
-      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
-        comes with jaxspec.
+      model: a directory as Hugging Face lays it out, a .gguf file, a hub id such as owner/model or
+        owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
       dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
       device: Default: the fastest that JAX sees.
       chat_template: a Jinja file, for a model that has no chat template.

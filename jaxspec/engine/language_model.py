@@ -23,7 +23,7 @@ from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
 from jaxspec.engine.text import RowText
-from jaxspec.io import huggingface, memory
+from jaxspec.io import checkpoint, memory
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
@@ -48,8 +48,8 @@ def load(
     """Loads a Llama-type model.
 
     Args:
-      model: a Hugging Face directory, the name of an embedded model, or a hub id; None for the embedded model
-        of `io.embedded.EMBEDDED`.
+      model: a Hugging Face directory, a `.gguf` file, the name of an embedded model, or a hub id (of one file:
+        `owner/model:FILE.gguf`); None for the embedded model of `io.embedded.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: with the axes `data` and `model`, to spread the model over several devices instead.
@@ -70,7 +70,7 @@ def load(
     if mesh is not None:
         check_mesh(mesh)
     directory = find_model(model)
-    config = huggingface.read_config(directory)
+    config = checkpoint.read_config(directory)
     if mesh is not None:
         # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -84,11 +84,11 @@ def load(
         params,
         tokenizer,
         name=os.fspath(model) if model is not None else directory.name,
-        directory=directory,
+        directory=checkpoint.directory_of(directory),
         device=place_on,
         mesh=mesh,
-        defaults=huggingface.generation_defaults(directory),
-        exits=huggingface.read_exits(directory, config.num_layers),
+        defaults=checkpoint.generation_defaults(directory),
+        exits=checkpoint.read_exits(directory, config.num_layers),
     )
 
 
@@ -381,13 +381,13 @@ class LanguageModel:
     def _load_draft(self, name: str) -> Model:
         if name not in self._drafts:
             directory = find_model(name)
-            config, tokenizer = huggingface.read_config(directory), find_tokenizer(directory)
+            config, tokenizer = checkpoint.read_config(directory), find_tokenizer(directory)
             self._check_draft(name, config, tokenizer)
             dtype = self.params["embed"].dtype
             if self.mesh is None:
                 memory.check_fits(config, dtype, batch_size=1, capacity=START_CAPACITY, device=self.device)
             params = place_params(directory, config, dtype, self.device, self.mesh)
-            exits = huggingface.read_exits(directory, config.num_layers)
+            exits = checkpoint.read_exits(directory, config.num_layers)
             self._drafts[name] = Model(config, params, name, exits)
         return self._drafts[name]
 

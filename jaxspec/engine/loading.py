@@ -1,4 +1,4 @@
-"""From a directory to arrays on a device or a mesh."""
+"""From a directory or a GGUF file to arrays on a device or a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.io import huggingface
+from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
@@ -22,17 +22,17 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 
 def find_model(model: str | os.PathLike | None) -> Path:
-    """The directory of a model: itself, an embedded one by its name, or a hub id's snapshot.
+    """The directory or GGUF file of a model: itself, an embedded one by its name, or what a hub id names.
 
     Raises:
-      FileNotFoundError, ValueError: there is none; see `io.huggingface.resolve`.
+      FileNotFoundError, ValueError: there is none; see `io.checkpoint.resolve`.
     """
     if model is None:
         return embedded_model()
     name = os.fspath(model)
     if name in embedded_names() and not Path(name).exists():
         return embedded_model(name)
-    return huggingface.resolve(name)
+    return checkpoint.resolve(name)
 
 
 def resolve_placement(
@@ -72,7 +72,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike | None = None) -> Tokenizer | None:
-    """The tokenizer of a directory; None if it has none and nothing was asked of it."""
+    """The tokenizer of a directory or GGUF file; None if it has none and nothing was asked of it."""
     if chat_template is None and not has_tokenizer(directory):
         return None
     return load_tokenizer(directory, Path(chat_template) if chat_template else None)
@@ -82,11 +82,11 @@ def place_params(
     directory: Path, config: LlamaConfig, dtype: np.dtype, device: jax.Device, mesh: Mesh | None
 ) -> Params:
     if mesh is None:
-        return huggingface.load_params(
+        return checkpoint.load_params(
             directory, config, dtype, lambda name, host: jax.device_put(host, device)
         )
     flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
-    return huggingface.load_params(
+    return checkpoint.load_params(
         directory, config, dtype, lambda name, host: jax.device_put(host, shardings[name])
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 
 __all__ = [
+    "assemble",
+    "fetch_file",
     "generation_defaults",
     "is_orbax",
     "load_params",
@@ -56,10 +59,12 @@ _CONVERT = (
 
 
 def resolve(name: str | os.PathLike) -> Path:
-    """The local directory of a model: `name` itself, or the snapshot of that Hugging Face hub id.
+    """The local files of a model: the directory `name` itself, or what the Hugging Face hub has by that id.
+
+    That is a snapshot with safetensors, or the repository's only GGUF file where it has no safetensors.
 
     Raises:
-      ValueError: the hub has the model, but its config is not supported.
+      ValueError: the hub has the model, but its config is not supported, or it has several GGUF files.
       FileNotFoundError: there is no such directory, and `name` is no hub id ("owner/model") or the hub does
         not give it (unknown, private, no network).
     """
@@ -69,7 +74,7 @@ def resolve(name: str | os.PathLike) -> Path:
         return path
     if path.is_file():
         raise FileNotFoundError(
-            f"{text} is a file; give the directory that holds config.json and *.safetensors"
+            f"{text} is a file; give the directory that holds config.json and *.safetensors, or a .gguf file"
         )
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
         raise FileNotFoundError(
@@ -78,18 +83,59 @@ def resolve(name: str | os.PathLike) -> Path:
         )
     import huggingface_hub  # slow to import, and needed only here
 
-    try:
+    with _on_hub(text):
         # A model that is not supported is refused before its weights are fetched.
-        read_config(huggingface_hub.snapshot_download(text, allow_patterns=["config.json"]))
-        return Path(
-            huggingface_hub.snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT)
-        )
+        found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["config.json"]))
+        if (found / "config.json").is_file():
+            read_config(found)
+            found = Path(
+                huggingface_hub.snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT)
+            )
+        files = [] if any(found.glob("*.safetensors")) else _gguf_files(text)
+        if len(files) > 1:
+            raise ValueError(
+                f"the hub has {len(files)} GGUF files of it; give one, such as {text}:{files[0]}"
+            )
+        if files:
+            return Path(huggingface_hub.hf_hub_download(text, files[0]))
+        read_config(found)
+        return found
+
+
+def fetch_file(repository: str, name: str) -> Path:
+    """The local copy of one file of a hub repository.
+
+    Raises:
+      FileNotFoundError: the hub does not give it.
+    """
+    import huggingface_hub
+
+    with _on_hub(f"{repository}:{name}"):
+        return Path(huggingface_hub.hf_hub_download(repository, name))
+
+
+def _gguf_files(repository: str) -> list[str]:
+    """The GGUF files of a repository; none where the hub does not say."""
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.list_repo_files(repository)
+    except Exception:  # without a network, what was fetched earlier still serves
+        return []
+    return sorted(name for name in files if name.endswith(".gguf"))
+
+
+@contextmanager
+def _on_hub(name: str) -> Iterator[None]:
+    """One line for whatever the hub, the network or the cache says of `name`."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{text}: {error}") from None
-    except Exception as error:  # one line for whatever the hub, the network or the cache says
+        raise ValueError(f"{name}: {error}") from None
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(
-            f"no directory {text}, and the Hugging Face hub did not give a model of that name: {reason}"
+            f"no directory {name}, and the Hugging Face hub did not give a model of that name: {reason}"
         ) from None
 
 
@@ -194,15 +240,29 @@ def load_params(
     Raises:
       ValueError: a tensor is missing, truncated or of another shape, or there are no safetensors; one line.
     """
-    directory, dtype = Path(directory), np.dtype(dtype)
+    directory = Path(directory)
     found = _open(directory)
     _check(directory, config, found)
+    return assemble(config, np.dtype(dtype), lambda source: found[source.name], place)
+
+
+def assemble(
+    config: LlamaConfig, dtype: np.dtype, fetch: Callable[[Source], np.ndarray], place: Place | None = None
+) -> Params:
+    """Parameters made leaf by leaf of tensors that are fetched one at a time; see `load_params`.
+
+    Args:
+      config: of the model.
+      dtype: of the parameters.
+      fetch: gives a tensor, of any dtype and of its source's shape.
+      place: as of `load_params`.
+    """
     placed = []
     for leaf, shape, sources in leaves(config):
         host = np.empty(shape, dtype)
         for source in sources:
             part = host.reshape(source.split)[source.index]
-            part[...] = found[source.name].reshape(part.shape)
+            part[...] = fetch(source).reshape(part.shape)
         array = jax.device_put(host) if place is None else place(leaf, host)
         # Transfers run behind; without waiting, host copies of many leaves would pile up.
         placed.append(jax.block_until_ready(array))

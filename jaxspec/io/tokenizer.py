@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.io import gguf_tokenizer
 from jaxspec.io.files import read_text
+from jaxspec.io.gguf_file import is_gguf
 from jaxspec.io.tokenizer_file import read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
@@ -34,15 +36,17 @@ _WINDOW = 64
 
 
 def has_tokenizer(directory: str | os.PathLike) -> bool:
-    """Whether a directory has the files of a tokenizer, good or bad."""
+    """Whether a directory has the files of a tokenizer, or a GGUF file a vocabulary, good or bad."""
+    if is_gguf(directory):
+        return gguf_tokenizer.has_tokenizer(directory)
     return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
 
 
 def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = None) -> Tokenizer:
-    """The tokenizer of a model's directory.
+    """The tokenizer of a model's directory or GGUF file.
 
     Args:
-      directory: a local one.
+      directory: a local one, or the file.
       chat_template: a file with a Jinja template, in the place of the tokenizer's own.
 
     Raises:
@@ -58,8 +62,12 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
             "instead of text"
         )
-    by_transformers = functools.partial(_load_by_transformers, directory)
-    loaded: Any = read_tokenizer(directory, by_transformers) or by_transformers()
+    loaded: Any
+    if is_gguf(directory):
+        loaded = gguf_tokenizer.build(directory, _transformers)
+    else:
+        by_transformers = functools.partial(_load_by_transformers, directory)
+        loaded = read_tokenizer(directory, by_transformers) or by_transformers()
     if template is not None:
         loaded.chat_template = template
     return Tokenizer(loaded)
@@ -97,7 +105,11 @@ def _transformers() -> Any:
 
 
 def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Copies whatever tokenizer files `source` has into the directory `destination`."""
+    """Puts whatever tokenizer files `source` has, or those that say what a GGUF file says, into `destination`."""
+    if is_gguf(source):
+        if has_tokenizer(source):
+            gguf_tokenizer.save(source, destination, _transformers)
+        return
     for name in FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(destination) / name)

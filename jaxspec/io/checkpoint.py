@@ -1,0 +1,91 @@
+"""A model's files of either kind, a Hugging Face directory or a GGUF file: found, and read alike.
+
+Their tokenizers are read by `io.tokenizer`, which tells the two apart as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.io import gguf, huggingface
+from jaxspec.io.gguf_file import SUFFIX, is_gguf
+from jaxspec.io.huggingface import Place
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+
+_HUB_FILE = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*):([^:]+{re.escape(SUFFIX)})")
+
+
+def resolve(name: str | os.PathLike) -> Path:
+    """The local files of a model: a GGUF file, or a directory for the functions below.
+
+    Args:
+      name: a `.gguf` file; a directory of Hugging Face's layout, or with one `.gguf` file as its only weights; a
+        hub id (`owner/model`) of either; or `owner/model:FILE.gguf`.
+
+    Raises:
+      ValueError: there are several GGUF files to choose from, or the hub's model is not supported.
+      FileNotFoundError: there is no such file or directory, and the hub does not give it.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if is_gguf(path):
+        return path
+    on_hub = None if path.exists() else _HUB_FILE.fullmatch(text)
+    if on_hub:
+        return huggingface.fetch_file(*on_hub.groups())
+    if path.suffix == SUFFIX and not path.exists():
+        raise FileNotFoundError(
+            f"no file {text}; give a model's .gguf file, or owner/model:FILE.gguf of the hub"
+        )
+    if not text or not path.is_dir():
+        return huggingface.resolve(text)
+    return _only_gguf(path) or path
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory that holds no other weights; None if it holds none."""
+    if huggingface.is_orbax(directory) or any(directory.glob("*.safetensors")):
+        return None
+    files = sorted(directory.glob("*" + SUFFIX))
+    if len(files) > 1:
+        raise ValueError(
+            f"{directory} holds {len(files)} GGUF files; give one of them: {', '.join(f.name for f in files)}"
+        )
+    return files[0] if files else None
+
+
+def directory_of(path: Path) -> Path:
+    """Where the files of a model's methods lie: the model's directory, or that of its GGUF file."""
+    return path.parent if is_gguf(path) else path
+
+
+def read_config(path: Path) -> LlamaConfig:
+    """See `huggingface.read_config` and `gguf.read_config`."""
+    return gguf.read_config(path) if is_gguf(path) else huggingface.read_config(path)
+
+
+def read_exits(path: Path, num_layers: int) -> tuple[int, ...]:
+    """See `huggingface.read_exits`; a GGUF file names none."""
+    return () if is_gguf(path) else huggingface.read_exits(path, num_layers)
+
+
+def generation_defaults(path: Path) -> dict[str, Any]:
+    """See `huggingface.generation_defaults`; a GGUF file names none."""
+    return {} if is_gguf(path) else huggingface.generation_defaults(path)
+
+
+def stored_dtype(path: Path) -> np.dtype:
+    """See `huggingface.stored_dtype` and `gguf.stored_dtype`."""
+    return gguf.stored_dtype(path) if is_gguf(path) else huggingface.stored_dtype(path)
+
+
+def load_params(path: Path, config: LlamaConfig, dtype: Any, place: Place | None = None) -> Params:
+    """See `huggingface.load_params` and `gguf.load_params`."""
+    load = gguf.load_params if is_gguf(path) else huggingface.load_params
+    return load(path, config, dtype, place)

@@ -1,0 +1,261 @@
+"""Models in GGUF files: their configuration, and their weights dequantised tensor by tensor.
+
+Metadata keys and tensor names are llama.cpp's. Mistral models are of its architecture `llama`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.io.gguf_file import PLAIN, GGUFFile, Tensor, read, token_ids
+from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.huggingface import Place, assemble
+from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.model.llama import Params
+
+ARCHITECTURES = ("llama", "qwen2")
+# llama.cpp rotates neighbours in this one, not halves: the rows of q and k are stored in another order.
+_INTERLEAVED = "llama"
+_WHOLE = {EMBED: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
+_OF_A_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+# Tensors that say nothing which the configuration does not: RoPE frequencies, in files of several ages.
+_DERIVED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+# Metadata that would change what a layer computes, by its meaning.
+_FOREIGN = (
+    "expert_count",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+# What Llama 3.1 to 3.3 stretch their frequencies by; a file holds only the resulting factors.
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_LLAMA3_LENGTHS = [2**n for n in range(4, 21)]
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def read_config(path: str | os.PathLike) -> LlamaConfig:
+    """The configuration of the model in a GGUF file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is foreign, truncated or damaged, or its model is not supported; one line.
+    """
+    file = read(path)
+    try:
+        return _config(file)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file.path}: {error}") from None
+
+
+def _config(file: GGUFFile) -> LlamaConfig:
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    own = _Keys(file.metadata, architecture)
+    for name in _FOREIGN:
+        if own.get(name, 0):
+            raise ValueError(f"{architecture}.{name} is {own.get(name)}, which is not supported")
+    heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
+    layers, embed = own.size("block_count"), file.tensors.get(_WHOLE[EMBED])
+    if embed is None:
+        raise ValueError(f"tensor {_WHOLE[EMBED]} is missing")
+    head_dim = own.size("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if own.size(name, head_dim) != head_dim:
+            raise ValueError(
+                f"{architecture}.{name} is {own.get(name)} beside heads of {head_dim}; supported: equal ones"
+            )
+    window = own.get("attention.sliding_window")
+    biased = {name for name in ("attn_q", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in file.tensors}
+    ids = token_ids(file)
+    return LlamaConfig(
+        vocab_size=embed.shape[0],
+        hidden_size=hidden,
+        intermediate_size=own.size("feed_forward_length"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=own.size("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_position_embeddings=own.size("context_length"),
+        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=own.number("rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(own, file.tensors.get(_ROPE_FACTORS), head_dim),
+        tie_embeddings=_WHOLE[HEAD] not in file.tensors,
+        qkv_bias=architecture == "qwen2" or "attn_q" in biased,
+        output_bias="attn_output" in biased,
+        mlp_bias="ffn_down" in biased,
+        sliding_windows=(own.size("attention.sliding_window"),) * layers if window else (),
+        bos_token_id=ids.get("bos"),
+        eos_token_ids=tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),
+        model_type="mistral" if window and architecture == "llama" else architecture,
+    )
+
+
+class _Keys:
+    """The metadata of one architecture."""
+
+    def __init__(self, metadata: dict[str, Any], architecture: str) -> None:
+        self._metadata, self._prefix = metadata, architecture
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value; an array of equal numbers, one per layer, counts as that number."""
+        value = self._metadata.get(f"{self._prefix}.{name}", default)
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
+                raise ValueError(f"{self._prefix}.{name} differs by layer, which is not supported")
+            value = value[0].item()
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise ValueError(f"{self._prefix}.{name} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self._prefix}.{name} is {value!r}, expected a whole number above 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A float32 as the shortest decimal that gives it again: 1e-05, not 9.99999974738e-06."""
+        given = self.get(name, default)
+        if given is None:
+            raise ValueError(f"{self._prefix}.{name} is missing")
+        value = float(str(np.float32(given)))
+        if not (np.isfinite(value) and value > 0):
+            raise ValueError(f"{self._prefix}.{name} is {value}, expected a number above 0")
+        return value
+
+
+def _rope_scaling(own: _Keys, factors: Tensor | None, head_dim: int) -> RopeScaling | None:
+    kind = own.get("rope.scaling.type")
+    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0
+    if kind is None:
+        kind = "none" if factor == 1 else "linear"
+    if kind not in ("none", "linear"):
+        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: none, linear, that of Llama 3")
+    if factors is not None:
+        if kind != "none":
+            raise ValueError(f"RoPE scaling {kind!r} together with {_ROPE_FACTORS} is not supported")
+        return _llama3(np.ravel(_values(factors)), own.number("rope.freq_base", 10000.0), head_dim)
+    return RopeScaling("linear", float(factor)) if kind == "linear" and factor != 1 else None
+
+
+def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
+    """The scaling whose frequencies are the plain ones divided by `factors`; None where all are 1."""
+    factor = float(str(factors.max(initial=1.0)))
+    if np.all(factors == 1):
+        return None
+    plain = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    for length in _LLAMA3_LENGTHS if factors.shape == plain.shape else ():
+        # As `model.rope` computes them.
+        keep = length * plain / (2 * np.pi) - _LLAMA3_LOW
+        keep = np.clip(keep / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
+        if np.allclose(1 / factors, (1 - keep) / factor + keep, rtol=1e-4, atol=0):
+            return RopeScaling("llama3", factor, _LLAMA3_LOW, _LLAMA3_HIGH, length)
+    raise ValueError(f"the factors of {_ROPE_FACTORS} are not those of Llama 3, which alone are supported")
+
+
+def stored_dtype(path: str | os.PathLike) -> np.dtype:
+    """The dtype that holds a file's weights without loss: its embedding's, or float32 where that is quantised.
+
+    Raises:
+      ValueError: as `read_config`.
+    """
+    embed = read(path).tensors.get(_WHOLE[EMBED])
+    if embed is None:
+        raise ValueError(f"{path}: tensor {_WHOLE[EMBED]} is missing")
+    return _DTYPES.get(embed.kind, _DTYPES["F32"])
+
+
+def load_params(path: str | os.PathLike, config: LlamaConfig, dtype, place: Place | None = None) -> Params:
+    """The parameters of a model, dequantised tensor by tensor; see `huggingface.load_params`.
+
+    Raises:
+      ValueError: a tensor is missing or of another shape, or has no place in the model; one line.
+    """
+    file = read(path)
+    _check(file, config)
+    interleaved = file.metadata["general.architecture"] == _INTERLEAVED
+
+    def fetch(source: Source) -> np.ndarray:
+        values = _values(file.tensors[_stored_name(source.name)])
+        heads = _heads(source.name, config)
+        return _halves(values, heads) if interleaved and heads else values
+
+    return assemble(config, np.dtype(dtype), fetch, place)
+
+
+def _check(file: GGUFFile, config: LlamaConfig) -> None:
+    """Refuses weights that are not those of `config`, before any of them is read."""
+    used = set()
+    for _, _, sources in leaves(config):
+        for source in sources:
+            name = _stored_name(source.name)
+            used.add(name)
+            if name not in file.tensors:
+                raise ValueError(f"{file.path}: tensor {name} is missing, expected shape {source.shape}")
+            if file.tensors[name].shape != source.shape:
+                raise ValueError(
+                    f"{file.path}: tensor {name} has shape {file.tensors[name].shape}, expected "
+                    f"{source.shape} by its metadata"
+                )
+    for name in sorted(set(file.tensors) - used):
+        layer = re.match(r"blk\.(\d+)\.", name)
+        cut = layer is not None and int(layer[1]) >= config.num_layers
+        if not cut and not _DERIVED.fullmatch(name):
+            raise ValueError(
+                f"{file.path}: tensor {name} has no place in a {config.model_type} of its metadata"
+            )
+
+
+def _stored_name(name: str) -> str:
+    """llama.cpp's name of a tensor that `hf_layout` names."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_OF_A_LAYER[part]}.{suffix}"
+
+
+def _heads(name: str, config: LlamaConfig) -> int:
+    """How many heads' rows a tensor of q or k holds; 0 for any other tensor."""
+    if "q_proj" in name:
+        return config.num_heads
+    return config.num_kv_heads if "k_proj" in name else 0
+
+
+def _halves(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k in Hugging Face's order: a head's first members of the rotated pairs, then its second."""
+    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    """A tensor's numbers: float32 where it is quantised, otherwise a view of the file."""
+    if tensor.kind in PLAIN:
+        return tensor.stored.view(_DTYPES[tensor.kind])
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return dequantize(tensor.stored, GGMLQuantizationType[tensor.kind])

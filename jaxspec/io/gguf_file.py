@@ -1,0 +1,242 @@
+"""GGUF files: their metadata and where their tensors lie.
+
+The header is parsed here and not by `gguf.GGUFReader`, which takes seconds for the vocabulary of a usual model
+and reports a damaged file by a traceback. Types, block sizes and dequantisation are the `gguf` package's.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# What a tensor may be stored as.
+PLAIN = ("F32", "F16", "BF16")
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_ALIGNMENT = 32
+# By the format's number of a metadata type; 8 is a string, 9 an array.
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+# SentencePiece's own, where a file does not name them.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: `kind` is its type's name, `stored` its bytes, mapped, one row per row of `shape`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    stored: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFFile:
+    """What a file holds; scalars of the metadata are Python's, arrays are lists or NumPy arrays."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def is_gguf(path: str | os.PathLike) -> bool:
+    """Whether a path is a file to be read as GGUF: by its name, or by its first bytes."""
+    path = Path(path)
+    if not path.is_file():
+        return False
+    if path.suffix == SUFFIX:
+        return True
+    with open(path, "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def read(path: str | os.PathLike) -> GGUFFile:
+    """The metadata and the tensors of a file; the tensors are mapped, not read.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no GGUF file, of another version, one of several parts, truncated or damaged, or holds
+        a tensor of a type that is not supported; one line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; give a model's .gguf file")
+    status = path.stat()
+    return _read(path, status.st_size, status.st_mtime_ns)
+
+
+def token_ids(file: GGUFFile) -> dict[str, int]:
+    """Ids of the special tokens that a file names, by llama.cpp's name: bos, eos, eot, eom, unknown, padding.
+
+    Raises:
+      ValueError: one of them is no number.
+    """
+    metadata = file.metadata
+    ids = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id", ids.get(name))
+        if value is None:
+            continue
+        if not isinstance(value, int):
+            raise ValueError(f"tokenizer.ggml.{name}_token_id is {value!r}, expected a whole number")
+        ids[name] = value
+    return ids
+
+
+# Configuration, tokenizer and weights are asked for one after the other.
+@functools.lru_cache(maxsize=2)
+def _read(path: Path, size: int, changed: int) -> GGUFFile:
+    with open(path, "rb") as file:
+        magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        found = "is empty" if not magic else f"begins with {magic!r}, not with GGUF"
+        raise ValueError(f"{path} is not a GGUF file: it {found}; download it again, or give another file")
+    content = np.asarray(np.memmap(path, np.uint8, "r"))
+    try:
+        return _parse(path, content)
+    except (struct.error, OverflowError, MemoryError, RecursionError):
+        raise ValueError(
+            f"{path} is truncated or damaged: its {size} bytes end within its header; download it again"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is damaged: a name in its header is not UTF-8; download it again") from None
+
+
+def _parse(path: Path, content: np.ndarray) -> GGUFFile:
+    cursor = _Cursor(path, content, len(_MAGIC))
+    version = cursor.scalar("<I")
+    if version not in (2, 3):
+        if version & 0xFFFF == 0:
+            raise ValueError(f"{path} is a big-endian GGUF file; supported: little-endian ones")
+        raise ValueError(f"{path} is GGUF of version {version}; supported: 2 and 3; convert the model again")
+    tensor_count, entries = cursor.scalar("<Q"), cursor.scalar("<Q")
+    metadata = {}
+    for _ in range(entries):
+        name = cursor.string()
+        metadata[name] = cursor.value(cursor.scalar("<I"))
+    parts = metadata.get("split.count")
+    if isinstance(parts, int) and parts > 1:
+        raise ValueError(
+            f"{path} is one part of {parts}; put them together with "
+            "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
+        )
+    placed = [_entry(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path} is damaged: its alignment is {alignment!r}; download it again")
+    begin = -(-cursor.at // alignment) * alignment
+    tensors = {entry.name: _mapped(path, content, begin, entry) for entry in placed}
+    return GGUFFile(path, metadata, tensors)
+
+
+class _Entry(NamedTuple):
+    """A tensor as the header has it: number of its type, place among the tensors' bytes, shape with rows first."""
+
+    name: str
+    number: int
+    at: int
+    shape: tuple[int, ...]
+
+
+def _entry(cursor: _Cursor) -> _Entry:
+    name, dimensions = cursor.string(), cursor.scalar("<I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(
+            f"{cursor.path} is damaged: tensor {name} has {dimensions} dimensions; download it again"
+        )
+    shape = tuple(cursor.scalar("<Q") for _ in range(dimensions))[::-1]
+    number = cursor.scalar("<I")
+    return _Entry(name, number, cursor.scalar("<Q"), shape)
+
+
+def _mapped(path: Path, content: np.ndarray, begin: int, entry: _Entry) -> Tensor:
+    name, shape, at = entry.name, entry.shape, begin + entry.at
+    kind, block, block_bytes = _tensor_type(entry.number)
+    if kind not in PLAIN + BLOCKS:
+        raise ValueError(
+            f"{path}: tensor {name} has type {kind}, which is not supported; supported: "
+            f"{', '.join(PLAIN + BLOCKS)}; take the model in one of them"
+        )
+    if shape[-1] % block:
+        raise ValueError(
+            f"{path} is damaged: tensor {name} of type {kind} has rows of {shape[-1]}, not a multiple of {block}"
+        )
+    row_bytes = shape[-1] // block * block_bytes
+    size = math.prod(shape[:-1]) * row_bytes
+    if at + size > content.size:
+        raise ValueError(
+            f"{path} is truncated: tensor {name} ends at byte {at + size}, the file at {content.size}; "
+            "download it again"
+        )
+    return Tensor(kind, shape, content[at : at + size].reshape(*shape[:-1], row_bytes))
+
+
+def _tensor_type(number: int) -> tuple[str, int, int]:
+    """Name, elements per block and bytes per block."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        return f"number {number}", 1, 1
+    return kind.name, *GGML_QUANT_SIZES[kind]
+
+
+class _Cursor:
+    """Reads a header from its beginning to its end; `struct.error` where the file ends first."""
+
+    def __init__(self, path: Path, content: np.ndarray, at: int) -> None:
+        self.path, self.at = path, at
+        self._content = memoryview(content)  # type: ignore[arg-type]
+
+    def scalar(self, layout: str) -> Any:
+        (value,) = struct.unpack_from(layout, self._content, self.at)
+        self.at += struct.calcsize(layout)
+        return value
+
+    def string(self) -> str:
+        return str(self._bytes(self.scalar("<Q")), "utf-8")
+
+    def value(self, number: int) -> Any:
+        if number == _STRING:
+            return self.string()
+        if number in _SCALARS:
+            return self.scalar(_SCALARS[number])
+        if number != _ARRAY:
+            raise ValueError(f"{self.path} is damaged: metadata of type {number}; download it again")
+        inner, count = self.scalar("<I"), self.scalar("<Q")
+        if inner in _SCALARS:
+            dtype = np.dtype(_SCALARS[inner])
+            return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+        read: Callable[[], Any] = self.string if inner == _STRING else lambda: self.value(inner)
+        return [read() for _ in range(count)]
+
+    def _bytes(self, count: int) -> memoryview:
+        if count > len(self._content) - self.at:
+            raise struct.error
+        begin, self.at = self.at, self.at + count
+        return self._content[begin : self.at]

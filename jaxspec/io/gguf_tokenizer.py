@@ -1,0 +1,233 @@
+"""Tokenizers made of a GGUF file's metadata.
+
+Byte-level BPE (`gpt2`) follows the pre-tokenizers of the models' own tokenizer.json files, and so llama.cpp's.
+SentencePiece BPE (`llama`) is split as transformers' `LlamaTokenizer` does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxspec.io.gguf_file import GGUFFile, read, token_ids
+from jaxspec.io.tokenizer_file import FileTokenizer
+
+_LIST = "tokenizer.ggml.tokens"
+# The format's numbers of token types.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+# Fills a vocabulary up to a round number; the model's own tokenizer does not have it.
+_PADDING = re.compile(r"\[PAD\d+\]")
+_SPACE = "▁"
+# By llama.cpp's name of a special token, that of transformers.
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How a byte-level BPE cuts a text before it merges.
+
+    Attributes:
+      pattern: a regular expression; None for GPT-2's.
+      digits: cut out every digit first.
+      compose: apply Unicode's NFC first.
+      whole_words: a piece that is a token is taken whole, whatever the merges say.
+      bos: whether BOS stands before a text where the file does not say so.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    compose: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+_LLAMA3 = _Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_words=True,
+    bos=True,
+)
+_QWEN2 = _Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    compose=True,
+)
+_TEKKEN = _Split(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_words=True,
+    bos=True,
+)
+_SPLITS = {
+    "default": _Split(),
+    "gpt-2": _Split(),
+    "smollm": _Split(digits=True),
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+def has_tokenizer(path: str | os.PathLike) -> bool:
+    """Whether a GGUF file holds a vocabulary, good or bad."""
+    return _LIST in read(path).metadata
+
+
+def build(path: str | os.PathLike, transformers: Callable[[], Any]) -> FileTokenizer:
+    """The tokenizer of a GGUF file, with its special tokens and chat template.
+
+    Args:
+      path: the file.
+      transformers: imports the package, for the chat template.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it has no vocabulary, one of a kind that is not supported, or a damaged one; one line.
+    """
+    file = read(path)
+    backend, named = _backend(file)
+    return FileTokenizer(backend, named, lambda: _by_transformers(transformers(), file, backend, named))
+
+
+def save(path: str | os.PathLike, directory: str | os.PathLike, transformers: Callable[[], Any]) -> None:
+    """Writes the tokenizer of a GGUF file as files of transformers; the template into tokenizer_config.json.
+
+    Raises:
+      ValueError, FileNotFoundError: as `build`.
+    """
+    file = read(path)
+    loaded = _by_transformers(transformers(), file, *_backend(file))
+    loaded.save_pretrained(str(directory), save_jinja_files=False)
+
+
+def _by_transformers(package: Any, file: GGUFFile, backend: Tokenizer, named: dict[str, str]) -> Any:
+    return package.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer, and its named special tokens, such as bos_token."""
+    metadata = file.metadata
+    if _LIST not in metadata:
+        raise ValueError(f"{file.path} has no vocabulary; raw token ids can be used instead of text")
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"{file.path}: tokenizer {kind!r} is not supported; supported: gpt2, llama")
+    if kind == "gpt2" and pre not in _SPLITS:
+        raise ValueError(
+            f"{file.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_SPLITS)}"
+        )
+    try:
+        backend = _byte_level(metadata, _SPLITS[pre]) if kind == "gpt2" else _sentencepiece(file)
+        return backend, _add_special(file, backend, bos=kind == "llama" or _SPLITS[pre].bos)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{file.path}: its tokenizer is damaged: {reason}") from None
+
+
+def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:
+    merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=split.whole_words))
+    steps: list[Any] = []
+    if split.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if split.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.pattern), "isolated"))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if split.compose:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile) -> Tokenizer:
+    metadata = file.metadata
+    vocabulary = _vocabulary(metadata)
+    if "tokenizer.ggml.merges" in metadata:
+        merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    else:
+        merges = _merges(metadata, vocabulary)
+    unknown = metadata["tokenizer.ggml.tokens"][token_ids(file)["unknown"]]
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first" if prefix else "never", split=False)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
+    """Id by token."""
+    tokens, types = metadata[_LIST], _types(metadata)
+    return {
+        token: index
+        for index, token in enumerate(tokens)
+        if types[index] != _UNUSED or not _PADDING.fullmatch(token)
+    }
+
+
+def _types(metadata: dict[str, Any]) -> np.ndarray:
+    return metadata.get("tokenizer.ggml.token_type", np.full(len(metadata[_LIST]), _NORMAL))
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, right = merge.split(" ")
+    return left, right
+
+
+def _merges(metadata: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores amount to: of two neighbours, those of the best-scored token first.
+
+    Where several pairs make up one token, the pair with the longest left part goes first, as in transformers.
+    """
+    scores = metadata["tokenizer.ggml.scores"]
+    found = []
+    for token, index in vocabulary.items():
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[index], -at, left, right))
+    return [(left, right) for _, _, left, right in sorted(found, key=lambda pair: pair[:2])]
+
+
+def _add_special(file: GGUFFile, backend: Tokenizer, bos: bool) -> dict[str, str]:
+    """Adds the special tokens, and what stands before and after a text; returns the named ones."""
+    metadata, ids = file.metadata, token_ids(file)
+    tokens, types = metadata[_LIST], _types(metadata).tolist()
+    named = {_NAMED[name]: tokens[index] for name, index in ids.items() if name in _NAMED}
+    # A token of the vocabulary keeps its id.
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL or token in named.values())
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED) or token in named.values()
+        ]
+    )
+    around = [
+        [named[_NAMED[name]]]
+        if name in ids and metadata.get(f"tokenizer.ggml.add_{name}_token", usual)
+        else []
+        for name, usual in (("bos", bos), ("eos", False))
+    ]
+    if any(around):
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*around[0], "$A", *around[1]],
+            special_tokens=[(token, tokens.index(token)) for place in around for token in place],
+        )
+    return named
