@@ -15,13 +15,16 @@ from jaxspec.sampling import Law, categorical
 
 @struct.dataclass
 class GreedyAcceptor:
-    """Keeps drafts while they equal the target's most likely token: the text of greedy decoding, exactly."""
+    """Keeps drafts while they equal the target's most likely token: the text of greedy decoding.
+
+    Of these logits exactly; those of plain decoding come from a kernel for one row, and may differ in their last bits.
+    """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
         """Neither keys nor law matter. See `protocol.Acceptor`."""
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         count = _leading(proposal.tokens == best[:, :-1], proposal.count)
-        return Acceptance(count, jnp.take_along_axis(best, count[:, None], axis=1)[:, 0])
+        return Acceptance(count, jnp.squeeze(jnp.take_along_axis(best, count[:, None], axis=1), 1))
 
 
 @struct.dataclass
@@ -88,7 +91,7 @@ def _draft_probs(proposal: Proposal, vocab_size: int) -> jax.Array:
 
 def _of_drafted(probs: jax.Array, proposal: Proposal) -> jax.Array:
     """The probability [B, K, V] gives to each draft token, [B, K]."""
-    return jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1)[..., 0]
+    return jnp.squeeze(jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1), -1)
 
 
 def _uniforms(keys: jax.Array, count: int) -> jax.Array:
@@ -114,10 +117,10 @@ def _redraw(
     nothing of max(p − q, 0) is left, which only rounding can cause, the token is drawn from p.
     """
     here = count[:, None, None]
-    p = jnp.take_along_axis(target, here, axis=1)[:, 0]
+    p = jnp.squeeze(jnp.take_along_axis(target, here, axis=1), 1)
     # After the last draft there is no q, and `cut` is False.
-    q = jnp.where(cut[:, None], jnp.take_along_axis(draft, here, axis=1)[:, 0], 0.0)
-    residual = jnp.maximum(p - q, 0.0)
+    q = jnp.squeeze(jnp.take_along_axis(draft, here, axis=1), 1)
+    residual = jnp.where(cut[:, None], jnp.maximum(p - q, 0.0), p)
     p = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p)
     streams = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
     return Acceptance(count, categorical(streams, jnp.log(p)))
