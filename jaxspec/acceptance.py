@@ -15,13 +15,16 @@ from jaxspec.sampling import Law, categorical
 
 @struct.dataclass
 class GreedyAcceptor:
-    """Keeps drafts while they equal the target's most likely token: the text of greedy decoding, exactly."""
+    """Keeps drafts while they equal the target's most likely token: the text of greedy decoding.
+
+    Of these logits exactly; those of plain decoding come from a kernel for one row, and may differ in their last bits.
+    """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
         """Neither keys nor law matter. See `protocol.Acceptor`."""
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         count = _leading(proposal.tokens == best[:, :-1], proposal.count)
-        return Acceptance(count, jnp.take_along_axis(best, count[:, None], axis=1)[:, 0])
+        return Acceptance(count, jnp.squeeze(jnp.take_along_axis(best, count[:, None], axis=1), 1))
 
 
 @struct.dataclass
@@ -37,10 +40,8 @@ class RejectionAcceptor:
         target = jnp.exp(law.log_probs(logits))
         draft = _draft_probs(proposal, target.shape[-1])
         p, q = _of_drafted(target[:, :-1], proposal), _of_drafted(draft, proposal)
-        u = _uniforms(keys, p.shape[1])
-        count = _leading(u * q < p, proposal.count)
-        weight = jnp.where(count < proposal.count, 1.0, 0.0)
-        return _redraw(keys, target, draft, count, jnp.ones_like(weight), weight)
+        count = _leading(_uniforms(keys, p.shape[1]) * q < p, proposal.count)
+        return _redraw(keys, target, draft, count, count < proposal.count)
 
 
 @struct.dataclass
@@ -64,17 +65,15 @@ class BlockAcceptor:
         for i in range(width):
             weights.append(jnp.minimum(weights[-1] * p[:, i] / jnp.maximum(q[:, i], 1e-38), 1.0))
         weight = jnp.stack(weights, axis=1)  # [B, T], of the prefix of i tokens
-        u = _uniforms(keys, width)
-        excess = jnp.sum(jnp.maximum(weight[:, :-1, None] * target[:, :-1] - draft, 0.0), axis=-1)
+        weighted = weight[..., None] * target
+        excess = jnp.sum(jnp.maximum(weighted[:, :-1] - draft, 0.0), axis=-1)
         inner = excess / jnp.maximum(excess + 1.0 - weight[:, :-1], 1e-38)
         inner = jnp.concatenate([inner, weight[:, -1:]], axis=1)
         prefix = jnp.arange(width + 1)[None]
         stands = jnp.where(prefix == proposal.count[:, None], weight, inner)[:, 1:]
-        tried = (u < stands) & (prefix[:, 1:] <= proposal.count[:, None])
+        tried = (_uniforms(keys, width) < stands) & (prefix[:, 1:] <= proposal.count[:, None])
         count = jnp.max(jnp.where(tried, prefix[:, 1:], 0), axis=1, initial=0)
-        scale = jnp.take_along_axis(weight, count[:, None], axis=1)[:, 0]
-        cut = count < proposal.count
-        return _redraw(keys, target, draft, count, jnp.where(cut, scale, 1.0), jnp.where(cut, 1.0, 0.0))
+        return _redraw(keys, weighted, draft, count, count < proposal.count)
 
 
 def _leading(good: jax.Array, count: jax.Array) -> jax.Array:
@@ -92,23 +91,36 @@ def _draft_probs(proposal: Proposal, vocab_size: int) -> jax.Array:
 
 def _of_drafted(probs: jax.Array, proposal: Proposal) -> jax.Array:
     """The probability [B, K, V] gives to each draft token, [B, K]."""
-    return jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1)[..., 0]
+    return jnp.squeeze(jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1), -1)
 
 
 def _uniforms(keys: jax.Array, count: int) -> jax.Array:
-    """`count` numbers in [0, 1) a row, from a stream apart from the redraw's."""
-    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), (count,)))(keys)
+    """`count` numbers in [0, 1) per row, from a stream apart from the redraw's, float32[B, count].
+
+    Number i comes from a key of its own. So it is the same whatever `count` is, which follows the longest draft
+    in the batch: a row does not depend on its neighbours.
+    """
+
+    def of_row(key: jax.Array) -> jax.Array:
+        streams = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, 0), jnp.arange(count))
+        return jax.vmap(jax.random.uniform)(streams)
+
+    return jax.vmap(of_row)(keys)
 
 
 def _redraw(
-    keys: jax.Array, target: jax.Array, draft: jax.Array, count: jax.Array, scale: jax.Array, minus: jax.Array
+    keys: jax.Array, target: jax.Array, draft: jax.Array, count: jax.Array, cut: jax.Array
 ) -> Acceptance:
-    """Draws the token after `count` drafts from max(scale·p − minus·q, 0), or from p where that is zero."""
+    """Draws the token after `count` drafts, int32[B]: from max(p − q, 0) where a draft was cut there, else from p.
+
+    p is the target's law [B, T, V] times any number per position, q the draft's [B, K, V], `cut` bool[B]. Where
+    nothing of max(p − q, 0) is left, which only rounding can cause, the token is drawn from p.
+    """
     here = count[:, None, None]
-    p = jnp.take_along_axis(target, here, axis=1)[:, 0]
-    if draft.shape[1]:
-        q = jnp.take_along_axis(draft, jnp.minimum(here, draft.shape[1] - 1), axis=1)[:, 0]
-        residual = jnp.maximum(scale[:, None] * p - minus[:, None] * q, 0.0)
-        p = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p)
+    p = jnp.squeeze(jnp.take_along_axis(target, here, axis=1), 1)
+    # After the last draft there is no q, and `cut` is False.
+    q = jnp.squeeze(jnp.take_along_axis(draft, here, axis=1), 1)
+    residual = jnp.where(cut[:, None], jnp.maximum(p - q, 0.0), p)
+    p = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p)
     streams = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
     return Acceptance(count, categorical(streams, jnp.log(p)))

@@ -33,7 +33,7 @@ from jaxspec.protocol import (
     View,
     Weights,
 )
-from jaxspec.sampling import Law
+from jaxspec.sampling import Law, is_finite
 
 
 @struct.dataclass
@@ -91,6 +91,7 @@ class DecodeState:
       length: int32[B], how many are committed.
       limit, eos_ids, keys: as in `Request`.
       done: bool[B], finished rows are frozen.
+      broken: bool[B], rows that ended because their next logits were not finite.
       cache: the target's.
       drafter_state: the drafter's own.
       stats: counts.
@@ -102,6 +103,7 @@ class DecodeState:
     eos_ids: jax.Array
     keys: jax.Array
     done: jax.Array
+    broken: jax.Array
     cache: KVCache
     drafter_state: State
     stats: Stats
@@ -123,7 +125,7 @@ class Emitted:
       proposed: int32[B, W], how many draft tokens were verified in the round that a token comes from.
       log_probs: float32[B, W] under the target's raw law (temperature 1, no filter), or None.
       length: int32[B], committed tokens, prompt included.
-      done: bool[B].
+      done, broken: bool[B], as in `DecodeState`.
       stats: counts since each row's prefill.
     """
 
@@ -134,6 +136,7 @@ class Emitted:
     log_probs: jax.Array | None
     length: jax.Array
     done: jax.Array
+    broken: jax.Array
     stats: Stats
 
 
@@ -159,7 +162,7 @@ def prefill(
       log_probs: whether to report them, static.
 
     Returns:
-      The state, and what was emitted (one token a row).
+      The state, and what was emitted (one token per row; none where the logits are not finite).
     """
     batch, capacity = request.tokens.shape
     cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
@@ -167,10 +170,12 @@ def prefill(
         config, params.target, request.tokens, request.length, cache, piece
     )
     logits = llama.logits(config, params.target, hidden)
+    sound = is_finite(logits)
     token, _ = parts.law.draw(_fold_in(request.keys, request.length), logits)
-    done = _is_eos(token[:, None], request.eos_ids)[:, 0] | (request.length + 1 >= request.limit)
-    tokens = _put_rows(request.tokens, token[:, None], request.length, jnp.ones_like(request.length))
-    length = request.length + 1
+    count = sound.astype(jnp.int32)
+    length = request.length + count
+    done = ~sound | _is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
+    tokens = _put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
     zero = jnp.zeros(batch, jnp.int32)
     histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
@@ -181,18 +186,20 @@ def prefill(
         eos_ids=request.eos_ids,
         keys=request.keys,
         done=done,
+        broken=~sound,
         cache=cache,
         drafter_state=parts.drafter.init(params, view, Prefill(hidden, similarities, piece)),
         stats=Stats(zero, zero, zero, zero, histogram),
     )
     emitted = Emitted(
         tokens=token[:, None],
-        count=jnp.ones_like(length),
+        count=count,
         drafted=jnp.zeros((batch, 1), bool),
         proposed=jnp.zeros((batch, 1), jnp.int32),
         log_probs=_log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
         length=length,
         done=done,
+        broken=state.broken,
         stats=state.stats,
     )
     return state, emitted
@@ -253,7 +260,9 @@ def chunk(
     columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
     tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
     count = state.length - first
-    emitted = Emitted(tokens, count, drafted, proposed, laws, state.length, state.done, state.stats)
+    emitted = Emitted(
+        tokens, count, drafted, proposed, laws, state.length, state.done, state.broken, state.stats
+    )
     return state, emitted
 
 
@@ -273,7 +282,7 @@ def decode_round(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )
     proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
-    cache, acceptance, token_log_probs = _verify(
+    cache, acceptance, sound, token_log_probs = _verify(
         config, params, parts, _fold_in(keys, 1), dataclasses.replace(view, cache=cache), proposal, log_probs
     )
 
@@ -281,8 +290,10 @@ def decode_round(
     column = jnp.arange(tokens.shape[1])[None]
     ended = _is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
     count = jnp.min(jnp.where(ended, column + 1, acceptance.count[:, None] + 1), axis=1)
-    count = jnp.where(live, count, 0)
-    # An end-of-text among the accepted drafts cuts what was drafted after it out of every count.
+    broken = live & (sound < count)
+    count = jnp.where(live, jnp.minimum(count, sound), 0)
+    # An end-of-text among the accepted drafts cuts what was drafted after it out of every count; so do logits
+    # that are not finite.
     accepted = jnp.minimum(acceptance.count, count)
     outcome = Outcome(
         tokens=tokens,
@@ -295,7 +306,8 @@ def decode_round(
         state,
         tokens=_put_rows(state.tokens, tokens, state.length, count),
         length=length,
-        done=state.done | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
+        done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
+        broken=state.broken | broken,
         cache=cache,
         drafter_state=parts.drafter.observe(params, drafter_state, outcome),
         stats=_counted(state.stats, outcome),
@@ -333,12 +345,17 @@ def _verify(
     view: View,
     proposal: Proposal,
     log_probs: bool,
-) -> tuple[KVCache, Acceptance, jax.Array | None]:
-    """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft."""
+) -> tuple[KVCache, Acceptance, jax.Array, jax.Array | None]:
+    """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft.
+
+    Returns:
+      The cache; what was accepted; int32[B], at how many positions from the first on the logits are finite: no
+      token after them counts; and log-probabilities as `decode_round` returns them.
+    """
     pending, start = view.pending, view.start
     batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
 
-    def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, Any]:
+    def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, jax.Array, Any]:
         laws = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, laws)
         if proposal.exit_hidden is None:
@@ -348,11 +365,15 @@ def _verify(
         rest = range(proposal.exit_layer, config.num_layers)
         hidden, cache = llama.run_layers(config, params.target, hidden, start, cache, layers=rest)
         logits = llama.logits(config, params.target, hidden)
+        finite = is_finite(logits)
+        sound = jnp.sum(jnp.cumprod(finite.astype(jnp.int32), axis=1), axis=1)
+        # Some law in place of none: an acceptor may weigh a token by those after it.
+        logits = jnp.where(finite[..., None], logits, 0.0)
         acceptance = parts.acceptor.accept(keys, kept, logits, parts.law)
         if not log_probs:
-            return cache, acceptance, None
+            return cache, acceptance, sound, None
         raw = _log_probs_of(logits, _with_next(kept.tokens, acceptance))
-        return cache, acceptance, jnp.pad(raw, ((0, 0), (0, full - width)))
+        return cache, acceptance, sound, jnp.pad(raw, ((0, 0), (0, full - width)))
 
     widths = parts.drafter.verify_widths
     if widths == (full,):
@@ -360,7 +381,7 @@ def _verify(
     needed = jnp.max(proposal.count) + 1
     nothing = jnp.zeros(batch, jnp.int32)
     laws = jnp.zeros((batch, full), jnp.float32) if log_probs else None
-    carry = (view.cache, Acceptance(nothing, nothing), laws)
+    carry = (view.cache, Acceptance(nothing, nothing), nothing, laws)
     for below, width in zip((0, *widths), widths, strict=False):
 
         def at_width(carry, width=width):

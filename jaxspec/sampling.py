@@ -26,6 +26,11 @@ class Law(Protocol):
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]: ...
 
 
+def is_finite(logits: jax.Array) -> jax.Array:
+    """Whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible."""
+    return jnp.isfinite(jnp.max(logits, axis=-1))
+
+
 def _point_mass(logits: jax.Array) -> jax.Array:
     best = jnp.argmax(logits, axis=-1, keepdims=True)
     return jnp.where(jnp.arange(logits.shape[-1]) == best, 0.0, -jnp.inf)

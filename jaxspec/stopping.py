@@ -45,7 +45,9 @@ class DraftProbability:
 class Probe:
     """A linear probe σ(v·h + b) of an early exit's state h (AdaSPEED, §II.B).
 
-    h is the state as the head sees it, after the final norm; the norm's weight stands in `direction`.
+    h is the state as the head sees it, after the final norm; the norm's weight stands in `direction`. A probe is
+    trained on token-by-token acceptance, min(1, p ÷ q) where tokens are drawn; block verification, the usual acceptor
+    there, accepts a little more, so its estimate is then a little low.
 
     Attributes:
       direction: [D], the probe's v times the weight of the model's final norm.
@@ -70,6 +72,11 @@ class AdaptiveGamma:
 
     After each round that drafted: AR ← β1·AR + (1 − β1)·accepted ÷ drafted; γ̃ = γ + ε where AR ≤ α, else
     γ − ε; γ ← β2·γ + (1 − β2)·γ̃. AR starts at 0 for each text.
+
+    So a round moves γ by (1 − β2)·ε = .001, and γ hardly changes within one short text. Draft & Verify's authors (and
+    so the evaluations of ASD and AdaSPEED that use their rule) go from text to text with one γ; here each text starts
+    from γ0 unless `carries` is set. As in the paper γ has no bounds within a text: below 0 it stops nothing, above 1 it
+    stops everything, and it takes as many rounds to come back; what is carried to the next text is cut to [0, 1].
 
     Attributes:
       first: γ0, scalar or [B].
@@ -144,7 +151,7 @@ class _Threshold:
         return self._threshold.init(batch_size), jnp.zeros(batch_size, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """A verification: γ may move, and what was seen begins anew."""
+        """A verification: γ may move, and what was seen is forgotten."""
         return self._threshold.observe(state[0], outcome), jnp.zeros_like(state[1])
 
     def carry(self, state: State) -> StopRule:
@@ -204,7 +211,8 @@ class ProductBelow(_Threshold):
 class AdaptiveLength:
     """A draft length per row that grows after success: + `rise` if all was accepted, else − `fall`.
 
-    The draft length of S2D (Kavehzadeh et al. 2024), also transformers' heuristic schedule.
+    The heuristic schedule of transformers' assisted generation (there 5, + 2, − 1), also that of Spec-Bench. S2D
+    (Kavehzadeh et al. 2024), with which it is used here, has a fixed K: `Constant`.
 
     Attributes:
       first: int32, scalar or [B], the length to start with, at least 1.

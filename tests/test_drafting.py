@@ -113,6 +113,26 @@ def test_a_random_match_may_be_any_of_the_longest():
     assert seen == {tuple(t) for t in continuations(NGRAMS["random"], text) if len(t) in longest}
 
 
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_a_random_match_does_not_depend_on_the_capacity(monkeypatch, partitionable):
+    """Which follows the longest text of the batch."""
+    text = [0, 1, 0, 2, 1, 1, 1, 0, 1, 0, 1, 2, 2, 2, 0, 1, 0]
+    before = jax.config.jax_threefry_partitionable
+    jax.config.update("jax_threefry_partitionable", partitionable)
+    try:
+        found = []
+        for capacity in (32, 64):
+            tokens = np.array([text + [0] * (capacity - len(text))] * ROWS, np.int32)
+            keys, length = jax.random.split(jax.random.key(3), ROWS), np.full(ROWS, len(text), np.int32)
+            view = View(jnp.asarray(tokens), jnp.asarray(length), None, jnp.full(ROWS, 9))
+            proposal, _, _ = NGRAMS["random"].propose(keys, None, (), view, None)
+            found.append((proposal.tokens.tolist(), proposal.count.tolist()))
+    finally:
+        jax.config.update("jax_threefry_partitionable", before)
+    assert found[0] == found[1]
+    assert len({tuple(row) for row in found[0][0]}) > 1
+
+
 def test_verify_widths():
     assert Autoregressive().verify_widths == (1,)
     assert NGram(num_draft_tokens=10).verify_widths == (1, 4, 8, 11)

@@ -19,7 +19,7 @@ KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(prompts, "load", lambda: KINDS)
+    monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
 
 
 def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0) -> Result:

@@ -205,8 +205,9 @@ def test_only_whole_words_are_replaced():
     )
 
 
-def test_the_projects_prompts_have_the_form_of_the_training_data():
-    known = prompts.load()
+@pytest.mark.parametrize("split", ["tuning", "reporting"])
+def test_the_projects_prompts_have_the_form_of_the_training_data(split):
+    known = prompts.load(split)
     assert {kind: len(texts) for kind, texts in known.items()} == {
         "stories": 10, "mathematics": 10, "code": 10, "copy-edit": 10,
     }  # fmt: skip
@@ -219,8 +220,14 @@ def test_the_projects_prompts_have_the_form_of_the_training_data():
         instruction, passage, end = text.split("\n")
         assert text == copy_edit.prompt(instruction, passage)
         assert end == "Result:"
-    every = [text for texts in known.values() for text in texts]
-    assert len(set(every)) == len(every)
+
+
+def test_no_prompt_is_there_twice():
+    """Above all none for tuning and for reporting."""
+    every = [
+        text for split in ("tuning", "reporting") for texts in prompts.load(split).values() for text in texts
+    ]
+    assert len(set(every)) == len(every) == 80
 
 
 # Tokens of documents

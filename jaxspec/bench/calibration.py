@@ -44,7 +44,9 @@ def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -
     context = lm.config.context_length
     if not files:
         fitting = [
-            ids for ids in map(lm.encode, prompt_set.sample(2)) if len(ids) + max_new_tokens <= context
+            ids
+            for ids in map(lm.encode, prompt_set.sample(2, "tuning"))
+            if len(ids) + max_new_tokens <= context
         ]
         if not fitting:
             raise ValueError(

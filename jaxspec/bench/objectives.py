@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench.timing import median_ratio
-from jaxspec.bench.totals import acceptance, running_ms, tokens_per_second
+from jaxspec.bench.totals import acceptance, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model.plan import LayerPlan
@@ -55,6 +54,9 @@ Method = Drafter | tuple[Drafter, Any]
 class Speed:
     """Measures the speed of drafters beside plain decoding; one set of executables serves all of one structure.
 
+    It counts as `bench.suite` does: texts end where the model ends them, and a speed-up is the ratio of all tokens ÷
+    all time.
+
     Args:
       lm: the model.
       prompts: token ids; each is generated after by itself, as in the papers.
@@ -67,9 +69,7 @@ class Speed:
     ) -> None:
         self._prompts = prompts
         self._turns = 0
-        self._generate = functools.partial(
-            lm.generate, max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
-        )
+        self._generate = functools.partial(lm.generate, max_new_tokens=max_new_tokens, temperature=0.0)
         self(drafter)
         lm.executables.wait()
 
@@ -77,9 +77,12 @@ class Speed:
         """One turn over all prompts.
 
         Returns:
-          `score` (the speed-up over plain decoding of the same prompt just before or after, its median over the
-          prompts), `tokens_per_second`, `plain_tokens_per_second` (over all prompts), and
-          `draft_acceptance_rate`, null where nothing was drafted.
+          `score` (the speed-up over plain decoding, each prompt of which ran just before or after),
+          `tokens_per_second`, `plain_tokens_per_second`, and `draft_acceptance_rate`, null where nothing was
+          drafted.
+
+        Raises:
+          ValueError: every text ends with its first token, so that there is no speed.
         """
         mine: list[Result] = []
         plain: list[Result] = []
@@ -89,9 +92,12 @@ class Speed:
             for results, method in turn if self._turns % 2 == 0 else reversed(turn):
                 results.append(self._generate(prompt, **method))
             self._turns += 1
+        speed, plain_speed = tokens_per_second(mine), tokens_per_second(plain)
+        if speed is None or plain_speed is None:
+            raise ValueError("every text ends with its first token; give other prompts")
         return {
-            "score": median_ratio(list(map(running_ms, plain)), list(map(running_ms, mine))),
-            "tokens_per_second": tokens_per_second(mine),
-            "plain_tokens_per_second": tokens_per_second(plain),
+            "score": speed / plain_speed,
+            "tokens_per_second": speed,
+            "plain_tokens_per_second": plain_speed,
             "draft_acceptance_rate": acceptance(mine)["draft_acceptance_rate"],
         }

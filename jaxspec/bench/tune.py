@@ -32,14 +32,14 @@ class ASDOptions:
       alphas: α's to try, 1 for off; empty for quantiles of the similarities, the paper's .985 and off.
       everys: m's to try, 0 for off.
       keep_lasts: n's to try, 0 for off.
-      max_new_tokens: generated after each prompt.
+      max_new_tokens: of each text, which may end before.
       repeats: turns in which the finalists are measured.
     """
 
     alphas: tuple[float, ...] = ()
     everys: tuple[int, ...] = asd_grid.EVERYS
     keep_lasts: tuple[int, ...] = asd_grid.KEEP_LASTS
-    max_new_tokens: int = 32
+    max_new_tokens: int = 64
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ def tune_asd(
     """Sweeps (α, m, n) and measures tokens/s beside plain decoding, in turns.
 
     Settings that give the same masks on every prompt are measured once; all once, then the fastest of them
-    and the rows of the paper's ablation anew, in turns, which is what counts. Interrupted (Ctrl-C), it ends
+    and the rows of the paper's ablation again, in turns, which is what counts. Interrupted (Ctrl-C), it ends
     with what was measured.
 
     Args:
@@ -162,12 +162,12 @@ class S2DOptions:
 
     Attributes:
       values: thresholds to try at each exit but the last, 0 to 1: 0 always leaves there, 1 never.
-      max_new_tokens: generated after each prompt.
+      max_new_tokens: of each text, which may end before.
       repeats: turns in which the finalists are measured.
     """
 
     values: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
-    max_new_tokens: int = 32
+    max_new_tokens: int = 64
     repeats: int = 5
 
     def __post_init__(self) -> None:

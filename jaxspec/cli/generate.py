@@ -74,6 +74,7 @@ class _Output:
         self._text = ""
         self._tokens: list[int] = []
         self._statistics: Statistics | None = None
+        self._error: str | None = None
 
     def write(self, pieces: Iterator[Piece]) -> int:
         """Takes all the pieces, or those that come before an interruption; returns the exit status."""
@@ -93,6 +94,9 @@ class _Output:
         if reason == "interrupted":
             print("jaxspec: interrupted", file=sys.stderr)
             return INTERRUPTED
+        if self._error is not None:
+            print(f"jaxspec: error: {self._error}", file=sys.stderr)
+            return 1
         if not self._options.json:
             print(_summary(self._statistics), file=sys.stderr)
         return 0
@@ -110,7 +114,10 @@ class _Output:
             print(shown, end="", flush=True)
         else:
             self._progress(f"generating: {len(self._tokens)} tokens")
-        return piece.result.finish_reason if piece.result is not None else None
+        if piece.result is None:
+            return None
+        self._error = piece.result.error
+        return piece.result.finish_reason
 
     def _report(self, reason: str) -> dict[str, Any]:
         return {

@@ -35,12 +35,12 @@ class Tune:
     Attributes:
       method: whose numbers.
       draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
-      prompt_file: a file that holds one prompt. Default: a few short ones.
+      prompt_file: a file that holds one prompt. Default: a few short ones, none of which the suite reports on.
       alphas: [asd] an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
       everys: [asd] an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
       keep_lasts: [asd] a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
       thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
-      max_new_tokens: how many tokens to generate after each prompt.
+      max_new_tokens: most tokens to generate after each prompt.
       repeats: how often the fastest are measured anew.
       output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
         the user's data directory; the method finds it in both.
@@ -54,7 +54,7 @@ class Tune:
     everys: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--every"})
     keep_lasts: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--keep-last"})
     thresholds: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--threshold"})
-    max_new_tokens: int = 32
+    max_new_tokens: int = 64
     repeats: int = 5
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False

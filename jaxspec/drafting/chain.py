@@ -26,7 +26,7 @@ from jaxspec.protocol import (
     Weights,
     rising_widths,
 )
-from jaxspec.sampling import Law
+from jaxspec.sampling import Law, is_finite
 from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
@@ -61,7 +61,8 @@ def draft_chain(
       rule_state: its state.
 
     Returns:
-      The proposal, the carry and the rule's state. A row that stopped keeps computing beside the others,
+      The proposal, the carry and the rule's state. A draft ends before a token whose logits are not finite, which
+      those before it decide, so the law of the text stays. A row that stopped keeps computing beside the others,
       its tokens past `count` mean nothing and its rule's state stands still.
     """
     batch = token.shape[0]
@@ -74,6 +75,8 @@ def draft_chain(
     def body(state):
         i, active, token, proposal, rule_state, carry = state
         token, log_probs, logits, hidden, carry = draft(i, token, active, carry)
+        # A draft model that has come to NaN or inf proposes nothing more; the token is not counted.
+        active &= is_finite(logits)
         tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
         laws = proposal.log_probs
         if log_probs is not None:

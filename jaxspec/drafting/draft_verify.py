@@ -22,7 +22,7 @@ class DraftVerify(ChainDrafter):
     """The target drafts for itself with some sublayers skipped, in its own cache.
 
     A draft token attends to what the full model left in the cache; verification writes every slot that the
-    draft used anew.
+    draft used again.
 
     Attributes:
       config: the target.

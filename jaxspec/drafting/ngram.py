@@ -10,7 +10,7 @@ from flax import struct
 
 from jaxspec.model.cache import KVCache
 from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, rising_widths
-from jaxspec.sampling import Law, categorical
+from jaxspec.sampling import Law
 
 Match = Literal["latest", "earliest", "longest", "random"]
 # No token: what separates reference texts and ends their padding. It matches nothing and is never proposed.
@@ -97,5 +97,8 @@ class NGram(StatelessDrafter):
             longest = jnp.max(jnp.where(good, follows, 0), axis=1, keepdims=True)
             good &= follows == longest
         if self.match == "random":
-            return categorical(keys, jnp.where(good, 0.0, jnp.finfo(jnp.float32).min))
+            # One number per row, whatever N is: N follows the longest text of the batch.
+            among = jnp.cumsum(good, axis=1)
+            which = jax.vmap(lambda key, many: jax.random.randint(key, (), 0, many))(keys, among[:, -1])
+            return jnp.argmax(among > which[:, None], axis=1).astype(jnp.int32)
         return (size - 1 - jnp.argmax(good[:, ::-1], axis=1)).astype(jnp.int32)

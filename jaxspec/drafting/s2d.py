@@ -79,7 +79,7 @@ class S2D(ChainDrafter):
       thresholds: float32[M − 1] or [B, M − 1], τ: an exit but the last is taken if its largest raw
         probability is at least that; with 1 never, with 0 always, and then no layer behind it runs. So fixed
         exits are settings too, as fast as the plain drafts.
-      rule: when to stop before K tokens.
+      rule: when to stop before K tokens; the paper's draft has a fixed K (`Constant`), this length adapts.
       num_draft_tokens: K.
       sorted_target: whether the target drafts for itself.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -258,7 +259,8 @@ class LanguageModel:
 
         Returns:
           A `Result` for one prompt, a list for a list; with `stream` an iterator of `Piece`s, of which the
-          last of each prompt carries the result.
+          last of each prompt carries the result. A text whose logits become NaN or infinite ends there:
+          its `finish_reason` is "error", and a `RuntimeWarning` says so unless it is streamed.
 
         Raises:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
@@ -307,6 +309,9 @@ class LanguageModel:
             return pieces
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[index] for index in range(len(batch))]
+        for result in ordered:
+            if result.error is not None:
+                warnings.warn(result.error, RuntimeWarning, stacklevel=2)
         return ordered[0] if single else ordered
 
     def drafter(self, method: str, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxspec.engine.executables import VariantCounts
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Result:
     Attributes:
       text: the text without prompt and end-of-text; None where the model has no tokenizer.
       tokens: its token ids, end-of-text included.
-      finish_reason: `eos`, `stop` (a stop string; the text ends before it) or `length`.
+      finish_reason: `eos`, `stop` (a stop string; the text ends before it), `length`, or `error` (see `error`).
       statistics: counts and times.
       drafted: for each token, whether it was an accepted draft.
       log_probs: for each token, under the model's raw law; None if not asked for.
@@ -85,6 +85,16 @@ class Result:
         speed = self.statistics.tokens_per_second
         rate = "" if speed is None else f", {speed:.1f} tokens/s"
         return f"<Result {reprlib.repr(str(self))}: {len(self.tokens)} tokens, {self.finish_reason}{rate}>"
+
+    @property
+    def error(self) -> str | None:
+        """Why the text ended where it should not, in one line; None if it did not."""
+        if self.finish_reason != "error":
+            return None
+        return (
+            f"the model's logits after {len(self.tokens)} tokens of output are not finite; its weights or its "
+            "config are damaged, or float16 overflows (then use float32 or bfloat16)"
+        )
 
     @property
     def draft_lengths(self) -> list[int]:

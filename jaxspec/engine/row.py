@@ -54,8 +54,10 @@ class Row:
         )
         if not (stopped or update.done):
             return Piece(update.index, gained, tokens, drafted, statistics)
-        ended = self._tokens[-1] in self._request.eos_ids
-        reason: FinishReason = "stop" if stopped else "eos" if ended else "length"
+        ended = bool(self._tokens) and self._tokens[-1] in self._request.eos_ids
+        reason: FinishReason = (
+            "stop" if stopped else "error" if update.broken else "eos" if ended else "length"
+        )
         text = self._text.text if self._text.has_text else None
         result = Result(
             text, self._tokens, reason, statistics, self._drafted, self._log_probs, self._proposed

@@ -67,6 +67,7 @@ class Update:
       proposed: for each, how many draft tokens its round verified.
       log_probs: for each, under the target's raw law; None if not asked for.
       done: whether the row has ended.
+      broken: whether it did because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
     """
 
@@ -76,6 +77,7 @@ class Update:
     proposed: list[int]
     log_probs: list[float] | None
     done: bool
+    broken: bool
     stats: decoding.Stats
 
 
@@ -356,6 +358,7 @@ class Session:
                     host.proposed[at, :count].tolist(),
                     laws,
                     done,
+                    bool(host.broken[at]),
                     stats,
                 )
             )

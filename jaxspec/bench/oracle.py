@@ -1,0 +1,76 @@
+"""The best stop rule there is: one that knows the text. What any other could gain at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.protocol import Outcome, Signal, State
+
+
+@struct.dataclass
+class Oracle:
+    """Stops a greedy draft before its first wrong token, but not before its first token.
+
+    It knows of one text which of its tokens the draft would say, so it holds for that text alone.
+
+    Attributes:
+      right: bool[N], whether the draft proposes token n of the output after the n right ones before it.
+    """
+
+    right: jax.Array
+
+    def init(self, batch_size: int) -> State:
+        """int32[B], tokens of output so far: the prefill's first."""
+        return jnp.ones(batch_size, jnp.int32)
+
+    def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
+        """Whether the draft is wrong about this token, or would be about the next one, bool[B]."""
+        here = state + signal.step
+        both = jnp.take(self.right, jnp.stack([here, here + 1]), mode="fill", fill_value=False)
+        return ~jnp.all(both, axis=0), state
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        """Counts what was committed."""
+        return state + outcome.count
+
+    def carry(self, state: State) -> Oracle:
+        """Nothing to carry over: the next text is another."""
+        return self
+
+
+def oracle(
+    lm: LanguageModel, prompt: Sequence[int], text: Sequence[int], exit_layer: int, size: int
+) -> Oracle:
+    """The oracle for drafts by the first layers of a model on one of its own greedy texts.
+
+    Args:
+      lm: the model.
+      prompt: token ids.
+      text: the model's greedy text after the prompt.
+      exit_layer: how many layers draft.
+      size: N, at least the text's length; texts with one N share an executable.
+    """
+    tokens = jnp.asarray([[*prompt, *text[:-1]]], jnp.int32)
+    with jax.default_device(lm.device):
+        cache = kv.create(lm.config, 1, tokens.shape[1], lm.params["embed"].dtype)
+        hidden, _ = llama.run_layers(
+            lm.config,
+            lm.params,
+            llama.embed(lm.params, tokens),
+            jnp.zeros(1, jnp.int32),
+            cache,
+            layers=range(exit_layer),
+        )
+        said = np.asarray(
+            jnp.argmax(llama.logits(lm.config, lm.params, hidden[0, len(prompt) - 1 :]), axis=-1)
+        )
+    right = said == np.asarray(text)
+    return Oracle(jnp.asarray(np.pad(right, (0, size - len(text)))))

@@ -1,0 +1,57 @@
+"""The comparison of stop rules as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Prints what `stop_rules.measure` returns."""
+    console = Console(markup=False)
+    table = Table(
+        title=f"{report['model']}, {report['device']}, {report['law']}", box=SIMPLE_HEAD, padding=(0, 1)
+    )
+    for heading in (
+        "rule",
+        "exit",
+        "K or γ",
+        "tokens/s",
+        "× plain",
+        "× best constant",
+        "acceptance",
+        "draft length",
+    ):
+        table.add_column(heading, justify="left" if heading == "rule" else "right")
+    for rule, row in report["rules"].items():
+        table.add_row(
+            rule,
+            str(row["exit_layer"]),
+            "–" if row["number"] is None else f"{row['number']:g}",
+            _number(row["tokens_per_second"], 0),
+            _with_interval(row["speedup"], row["speedup_interval"]),
+            _with_interval(row["over_constant"], row["over_constant_interval"]),
+            _number(row["draft_acceptance_rate"], 2),
+            _number(row["mean_draft_length"], 1),
+        )
+    console.print(table)
+    console.print(
+        f"plain decoding: {_number(report['plain_tokens_per_second'], 0)} tokens/s. K or γ: the fastest of the "
+        "tuning prompts; speeds are those on other prompts, with a 95 % bootstrap interval over these. γ "
+        + ("is carried from text to text." if report["carry"] else "starts again in every text."),
+        highlight=False,
+    )
+
+
+def _with_interval(ratio: float | None, interval: tuple[float, float] | None) -> str:
+    if ratio is None or interval is None:
+        return "–"
+    return f"{ratio:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

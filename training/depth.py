@@ -1,0 +1,134 @@
+"""What are the upper layers of a model good for?
+
+    python -m training.depth --config training/recipes/mixture.yaml --model checkpoints/large --cut 3
+
+Early exits and skipped layers are fast on a model whose upper layers do nothing, but there is something faster: the
+model without them. So this prints, beside each other, the held-out loss of every exit and how fast the model that is
+cut after `--cut` layers decodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+import jaxspec
+from jaxspec.bench import prompts
+from jaxspec.bench.timing import interleaved
+from jaxspec.bench.totals import speed_ratio, tokens_per_second
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Result
+from jaxspec.model import llama
+from training import data, formats, job, tokenizer
+from training.evaluation import make_measure
+from training.options import DataOptions, parse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Prints, as JSON, a model's held-out loss by exit, and how fast it decodes when it is cut.
+
+    Attributes:
+      model: a Hugging Face directory.
+      cut: how many first layers the cut model has.
+      documents: of each kind, as many held-out ones at most.
+      prompts: of each kind of the project's own, to decode from.
+      max_new_tokens: of each.
+      repeats: interleaved turns.
+    """
+
+    model: Path
+    data: DataOptions
+    cut: int
+    documents: int = 25
+    prompts: int = 3
+    max_new_tokens: int = 64
+    repeats: int = 3
+
+    def __post_init__(self):
+        for name in ("cut", "documents", "prompts", "max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+
+
+def losses(lm: LanguageModel, options: Options, words: Tokenizer, console: Console) -> dict[str, Any]:
+    """Held-out nats per token by kind and by exit, in layers run."""
+    _, held_out = job.read_kinds(options.data, formats.chat_of(options.model), console.print)
+    marks = job.document_marks(lm.config)
+    windows = {
+        kind: data.fixed_batches(
+            data.pack(
+                tokenizer.encode_documents(words, part[: options.documents], *marks), options.data.window
+            ),
+            options.data.batch,
+            options.data.held_out_rows,
+        )
+        for kind, part in held_out.items()
+    }
+    exits = range(1, lm.config.num_layers + 1)
+    measured = make_measure(lm.config, exits)(lm.params, windows, options.data.weights)
+    return {
+        kind: {str(layers): round(measured[f"exit_loss/{layers}/{kind}"], 4) for layers in exits}
+        for kind in windows
+    }
+
+
+def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
+    """Tokens per second of plain decoding by the whole and by the cut model, and their ratio."""
+    config = lm.config.truncated(options.cut)
+    cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
+    texts = prompts.sample(options.prompts)
+    taken: dict[str, list[list[Result]]] = {name: [[] for _ in texts] for name in ("cut", "whole")}
+
+    def run(name: str, model: LanguageModel, at: int) -> None:
+        generated = model.generate(
+            texts[at], max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True
+        )
+        taken[name][at].append(generated)
+
+    for model in (cut, lm):
+        for text in texts:
+            model.generate(text, max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True)
+    for at in range(len(texts)):
+        turns = {
+            name: functools.partial(run, name, model, at) for name, model in (("cut", cut), ("whole", lm))
+        }
+        interleaved(turns, options.repeats)
+    ratio, interval = speed_ratio(taken["cut"], taken["whole"])
+    return {
+        "layers": options.cut,
+        "tokens_per_second": tokens_per_second(list(itertools.chain(*taken["cut"]))),
+        "whole_tokens_per_second": tokens_per_second(list(itertools.chain(*taken["whole"]))),
+        "speedup": ratio,
+        "speedup_interval": interval,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        options = parse(Options, arguments, "python -m training.depth")
+        lm = jaxspec.load(options.model, dtype="float32")
+        if options.cut >= lm.config.num_layers:
+            raise ValueError(f"cut is {options.cut}; give 1 to {lm.config.num_layers - 1}")
+        words = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        report = {"loss_by_exit": losses(lm, options, words, console), "cut": speeds(lm, options)}
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", markup=False)
+        return 1
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
