@@ -20,9 +20,8 @@ def test_losses_by_exit_and_the_speed_of_the_cut_model(tmp_path, capsys):
     more = "--documents 4 --prompts 1 --max-new-tokens 4 --repeats 1"
     assert depth.main([*words.split(), "--cut", "1", *more.split()]) == 0
     report = json.loads(capsys.readouterr().out)
-    losses = report["loss_by_exit"]["stories"]
-    assert list(losses) == ["1", "2", "3"]
-    assert len(set(losses.values())) == 3
+    losses = report["fitness"]["kinds"]["stories"]["loss"]
+    assert len(losses) == len(set(losses)) == 3
     assert report["cut"]["layers"] == 1
     assert report["cut"]["speedup"] > 0
     assert depth.main([*words.split(), "--cut", "3"]) == 1

@@ -15,6 +15,7 @@ from jaxspec.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.selection.fitness import Texts
 from training.losses import layer_outputs
 
 TEMPERATURE = 0.7
@@ -23,10 +24,16 @@ PROMPT = "Once upon a time"
 SAMPLE_TOKENS = 160
 
 
-def prompts_for(kinds: Sequence[str]) -> list[str]:
-    """One of the project's own prompts for each kind of work it has some of; else the start of a story."""
+def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
+    """A prompt for each kind of work: a held-out question, or one of the project's own prompts for open text."""
     known = prompts.load()
-    return [known[kind][0] for kind in kinds if kind in known] or [PROMPT]
+    found = []
+    for kind, texts in kinds.items():
+        if texts.has_answers:
+            found += [words.decode(start) for start in texts.openings(1)]
+        elif kind in known:
+            found.append(known[kind][0])
+    return found or [PROMPT]
 
 
 def sample(

@@ -3,8 +3,8 @@
     python -m training.depth --config training/recipes/mixture.yaml --model checkpoints/large --cut 3
 
 Early exits and skipped layers are fast on a model whose upper layers do nothing, but there is something faster: the
-model without them. So this prints, beside each other, the held-out loss of every exit and how fast the model that is
-cut after `--cut` layers decodes.
+model without them. So this prints, beside each other, the fitness test of the model on held-out text (its loss by exit,
+and more) and how fast the model that is cut after `--cut` layers decodes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 import jaxspec
-from jaxspec.bench import prompts
+from jaxspec.bench import fitness, prompts
 from jaxspec.bench.timing import interleaved
 from jaxspec.bench.totals import speed_ratio, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model import llama
+from jaxspec.selection.fitness import Texts
 from training import data, formats, job, tokenizer
-from training.evaluation import make_measure
 from training.options import DataOptions, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Prints, as JSON, a model's held-out loss by exit, and how fast it decodes when it is cut.
+    """Prints, as JSON, the fitness test of a model on held-out text, and how fast it decodes when it is cut.
 
     Attributes:
       model: a Hugging Face directory.
@@ -60,26 +60,26 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
 
 
-def losses(lm: LanguageModel, options: Options, words: Tokenizer, console: Console) -> dict[str, Any]:
-    """Held-out nats per token by kind and by exit, in layers run."""
+def held_out_texts(
+    lm: LanguageModel, options: Options, words: Tokenizer, console: Console
+) -> dict[str, Texts]:
+    """Held-out texts by kind, packed as training packs them."""
     _, held_out = job.read_kinds(options.data, formats.chat_of(options.model), console.print)
     marks = job.document_marks(lm.config)
-    windows = {
-        kind: data.fixed_batches(
-            data.pack(
-                tokenizer.encode_documents(words, part[: options.documents], *marks), options.data.window
-            ),
-            options.data.batch,
-            options.data.held_out_rows,
+    return {
+        kind: Texts(
+            **data.spread(
+                _packed(part[: options.documents], words, marks, options), options.data.held_out_rows
+            )
         )
         for kind, part in held_out.items()
     }
-    exits = range(1, lm.config.num_layers + 1)
-    measured = make_measure(lm.config, exits)(lm.params, windows, options.data.weights)
-    return {
-        kind: {str(layers): round(measured[f"exit_loss/{layers}/{kind}"], 4) for layers in exits}
-        for kind in windows
-    }
+
+
+def _packed(
+    documents: Sequence[formats.Document], words: Tokenizer, marks: tuple[int, int], options: Options
+) -> data.Windows:
+    return data.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
 
 
 def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.cut >= lm.config.num_layers:
             raise ValueError(f"cut is {options.cut}; give 1 to {lm.config.num_layers - 1}")
         words = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-        report = {"loss_by_exit": losses(lm, options, words, console), "cut": speeds(lm, options)}
+        texts = held_out_texts(lm, options, words, console)
+        report = {"fitness": fitness.measure(lm, texts), "cut": speeds(lm, options)}
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", markup=False)
         return 1

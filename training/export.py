@@ -71,23 +71,22 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     copy_files(run, output)
     rounded = huggingface.load_params(output, config, jnp.float32)
     words = tokenizer.load(output)
+    held_out = held_out_texts(run, record["options"]["data"]["held_out_rows"])
     texts = {
         prompt: card.sample(config, rounded, words, samples, prompt)
-        for prompt in card.prompts_for(list(record["documents"]))
+        for prompt in card.prompts_for(held_out, words)
     }
-    fit = judge(run, output, record["options"]["data"]["held_out_rows"])
+    fit = fitness_bench.measure(load(output, dtype="float32"), held_out)
+    files.write_json(output / FITNESS_FILE, fit)
     text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, fit)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]
 
 
-def judge(run: Path, model: Path, rows: int) -> dict[str, Any]:
-    """Runs the fitness test of a model on at most `rows` held-out windows per kind; kept in its fitness.json."""
+def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
+    """At most `rows` windows of each kind of a run's held-out text."""
     parts, _ = data.stored(run / data.TOKENS_FILE)
-    kinds = {kind: fitness.Texts(**data.spread(windows, rows)) for kind, windows in parts["held_out"].items()}
-    report = fitness_bench.measure(load(model, dtype="float32"), kinds)
-    files.write_json(model / FITNESS_FILE, report)
-    return report
+    return {kind: fitness.Texts(**data.spread(windows, rows)) for kind, windows in parts["held_out"].items()}
 
 
 def read_run(run: Path) -> dict[str, Any]:
