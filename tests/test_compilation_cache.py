@@ -57,3 +57,9 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
     with caching.user_cache(tmp_path / "file" / "below"):
         compilation_cache.enable()
         assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_who_has_no_home_directory_has_no_cache():
+    with caching.user_cache("~nobody-of-this-name/cache"):
+        compilation_cache.enable()
+        assert jax.config.jax_compilation_cache_dir is None
