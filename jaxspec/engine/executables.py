@@ -162,7 +162,7 @@ class Executables:
 def _as_here(function: Callable) -> Callable:
     """The function, with the precision of matrix products that holds here for another thread too: a context of the
     caller, such as `jax.default_matmul_precision`, is one of its thread alone."""
-    precision = jax.config.jax_default_matmul_precision
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def run(*args: Any) -> Any:
         with jax.default_matmul_precision(precision):
