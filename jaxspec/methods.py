@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jaxspec.drafting.s2d import S2D
 from jaxspec.io import method_files
 from jaxspec.io.files import read_text
 from jaxspec.io.method_files import ASDNumbers
-from jaxspec.io.user_data import model_data
+from jaxspec.io.user_data import has_user_data, home, model_data
 from jaxspec.method_options import (
     ADAPTIVE,
     METHODS,
@@ -293,12 +294,16 @@ def _thresholds(
 
 
 def _directories(target: Model, resources: Resources) -> list[Path]:
-    """Where files of a model's methods are looked for, in this order; none for a model made in memory."""
-    if resources.directory is None:
+    """Where files of a model's methods are looked for, in this order: first where commands write them now, so that
+    what was found last counts; none for a model made in memory."""
+    beside = resources.directory
+    if beside is None:
         return []
     # A fingerprint takes a moment; most users have no such files.
-    own = [model_data(target.fingerprint)] if model_data("").is_dir() else []
-    return [*own, resources.directory]
+    if not has_user_data():
+        return [beside]
+    own = model_data(target.fingerprint)
+    return [beside, own] if home(beside, target.name, target.fingerprint) == beside else [own, beside]
 
 
 def _file(named: str | None, target: Model, resources: Resources, name: str) -> Path | None:
@@ -306,8 +311,10 @@ def _file(named: str | None, target: Model, resources: Resources, name: str) -> 
     model; None for a model made in memory."""
     if named is not None:
         return Path(named)
-    paths = [directory / name for directory in _directories(target, resources)]
-    return next((path for path in paths if path.is_file()), paths[-1] if paths else None)
+    if resources.directory is None:
+        return None
+    paths = (directory / name for directory in _directories(target, resources))
+    return next((path for path in paths if os.path.isfile(path)), resources.directory / name)
 
 
 def _no_such_probe(path: Path, exit_layer: int, law: str, directories: Sequence[Path]) -> str:

@@ -89,6 +89,23 @@ def test_a_failed_compilation_is_tried_again():
     assert executables.num_compilations == 1
 
 
+@pytest.mark.parametrize("how", ["prepare", "variant"])
+def test_what_compiles_in_the_background_has_the_callers_precision(how):
+    executables, matrix = Executables(), jnp.ones((2, 2))
+    multiply = jax.jit(jnp.dot)
+    with jax.default_matmul_precision("highest"):
+        getattr(executables, how)(multiply, matrix, matrix)
+    executables.wait()
+    find = executables.compiled if how == "prepare" else executables.variant
+    assert "highest" in find(multiply, matrix, matrix).as_text()
+
+
+def test_bytes_are_no_prompt(lm):
+    for prompt in (b"The", bytearray(b"The"), memoryview(bytes([3, 4]))):
+        with pytest.raises(ValueError, match="give a text, token ids, messages"):
+            lm.generate(prompt)
+
+
 def test_a_finished_row_is_never_behind():
     """Else every later round would feed the draft model once more for it."""
     drafter = DraftModel(tiny.SMALL)

@@ -388,6 +388,20 @@ def test_convert_to_orbax_and_back(run, tmp_path):
     assert "holds a model already" in one_error(run, "convert", source, there, "--to", "orbax")
 
 
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+@pytest.mark.parametrize(
+    "name", ["params/mine.txt", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]
+)
+def test_convert_overwrites_nothing(run, model, tmp_path, layout, name):
+    """Orbax would remove a whole directory `params`, whatever is in it."""
+    (tmp_path / "mine" / name).parent.mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text("mine")
+    message = one_error(run, "convert", model, tmp_path / "mine", "--to", layout)
+    assert f"or a part of one ({name.split('/')[0]})" in message
+    assert [path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()] == ["mine"]
+    assert "is a file; give a directory" in one_error(run, "convert", model, tmp_path / "mine" / name)
+
+
 def test_convert_takes_the_names_that_model_takes(run, tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
     write_model(tmp_path / "own")
@@ -738,6 +752,16 @@ def test_a_process_with_a_wrong_model(tmp_path):
 def test_the_version():
     done = process("--version")
     assert (done.returncode, done.stdout) == (0, f"jaxspec {jaxspec.__version__}\n")
+
+
+def test_a_process_without_output(monkeypatch):
+    """As started by a service, or after `>&- 2>&-`: Python has no streams then."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["--version"]) == 0
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["generate", PROMPT, "--model", "nowhere"]) == 2
 
 
 def test_a_process_that_is_interrupted(model):

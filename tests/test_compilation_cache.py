@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -55,5 +56,19 @@ def test_settings_of_the_users_own_stay(model, tmp_path):
 def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").touch()
     with caching.user_cache(tmp_path / "file" / "below"):
+        compilation_cache.enable()
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_directory_that_is_read_only_is_no_cache(tmp_path, monkeypatch):
+    (tmp_path / "compiled").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # read-only, to whomever this runs as
+    with caching.user_cache(tmp_path):
+        compilation_cache.enable()
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_who_has_no_home_directory_has_no_cache():
+    with caching.user_cache("~nobody-of-this-name/cache"):
         compilation_cache.enable()
         assert jax.config.jax_compilation_cache_dir is None

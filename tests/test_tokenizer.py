@@ -303,6 +303,35 @@ def test_whatever_else_is_left_to_transformers(changes, tmp_path):
     assert read_tokenizer(tmp_path, lambda: None) is None
 
 
+def test_tokens_in_a_file_of_their_own_are_left_to_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    _byte_level(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ids = load_tokenizer(tmp_path).encode("a <tool> b")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": load_tokenizer(tmp_path).vocab_size}))
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path)).encode("a <tool> b")
+    assert load_tokenizer(tmp_path).encode("a <tool> b") == theirs != ids
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_tokenizer_that_cannot_write_an_a(normalized, tmp_path):
+    """It has no such token, or makes nothing of it; both stop no other text."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers
+
+    backend = Backend(models.WordLevel({"b": 0}))
+    if normalized:
+        backend.normalizer = normalizers.Replace("a", "")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_tokenizer(tmp_path).encode("b") == [0]
+
+
 def test_transformers_says_nothing():
     """A tokenizer that needs it is loaded, and used on a long text, without its notices; later ones are the user's."""
     code = (

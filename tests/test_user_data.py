@@ -73,11 +73,16 @@ def test_output_files(data, lm, tmp_path, monkeypatch):
     assert path.parent.is_dir()
 
 
-def test_files_in_the_users_data_are_found_before_those_beside_the_model(data, lm):
+@pytest.mark.parametrize("writable", [True, False])
+def test_files_are_found_first_where_they_are_written_now(data, lm, writable, monkeypatch):
+    """In the model's directory, or in the user's data if that is read-only: what was found last counts."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: writable and access(path, mode))
     beside, own = lm.directory, model_data(lm.fingerprint)
     with pytest.raises(FileNotFoundError, match=re.escape(f"there is no {beside / 'jaxspec.plan.json'}")):
         lm.drafter("draft-verify")
-    for directory, skipped in ((beside, 1), (own, 2)):
+    earlier, later = (own, beside) if writable else (beside, own)
+    for directory, skipped in ((earlier, 1), (later, 2)):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "probes").mkdir()
         plan = LayerPlan.skipping(DEEP.num_layers, [skipped], [])
@@ -94,6 +99,29 @@ def test_files_in_the_users_data_are_found_before_those_beside_the_model(data, l
     other = LanguageModel(DEEP, tiny.params(DEEP, seed=8), tiny.tokenizer(), directory=beside)
     (beside / method_files.ASD_NAME).unlink()
     assert int(other.drafter("asd")[0].every) == 3
+
+
+def test_who_has_no_home_directory_needs_none(lm, monkeypatch):
+    """As in a container with a user id of nobody's: nothing is looked for there, and only writing needs a place."""
+    monkeypatch.setenv("JAXSPEC_DATA", "~nobody-of-this-name/data")
+    assert int(lm.drafter("asd")[0].every) == 3
+    assert output_file(None, lm, "plan").parent == lm.directory
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"there is no home directory.*JAXSPEC_DATA"):
+        output_file(None, lm, "plan")
+
+
+def test_a_home_that_cannot_be_read_holds_nothing(data, lm, monkeypatch):
+    """As under `sudo -u`, which keeps the HOME of root."""
+    is_dir = Path.is_dir
+
+    def refused(path):
+        if path.is_relative_to(data):
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    assert int(lm.drafter("asd")[0].every) == 3
 
 
 def test_probes_that_exist_are_named(data, lm):

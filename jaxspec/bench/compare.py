@@ -38,7 +38,7 @@ def compare(
       methods: names; autoregressive, the baseline, comes first whether named or not.
       options: for all of them; each method takes those it knows.
       repeats: how often each generates, timed.
-      on_progress: told what is being done.
+      on_progress: called with what is being done.
       **generation: arguments of `lm.generate`, such as max_new_tokens.
 
     Returns:

@@ -64,7 +64,7 @@ def inspect_model(
       alpha, every, keep_last: α, m and n of `admg`.
       max_new_tokens: how many tokens to go on for; None for 64, or what the context leaves.
       repeats: turns of the timing.
-      on_progress: told what is being done.
+      on_progress: called with what is being done.
 
     Returns:
       JSON-ready: `model`, `device`, `dtype`, `num_layers`, `alpha`, `every`, `keep_last`; `similarity`, for

@@ -93,7 +93,7 @@ def profile(
       shape: a name in `SHAPES`.
       dtype, device: as in `load`.
       repeats: turns.
-      on_progress: told what is being done.
+      on_progress: called with what is being done.
 
     Returns:
       `model`, `device`, `dtype`, `floor_bytes`, `floor_ms` (reading every weight once, the fastest turn), `step_ms` by

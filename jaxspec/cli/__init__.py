@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; by default those of the process.
 
     Returns:
-      the exit status: 0; 2 after a wrong use and 1 where the machine failed, told in one line on standard
+      the exit status: 0; 2 after a wrong use and 1 where the machine failed, with one line on standard
       error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C; 141 where the reader of standard
       output went away.
     """

@@ -46,8 +46,7 @@ class Convert:
         from jaxspec.io import checkpoint, huggingface, orbax, tokenizer
 
         destination = Path(self.dst)
-        if (destination / "config.json").exists():
-            raise ValueError(f"{destination} holds a model already; remove it or choose another directory")
+        _check_destination(destination)
         with Progress() as progress:
             progress(f"reading {self.src}")
             source = find_model(self.src)
@@ -60,6 +59,27 @@ class Convert:
             tokenizer.copy_files(source, destination)
         print(f"jaxspec: wrote {destination} ({_summary(self.to, config, params)})", file=sys.stderr)
         return 0
+
+
+def _check_destination(directory: Path) -> None:
+    """Refuses a directory in which something would be overwritten: a model without config.json is one too, such as
+    what an interrupted conversion left, and so is somebody's `params`.
+
+    Raises:
+      ValueError: it holds a file or directory of a name that is written, or is a file.
+    """
+    from jaxspec.io import huggingface, tokenizer
+    from jaxspec.io.hf_config import GENERATION
+
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; give a directory")
+    names = ("config.json", GENERATION, huggingface.ORBAX_PARAMS, *tokenizer.FILES)
+    held = [name for name in names if (directory / name).exists()]
+    held += sorted(path.name for path in directory.glob("*.safetensors*"))
+    if held:
+        raise ValueError(
+            f"{directory} holds a model already, or a part of one ({held[0]}); remove it or choose another directory"
+        )
 
 
 def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:

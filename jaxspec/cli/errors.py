@@ -37,6 +37,9 @@ class Guard:
         Raises:
           Exception: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
         """
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         try:
             status = run()
             sys.stdout.flush()

@@ -26,7 +26,7 @@ _SHOWN = 10
 class Tune:
     """Measure which numbers of a method are fastest on given prompts, beside plain decoding.
 
-    asd: alpha (skip attention of at least this cosine similarity), every (skip every so many-th layer whole),
+    asd: alpha (skip attention of at least this cosine similarity), every (skip every M-th layer whole),
     keep-last (keep so many last layers). Numbers that skip the same are measured once.
 
     s2d: for each exit of a sorted draft the probability from which on it is taken. They belong to this model and
@@ -41,7 +41,7 @@ class Tune:
       keep_lasts: [asd] a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
       thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
       max_new_tokens: most tokens to generate after each prompt.
-      repeats: how often the fastest are measured anew.
+      repeats: how often the fastest are measured again.
       output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
         the user's data directory; the method finds it in both.
       json: print one JSON object and nothing else.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from jaxspec.io.user_cache import user_cache
@@ -21,6 +23,8 @@ def enable() -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
+        return
+    if not os.access(directory, os.W_OK | os.X_OK):  # JAX would warn at every program that it compiles
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     # JAX leaves out what compiled in less than a second, which here is most of it.

@@ -83,7 +83,7 @@ class Executables:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
-        self._pool.submit(self._compile, key, future, function, args, static)
+        self._pool.submit(_as_here(self._compile), key, future, function, args, static)
 
     def variant(self, function: Callable, *args: Any, **static: Any) -> Callable | None:
         """The executable for such arguments if it is there; else it is compiled in the background.
@@ -98,7 +98,8 @@ class Executables:
                 future = self._variants[key] = Future()
                 if self._variant_pool is None:
                     self._variant_pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-variant")
-                self._variant_pool.submit(self._compile_variant, future, function, args, static)
+                compile_variant = _as_here(self._compile_variant)
+                self._variant_pool.submit(compile_variant, future, function, args, static)
                 if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             elif future is not None:
@@ -156,6 +157,18 @@ class Executables:
             self.num_compilations += 1
             self.compile_ms += 1e3 * (time.perf_counter() - began)
         future.set_result(compiled)
+
+
+def _as_here(function: Callable) -> Callable:
+    """The function, with the precision of matrix products that holds here for another thread too: a context of the
+    caller, such as `jax.default_matmul_precision`, is one of its thread alone."""
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def run(*args: Any) -> Any:
+        with jax.default_matmul_precision(precision):
+            return function(*args)
+
+    return run
 
 
 def _key(function: Callable, args: Any, static: dict[str, Any]) -> Any:

@@ -222,11 +222,12 @@ def real(name: str, value: Any) -> float:
 
 def _listed(value: Any) -> list[Any] | None:
     """The items of a sequence or array of at least one dimension; None for anything else."""
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return None
     if hasattr(value, "ndim"):
         # An array's own list holds Python's numbers: its items one by one would be slow to reach.
         return value.tolist() if value.ndim and hasattr(value, "tolist") else None
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-    return list(value) if is_list else None
+    return list(value) if isinstance(value, Sequence) else None
 
 
 def shown(value: Any) -> str:

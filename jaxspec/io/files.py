@@ -75,20 +75,20 @@ def no_file(path: str | os.PathLike) -> str:
     return f"{path} is a directory, not a file" if Path(path).is_dir() else f"{path} does not exist"
 
 
-def read_text(path: str | os.PathLike, wish: str) -> str:
+def read_text(path: str | os.PathLike, expected: str) -> str:
     """The text of a file that a user named.
 
     Args:
       path: the file.
-      wish: what wants it, for the message, such as "`reference` must be a text file".
+      expected: what it should be, for the message, such as "`reference` must be a text file".
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is not text in UTF-8.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{no_file(path)}; {wish}")
+        raise FileNotFoundError(f"{no_file(path)}; {expected}")
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text in UTF-8; {wish}") from None
+        raise ValueError(f"{path} is not text in UTF-8; {expected}") from None

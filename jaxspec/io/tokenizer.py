@@ -47,7 +47,7 @@ def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = No
 
     Args:
       directory: a local one, or the file.
-      chat_template: a file with a Jinja template, in the place of the tokenizer's own.
+      chat_template: a file with a Jinja template, instead of the tokenizer's own.
 
     Raises:
       FileNotFoundError: there is no file `chat_template`.

@@ -107,12 +107,17 @@ def read_tokenizer(directory: Path, transformers: Callable[[], Any]) -> FileToke
     try:
         settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
         backend = Backend.from_file(str(directory / "tokenizer.json"))
-    except Exception:  # tokenizers raises bare Exceptions; transformers says what is wrong
+        backend.no_padding()
+        backend.no_truncation()
+        around = backend.encode("a").tokens
+    except Exception:  # tokenizers raises bare ones; transformers says what is wrong, or can do with it
         return None
     if (
         settings.get("tokenizer_class") not in _PLAIN_CLASSES
         or model.get("model_type") != "llama"
         or settings.keys() - _READ - _WITHOUT_EFFECT
+        # Older than `added_tokens_decoder`: tokens that `tokenizer.json` need not have.
+        or (directory / "added_tokens.json").exists()
     ):
         return None
     named = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
@@ -125,14 +130,11 @@ def read_tokenizer(directory: Path, transformers: Callable[[], Any]) -> FileToke
     # Tokens that are missing, or of other properties, transformers would add.
     if not set(named.values()) <= plain or not _same(settings.get("added_tokens_decoder", {}), added):
         return None
-    backend.no_padding()
-    backend.no_truncation()
     # Where the file adds other tokens than the settings say, versions of transformers differ.
     for name, place in (("bos_token", 0), ("eos_token", -1)):
-        if f"add_{name}" in settings:
-            around = [backend.id_to_token(index) for index in backend.encode("a").ids]
-            if bool(settings[f"add_{name}"]) != (around[place] == named.get(name)):
-                return None
+        adds = bool(around) and around[place] == named.get(name)
+        if f"add_{name}" in settings and bool(settings[f"add_{name}"]) != adds:
+            return None
     return FileTokenizer(backend, named, transformers)
 
 
