@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from training import data, formats, tasks, tokenizer
+from training import data, formats, options, tasks, tokenizer
 from training.tasks import code, edits, sums
 from training.tasks import task as task_words
 
@@ -215,3 +215,11 @@ def test_a_held_out_task_is_no_task_of_the_training_with_other_names(family):
 
     assert not {bare(one) for one in held_out} & {bare(one) for one in training}
     assert 0.02 < len(held_out) / len(documents) < 0.09
+
+
+def test_a_kind_that_is_not_named_is_the_family():
+    """The gate of the fitness test knows the families by name."""
+    assert [options.Source.parse(text).kind for text in ("tasks:sums", "tasks:edits:30", "tasks:code,kind=c")] == [
+        "sums", "edits", "c",
+    ]  # fmt: skip
+    assert options.Source.parse("hf:some/set:train").kind == "set:train"
