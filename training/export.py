@@ -75,8 +75,8 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
         prompt: card.sample(config, rounded, words, samples, prompt)
         for prompt in card.prompts_for(list(record["documents"]))
     }
-    report = judge(run, output, record["options"]["data"]["held_out_rows"])
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, report)
+    judged = judge(run, output, record["options"]["data"]["held_out_rows"])
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, judged)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]
 
