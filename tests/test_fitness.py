@@ -156,6 +156,37 @@ def test_idle_layers_are_found_in_a_whole_model(params):
     assert "| text |" in shown
 
 
+def test_texts_too_short_to_be_continued_are_no_error_but_do_not_pass(params):
+    """As after a training on short lines, or with windows that are longer than the context."""
+    lm = LanguageModel(CONFIG, params, tiny.tokenizer(), name="tiny")
+    long = CONFIG.context_length + 8
+    short = Texts.rows([([5, 6, 7], 0)])
+    for some in (short, Texts.rows([([5] * long, long - 2)])):
+        report = bench.measure(lm, {"text": some})
+        assert report["repeated"] is None
+        (check,) = [one for one in report["checks"] if one["name"] == "repeated 8-grams"]
+        assert not check["passed"]
+        assert "| repeated 8-grams | - |" in "\n".join(bench.markdown(report))
+
+
+@dataclasses.dataclass
+class Written:
+    tokens: list[int]
+
+
+def test_a_long_text_that_loops_is_not_hidden_by_short_ones(params, monkeypatch):
+    lm = LanguageModel(CONFIG, params, tiny.tokenizer(), name="tiny")
+    written = [Written([1, 2] * 18), Written(list(range(9))), Written([1])]
+    monkeypatch.setattr(lm, "generate", lambda *_, **__: written)
+    assert bench.measure(lm, {"text": texts()})["repeated"] == pytest.approx(27 / 31)
+
+
+@pytest.mark.parametrize("kind", ["sums", "code", "edits", "facts"])
+def test_each_family_of_tasks_has_an_accuracy_to_reach(kind):
+    report = made_report(**{f"kinds__{kind}": {**made_report()["kinds"]["sums"], "accuracy": [0.7] * 12}})
+    assert [check.name for check in fitness.checks(report) if not check.passed] == [f"accuracy on {kind}"]
+
+
 def test_no_text_is_refused():
     with pytest.raises(ValueError, match="no text is given"):
         bench.measure(None, {})

@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from training import formats, tasks, tokenizer
-from training.tasks import code, edits
+from training import data, formats, options, tasks, tokenizer
+from training.tasks import code, edits, sums
+from training.tasks import task as task_words
 
 COUNT = 400
 
@@ -35,7 +36,7 @@ def test_sums_are_right_and_stay_small():
             assert shown == inner
             assert result == again
             assert eval(shown) == int(result)
-            assert 1 <= int(result) <= 99
+            assert 2 <= int(result) <= 99
             assert set(re.findall(r"\d+", shown)) <= given, task
             given.add(result)
         assert task.completion.endswith(f"\n#### {calculations[-1][3]}")
@@ -128,9 +129,9 @@ def test_answers_to_questions_follow_from_the_facts():
             elif match := re.match(r"Who is the (oldest|youngest)", question):
                 choose = max if match[1] == "oldest" else min
                 assert answer.startswith(choose(ages, key=ages.__getitem__) + " ")
-            elif match := re.match(r"Where is the (\w+)\?", question):
+            elif match := re.match(r"In which place is the (\w+)\?", question):
                 assert boxes[inside[match[1]]] in said
-            elif match := re.match(r"What is in the (\w+)\?", question):
+            elif match := re.match(r"Which thing is in the (\w+)\?", question):
                 assert {boxes[inside[thing]] for thing in said & set(inside)} == {match[1]}
             elif match := re.match(r"What does the friend of (\w+) have", question):
                 assert has[friends[match[1]]] in answer
@@ -146,7 +147,7 @@ def test_of_a_task_only_the_completion_is_learned(tmp_path):
     (first, *_) = documents = formats.read("tasks:sums:30", formats.AUTO, formats.Chat(), False)
     assert len(documents) == 30
     assert [span.learn for span in first.spans] == [False, True]
-    assert first.origin == first.spans[0].text
+    assert first.origin
     words = tokenizer.train([document.text for document in documents], 300)
     (encoded,) = tokenizer.encode_documents(words, [first], 0, 1)
     assert words.decode(encoded.tokens[encoded.learn].tolist()) == first.spans[1].text
@@ -178,3 +179,47 @@ def test_an_empty_completion_is_refused(tmp_path):
     file.write_text(json.dumps({"prompt": "Two?", "completion": ""}) + "\n")
     with pytest.raises(formats.Malformed, match=r"own.jsonl:1: `completion` is empty"):
         formats.read(str(file), formats.AUTO, formats.Chat(), False)
+
+
+@pytest.mark.parametrize("family", ["sums", "edits", "facts"])
+def test_the_language_of_tasks_has_no_a_before_a_vowel_and_no_plural_of_one(family):
+    for task in made(family):
+        text = task.prompt + task.completion
+        assert not re.search(r"\b[Aa] [aeio]\w", text), text
+        assert not re.search(r"(?<!\d)1 \w+s\b", re.sub(r"^1\. .*", "", text, flags=re.MULTILINE)), text
+
+
+def test_what_is_asked_of_boxes_has_one_answer():
+    """A thing in a box is in a place too, and so is the box: the question says which of them it asks for."""
+    asked = [task for task in made("facts") if " box is in the " in task.prompt]
+    assert asked
+    for task in asked:
+        assert "Where is" not in task.prompt
+        assert "What is" not in task.prompt
+        assert "The box" not in task.prompt + task.completion
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_a_held_out_task_is_no_task_of_the_training_with_other_names(family):
+    documents = formats.read(f"tasks:{family}:3000", formats.AUTO, formats.Chat(), False)
+    training, held_out = data.split(documents, 20)
+    if family in ("code", "sums"):
+        assert len({one.origin for one in documents}) < len(documents)
+    things = "|".join(sorted(map(sums._plural, task_words.THINGS), key=len, reverse=True))
+
+    def bare(document):
+        """Without what is named after nothing."""
+        text = re.sub(r"^# \w+: ", "", document.spans[0].text)
+        words = rf"\b({things}|{'|'.join([*task_words.NAMES, *task_words.COLORS])})\b"
+        return re.sub(words, "_", text) if family == "sums" else text
+
+    assert not {bare(one) for one in held_out} & {bare(one) for one in training}
+    assert 0.02 < len(held_out) / len(documents) < 0.09
+
+
+def test_a_kind_that_is_not_named_is_the_family():
+    """The gate of the fitness test knows the families by name."""
+    assert [options.Source.parse(text).kind for text in ("tasks:sums", "tasks:edits:30", "tasks:code,kind=c")] == [
+        "sums", "edits", "c",
+    ]  # fmt: skip
+    assert options.Source.parse("hf:some/set:train").kind == "set:train"

@@ -216,6 +216,20 @@ def test_weight_decay_spares_norms_and_biases():
     assert not any(spared)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_without_a_gradient_matrices_decay_and_norms_stay(kind, params):
+    options = step.OptimizerOptions(kind, learning_rate=0.1, weight_decay=0.5, warmup=1)
+    transform = step.optimizer(options, 10)
+    state, still = transform.init(params), jax.tree.map(jnp.zeros_like, params)
+    for _ in range(2):  # the first step of the warm-up has rate 0
+        moved, state = transform.update(still, state, params)
+
+    def check(on, change, leaf):
+        np.testing.assert_allclose(change, -0.05 * leaf if on else 0 * leaf, rtol=1e-5, atol=1e-9)
+
+    jax.tree.map(check, step.decayed(params), moved, params)
+
+
 def test_muon_moves_each_matrix_of_a_layer_alike_in_all_directions_and_the_rest_as_adamw_does(params):
     gradient = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
     options = step.OptimizerOptions("muon", learning_rate=0.5, weight_decay=0, warmup=1)

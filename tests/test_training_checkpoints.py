@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.test_training_run import STORIES, arguments, metrics
-from training import formats, lock, sft
+from training import checkpoints, formats, lock, sft
 from training.checkpoints import CHECKSUMS, Checkpoints, damage
 from training.step import TrainState
 
@@ -208,6 +209,37 @@ def test_another_model_is_not_taken_for_damage(directory):
     ):
         kept.resume(another)
     assert not list(directory.glob("*.damaged"))
+
+
+def test_what_cannot_be_read_for_another_reason_is_not_taken_for_damage(directory, monkeypatch):
+    """Such as too little memory: the checksums say that the checkpoint is whole."""
+
+    def full(*_, **__):
+        raise MemoryError("out of memory")
+
+    with Checkpoints(directory, keep=3) as kept:
+        monkeypatch.setattr(kept._manager, "restore", full)
+        with pytest.raises(
+            ValueError, match=r"step 15 in .* is intact, but could not be read: out of memory$"
+        ):
+            kept.resume(shapes)
+    assert sorted(path.name for path in directory.iterdir()) == ["10", "15", "5"]
+
+
+def test_a_full_disk_is_an_error_without_a_logged_traceback(directory, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpoints(directory, keep=3) as kept:
+        monkeypatch.setattr(checkpoints, "write_json", full)
+        kept.save(20, state_of(20), {"at": 20}, {"held_out_loss": 1.0})
+        with pytest.raises(OSError, match="No space left"):
+            kept.wait()
+        assert kept.standing() == "the checkpoint of step 15 is intact"
+    assert not caplog.records
+    monkeypatch.undo()
+    with Checkpoints(directory, keep=3) as kept:
+        assert kept.resume(shapes).step == 15
 
 
 # As a user meets them

@@ -226,6 +226,22 @@ def test_the_same_documents_are_held_out_as_in_training():
     assert probe.Options.held_out == options.DataOptions.held_out
 
 
+def test_the_prompt_of_an_answer_is_its_whole_question(directory):
+    """Half a question would be continued by what the model never learned to write."""
+    lm = jaxspec.load(directory)
+    given = probe.Options(
+        model=directory, exit_layers=(1,), data=(options.Source("x", "x"),), prompt_tokens=3, new_tokens=8
+    )
+    question = "Who had a u? Answer:"
+    spans = (formats.Span(question, learn=False), formats.Span(" a had a u, and was glad."))
+    for document, expected in (
+        (formats.Document(spans, ""), lm.encode(question)),
+        (formats.Document((formats.Span(STORIES[0]),), ""), lm.encode(STORIES[0])[:3]),
+        (formats.Document((formats.Span(question * 9, learn=False), spans[1]), ""), lm.encode(question)[:3]),
+    ):
+        assert probe.prompt_ids({"x": [document]}, given, lm, 1) == [expected]
+
+
 def arguments(directory, *more: str) -> list[str]:
     sizes = "--prompts 8 --held-out-prompts 2 --held-out 5 --new-tokens 8 --num-draft-tokens 2 --batch 2"
     return ["--model", str(directory), "--data", str(directory / "text.txt"), *sizes.split(), *more]

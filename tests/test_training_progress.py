@@ -166,6 +166,10 @@ def test_what_is_given_stays_and_the_rest_follows_it():
     assert sizing.choose(300_000, True, 2, {})["steps"] == pytest.approx(plain["steps"] / 2, rel=0.02)
     assert sizing.choose(300_000, True, 1, {"steps": 30})["every"] == 10
     assert sizing.choose(300_000, True, 1, dict(plain)) == plain
+    for kv_heads in (1, 2, 3, 5):
+        grouped = sizing.choose(300_000, True, 1, {"kv_heads": kv_heads})
+        assert grouped["kv_heads"] == kv_heads
+        assert grouped["heads"] % kv_heads == 0
 
 
 def test_a_given_model_keeps_its_shape_and_sees_the_data_less_often():

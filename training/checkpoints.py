@@ -66,7 +66,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of every default
+        # It warns of every default, and logs whole tracebacks of what it raises anyway, such as a full disk.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory = directory.absolute()
         self._saving = 0
         policies = checkpoint_managers
@@ -135,8 +136,8 @@ class Checkpoints:
           wanted: the shapes (and shardings) of the state after a step.
 
         Raises:
-          ValueError: no checkpoint is intact (nothing is renamed then), or the newest intact one is of
-            another model or optimiser.
+          ValueError: no checkpoint is intact, or the newest intact one is of another model or optimiser or cannot
+            be read. Nothing is renamed then.
         """
         problems: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -149,6 +150,12 @@ class Checkpoints:
                     raise
                 except Exception as error:  # Orbax raises whatever its libraries raise
                     problem = _one_line(error)
+                    if (self.directory / str(step) / CHECKSUMS).is_file():
+                        # Out of memory, another version of Orbax: an older one would fare no better, or lose steps.
+                        raise ValueError(
+                            f"the checkpoint of step {step} in {self.directory} is intact, but could not be read: "
+                            f"{problem}"
+                        ) from error
             problems[step] = problem
         else:
             raise ValueError(

@@ -134,12 +134,13 @@ def _from_text(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Only the completion is learned."""
+    """Only the completion is learned; records of the same `origin`, if it is there, are held out together."""
     del chat
     prompt, completion = _string(record, "prompt"), _string(record, "completion")
     if not completion:
         raise ValueError("`completion` is empty; give the text to be learned")
-    return [Document((Span(prompt, learn=False), Span(completion)), prompt)]
+    origin = _string(record, "origin") if "origin" in record else prompt
+    return [Document((Span(prompt, learn=False), Span(completion)), origin)]
 
 
 def _from_gsm8k(record: Mapping[str, Any], chat: Chat) -> list[Document]:

@@ -15,7 +15,7 @@ import tyro
 import yaml
 
 from jaxspec.cli.parsing import one_line_errors
-from training import formats, sizing
+from training import formats, sizing, tasks
 from training.growth import Stages
 from training.loop import LoopOptions
 from training.sizing import AUTO, Auto, Sized
@@ -32,8 +32,9 @@ class Source:
     """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file, or hf:NAME[:SPLIT]; see `training.formats.read`.
-      kind: the kind of work; held-out loss is told by kind. The file's name if not given.
+      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.formats.read`.
+      kind: the kind of work; held-out loss is told by kind. The file's or family's name if not
+        given.
       format: one of `training.formats.FORMATS`, or auto.
       weight: how often it is drawn, relative to the other sources.
     """
@@ -61,7 +62,9 @@ class Source:
             values["weight"] = float(values["weight"])
             if not values["weight"] > 0:
                 raise ValueError(f"weight is {values['weight']} in {text!r}; give a number above 0")
-        kind = values.pop("kind", "") or Path(path.removeprefix("hf:")).stem
+        name = path.partition(":")[2] if path.startswith(("hf:", tasks.PREFIX)) else path
+        usual = name.partition(":")[0] if path.startswith(tasks.PREFIX) else Path(name).stem
+        kind = values.pop("kind", "") or usual
         return cls(path, kind, **values)
 
     def __str__(self) -> str:

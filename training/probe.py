@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,8 @@ class Options:
       prompts: how many texts to learn from.
       held_out_prompts: how many texts, of held-out documents, to report on.
       held_out: one document in so many is held out, chosen by its hash; as in the model's training.
-      prompt_tokens: longest prompt; it is the first half of a document.
+      prompt_tokens: longest prompt; it is the first half of a document. Where only an answer is learned, the
+        prompt is the whole question, however long.
       new_tokens: generated after each prompt.
       num_draft_tokens: K while gathering and for the report.
       batch: prompts at once.
@@ -104,9 +106,18 @@ def prompt_ids(
     for kind, part in documents.items():
         share = max(1, round(count * weights[kind] / total))
         for index in rng.permutation(len(part))[:share]:
-            ids = lm.encode(part[index].text)
-            chosen.append(ids[: max(2, min(options.prompt_tokens, len(ids) // 2))])
+            chosen.append(_prompt(part[index], options, lm))
     return [chosen[index] for index in rng.permutation(len(chosen))[:count]]
+
+
+def _prompt(document: formats.Document, options: Options, lm: LanguageModel) -> list[int]:
+    """The whole question where only an answer is learned, and the context has room for it; else the first half."""
+    asked = itertools.takewhile(lambda span: not span.learn, document.spans)
+    question = lm.encode("".join(span.text for span in asked))
+    if not document.spans[0].learn and len(question) + options.new_tokens <= lm.config.context_length:
+        return question
+    ids = lm.encode(document.text)
+    return ids[: max(2, min(options.prompt_tokens, len(ids) // 2))]
 
 
 def decoded(

@@ -105,7 +105,8 @@ def choose(characters: int, scratch: bool, accumulate: int, given: Mapping[str, 
         settle("intermediate_size", 32 * math.ceil(8 / 3 * hidden_size / 32))
         head_dim = hidden_size // sizes["heads"] // 2 * 2 if "heads" in sizes else _HEAD_DIM
         head_dim = settle("head_dim", max(2, min(head_dim, hidden_size // 2 * 2)))
-        settle("kv_heads", settle("heads", max(1, hidden_size // head_dim)))
+        groups = sizes.get("kv_heads", 1)
+        settle("kv_heads", settle("heads", groups * max(1, hidden_size // head_dim // groups)))
         settle("context", max(512, sizes.get("window", 0)))
     else:
         passes = min(passes, _FURTHER)

@@ -137,11 +137,25 @@ def optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransforma
             consistent_rms=_MUON_RMS,
             muon_weight_dimension_numbers=orthogonalised,
         )
+        moving = _sparing_norms(moving)
     else:
         moving = optax.adamw(
             rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay, mask=decayed
         )
     return optax.chain(optax.clip_by_global_norm(options.clip), moving)
+
+
+def _sparing_norms(moving: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same, without weight decay of norms and biases: Optax's Muon has no mask for what AdamW moves.
+
+    Decay is all that reads the values of the parameters, so zeros spare those leaves. The state stays the same.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        zeroed = jax.tree.map(lambda p, on: p if on else jnp.zeros_like(p), params, decayed(params))
+        return moving.update(updates, state, zeroed)
+
+    return optax.GradientTransformation(moving.init, update)
 
 
 def init_state(params: Params, transform: optax.GradientTransformation) -> TrainState:

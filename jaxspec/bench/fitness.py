@@ -32,8 +32,8 @@ def measure(
 
     Returns:
       JSON-ready: `format`, `model` (fingerprint), `num_layers`, `dtype`; `kinds`, see `summary`; `write_rms`;
-      `repeated`, the mean share of repeated 8-grams in greedy texts of at most 128 tokens; `checks`, see `Check`;
-      `passed`.
+      `repeated`, the share of repeated 8-grams in greedy texts of at most 128 tokens, None where no text is long
+      enough to be continued or none of what was written has 8 tokens; `checks`, see `Check`; `passed`.
 
     Raises:
       ValueError: no text is given.
@@ -48,10 +48,17 @@ def measure(
         "kinds": {kind: fitness.summary(texts, read_exits(lm, texts)) for kind, texts in kinds.items()},
         "write_rms": fitness.write_rms(lm.params),
     }
-    starts = [start for texts in kinds.values() for start in texts.openings(greedy_texts)]
+    starts = [
+        start
+        for texts in kinds.values()
+        for start in texts.openings(greedy_texts)
+        if len(start) < lm.config.context_length  # packed windows may be longer
+    ]
     budgets = [min(NEW_TOKENS, lm.config.context_length - len(start)) for start in starts]
-    results = lm.generate(starts, max_new_tokens=budgets, temperature=0.0)
-    report["repeated"] = float(np.mean([fitness.repeated(result.tokens) for result in results]))
+    written = lm.generate(starts, max_new_tokens=budgets, temperature=0.0) if starts else []
+    shares = [(fitness.repeated(one.tokens), max(0, len(one.tokens) - fitness.GRAM + 1)) for one in written]
+    grams = sum(count for _, count in shares)
+    report["repeated"] = sum(share * count for share, count in shares) / grams if grams else None
     found = fitness.checks(report, gate)
     report["checks"] = [dataclasses.asdict(check) for check in found]
     report["passed"] = all(check.passed for check in found)

@@ -5,8 +5,9 @@ layers as well as by twelve; a sum, the value of a variable or the word that an 
 mixes both: long runs that any early exit can write (wording, copied operands, syntax), broken by single tokens that
 take depth (a digit of a result, the replaced word). Only the answer is learned, never the question.
 
-A family is one file with a function `make(chance) -> Task`. The numbers of tasks of a family that differ are far
-larger than the numbers that a training reads.
+A family is one file with a function `make(chance) -> Task`. Tasks that differ in nothing but names have one origin,
+and are held out together: what is judged are other numbers, facts and passages than those that were learned. Idioms
+of code are few, so there it is another argument or constant of an idiom that was.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def tasks(family: str, count: int) -> Iterator[Task]:
     """
     if family not in FAMILIES:
         raise ValueError(f"no family of tasks {family!r}; choose one of {', '.join(FAMILIES)}")
-    chance = random.Random(f"{family} 1")
+    chance = random.Random(f"{family} 2")
     seen: set[str] = set()
     for _ in range(20 * count):
         if len(seen) == count:
@@ -55,7 +56,7 @@ def tasks(family: str, count: int) -> Iterator[Task]:
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where a task stands, and its record with `prompt` and `completion`, for `tasks:FAMILY[:COUNT]`.
+    """Where a task stands, and its record with `prompt`, `completion` and `origin`, for `tasks:FAMILY[:COUNT]`.
 
     Raises:
       ValueError: no such family, or the count is no whole number above 0.

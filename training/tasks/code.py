@@ -100,8 +100,8 @@ def _idiom(chance: random.Random) -> Task:
     words = {"x": chance.choice(_LISTS), "s": chance.choice(_TEXTS), "k": chance.randint(2, 9)}
     argument = words["x"] if "{x}" in description else words["s"]
     name = f"{chance.choice(_ADJECTIVES)}_{chance.choice(_words('part job one task step fn tool'))}"
-    prompt = f"# {name}: {description.format(**words)}"
-    return Task(prompt, f"\ndef {name}({argument}):\n    {body.format(**words)}")
+    asked = description.format(**words)
+    return Task(f"# {name}: {asked}", f"\ndef {name}({argument}):\n    {body.format(**words)}", asked)
 
 
 def _trace(chance: random.Random) -> Task:
@@ -115,7 +115,8 @@ def _trace(chance: random.Random) -> Task:
         lines.append(f"{name} = {expression}")
     asked = chance.sample(names, chance.randint(2, count))
     said = "\n".join(f"{name} is {values[name]}" for name in asked)
-    return Task("\n".join(lines) + "\n# values of " + ", ".join(asked), "\n" + said)
+    program = "\n".join(lines)
+    return Task(f"{program}\n# values of {', '.join(asked)}", "\n" + said, program)
 
 
 def _expression(values: dict[str, int], chance: random.Random) -> tuple[str, int]:

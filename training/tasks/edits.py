@@ -35,7 +35,7 @@ _SENTENCES = (
     "One day {n} lost the {thing} in the {place}.",
     "{n} looked for {m} in the {place}.",
 )
-_SIZES = _words("big small little old new soft")
+_SIZES = _words("big small little tall new soft")
 _MOODS = _words("happy sad tired hungry proud quiet")
 # Words of one list may take each other's place, and the passage stays readable.
 _GROUPS = (NAMES, THINGS, ANIMALS, COLORS, PLACES, _SIZES, _MOODS)
@@ -62,7 +62,7 @@ def make(chance: random.Random) -> Task:
     )  # fmt: skip
     (kind,) = chance.choices(list(_SHARES), list(_SHARES.values()))
     instruction, changes = _edit(kind, passage, chance)
-    return Task(prompt(instruction, passage), " " + replaced(passage, changes))
+    return Task(prompt(instruction, passage), " " + replaced(passage, changes), passage)
 
 
 def prompt(instruction: str, passage: str) -> str:

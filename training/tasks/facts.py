@@ -1,4 +1,4 @@
-"""Five facts, then questions: look-ups, the same in two steps, and comparisons.
+"""Five or six facts, then questions: look-ups, the same in two steps, and comparisons.
 
 Easy for an early exit: the form of an answer. What needs depth: the word that is looked up, above all where one fact
 leads to another.
@@ -20,7 +20,9 @@ def make(chance: random.Random) -> Task:
     chance.shuffle(lines)
     numbered = list(enumerate(asked, start=1))
     prompt = "\n".join([*lines, *(f"{number}. {question}" for number, (question, _) in numbered), "Answers:"])
-    return Task(prompt, "".join(f"\n{number}. {answer}" for number, (_, answer) in numbered))
+    return Task(
+        prompt, "".join(f"\n{number}. {answer}" for number, (_, answer) in numbered), "\n".join(lines)
+    )
 
 
 _Facts = tuple[list[str], list[tuple[str, str]]]
@@ -43,17 +45,18 @@ def _owners(chance: random.Random) -> _Facts:
 
 def _places(chance: random.Random) -> _Facts:
     """What lies in which box, and where the boxes are: two steps."""
-    rows = _rows(chance, THINGS, COLORS, PLACES)
+    # A box in a box would make two boxes, and a box lies in a place too: each question names what it asks for.
+    rows = _rows(chance, [thing for thing in THINGS if thing != "box"], COLORS, PLACES)
     chosen = rows[: LINES // 2 + 1]
     lines = []
     questions = []
     for thing, color, place in chosen:
         lines += [f"The {thing} is in the {color} box.", f"The {color} box is in the {place}."]
         questions += [
-            (f"Where is the {thing}?", f"The {thing} is in the {place}."),
-            (f"Where is the {color} box?", f"The {color} box is in the {place}."),
-            (f"What is in the {color} box?", f"The {thing} is in the {color} box."),
-            (f"What is in the {place}?", f"The {thing} is in the {place}."),
+            (f"In which place is the {thing}?", f"The {thing} is in the {place}."),
+            (f"In which place is the {color} box?", f"The {color} box is in the {place}."),
+            (f"Which thing is in the {color} box?", f"The {thing} is in the {color} box."),
+            (f"Which thing is in the {place}?", f"The {thing} is in the {place}."),
         ]
     return lines, questions
 

@@ -1,4 +1,4 @@
-"""Word problems in the form of GSM8K: one to four steps, each with its calculation, numbers below 100.
+"""Word problems in the form of GSM8K: one to three steps, each with its calculation, numbers below 100.
 
 Easy for an early exit: the wording, the operands, a result that is repeated. What needs depth: which operation,
 and the digits of a result where they stand first.
@@ -185,7 +185,9 @@ def make(chance: random.Random) -> Task:
     # One line per step, as in GSM8K.
     filled = _CALCULATION.sub(calculation, steps).format(**words).replace(". ", ".\n")
     prompt = f"Question: {question.format(**words, **numbers)}\nAnswer:"
-    return Task(prompt, f" {filled}\n#### {results[-1]}")
+    # With other names and things it would be the same problem.
+    origin = question.format(**dict.fromkeys(words, ""), **numbers)
+    return Task(prompt, f" {filled}\n#### {results[-1]}", origin)
 
 
 def _plural(thing: str) -> str:
@@ -213,7 +215,7 @@ def _numbers(calculations: tuple[str, ...], chance: random.Random) -> dict[str, 
 
 
 def _results(calculations: tuple[str, ...], numbers: dict[str, int]) -> list[int] | None:
-    """The result of each calculation; None where one is not a whole number from 1 to `LARGEST`."""
+    """The result of each calculation; None where one is not a whole number from 2 to `LARGEST`."""
     known: dict[str, int] = dict(numbers)
     results = []
     for name, (left, operation, right) in zip(_RESULTS, map(_parsed, calculations), strict=False):
@@ -221,7 +223,7 @@ def _results(calculations: tuple[str, ...], numbers: dict[str, int]) -> list[int
         if operation is ast.Div and one % other:
             return None
         result = _OPERATIONS[operation](one, other)
-        if not 1 <= result <= LARGEST:
+        if not 2 <= result <= LARGEST:  # "1 dolls" would be wrong
             return None
         known[name] = result
         results.append(result)
