@@ -136,7 +136,7 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     first = take({"plain": {}} | cases, tuning, 1)
     tried = {case: speed_ratio(first[case], first["plain"])[0] for case in cases}
     best = {
-        rule: max((case for case in cases if case.rule == rule), key=tried.__getitem__)
+        rule: max((case for case in cases if case.rule == rule), key=lambda case: tried[case] or 0.0)
         for rule in dict.fromkeys(case.rule for case in cases)
     }
     chosen: dict[Any, Any] = {"plain": {}} | {rule: cases[case] for rule, case in best.items()}
