@@ -56,6 +56,13 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
         ({"seed": -1}, "seed is -1"),
         ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
         ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
+        ({"stream": "no"}, "stream is 'no'; give True or False"),
+        ({"logprobs": 1}, "logprobs is 1; give True or False"),
+        ({"chat": None}, "chat is None; give True or False"),
+        ({"stop_sequences": ["a"]}, "unknown option stop_sequences; perhaps you meant stop$"),
+        ({"stop_strings": ["a"]}, "unknown option stop_strings; perhaps you meant stop$"),
+        ({"max_batch": 10**5000}, "max_batch is a number of about 5000 digits; give a whole number"),
     ],
 )
 def test_what_is_refused(lm, options, message):
@@ -63,6 +70,31 @@ def test_what_is_refused(lm, options, message):
     with pytest.raises(ValueError, match=message) as error:
         lm.generate([3, 4], max_new_tokens=2, **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_token_id_of_thousands_of_digits(lm):
+    """Python does not write it out."""
+    with pytest.raises(ValueError, match=r"prompts\[1\] is a number of about 5000 digits; give a token id"):
+        lm.generate([3, 10**5000])
+
+
+def test_truth_values_of_numpy_and_no_stop_strings(lm):
+    plain = lm.generate([3, 4], max_new_tokens=5, ignore_eos=True)
+    assert lm.generate([3, 4], max_new_tokens=5, ignore_eos=np.True_, stop=None).tokens == plain.tokens
+
+
+def test_messages_are_called_messages(lm, monkeypatch):
+    monkeypatch.setattr(type(lm), "encode", lambda *_, **__: [3] * 600)
+    turns = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"^messages\[0\] has 600 tokens"):
+        lm.generate(messages=[turns, turns])
+
+
+def test_a_draft_object_does_not_take_a_name(lm):
+    """Which means another model: here the embedded one, whose vocabulary is not the target's."""
+    lm.generate([3, 4], method="draft-model", draft=tiny.small_model(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="draft small has a vocabulary of 4096 tokens"):
+        lm.generate([3, 4], method="draft-model", draft="small", max_new_tokens=2)
 
 
 def test_a_cache_that_does_not_fit_is_refused(lm, monkeypatch):

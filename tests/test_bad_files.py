@@ -176,6 +176,11 @@ def test_what_is_said_of_a_generation_config(tmp_path, generation, message):
     assert said == message or str(said).startswith(f"/generation_config.json: {message}")
 
 
+def test_a_number_of_thousands_of_digits(tmp_path):
+    (write_config(tmp_path) / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}")
+    assert str(refused(tmp_path)).endswith("it has a number of too many digits")
+
+
 def test_json_that_is_too_deep(tmp_path):
     deep = "[" * 200_000
     for name in ("config.json", "generation_config.json"):

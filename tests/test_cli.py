@@ -26,7 +26,7 @@ from jaxspec import method_options
 from jaxspec.cli import main, terminal
 from jaxspec.cli.compare import _texts
 from jaxspec.cli.errors import in_options, option_names
-from jaxspec.cli.generate import Generate, _Painter
+from jaxspec.cli.generate import Generate, _Painter, _row_text
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.parsing import parse
 from jaxspec.cli.profile import Profile
@@ -36,11 +36,13 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Statistics
 from jaxspec.engine.text import RowText
 from jaxspec.io import embedded, huggingface, orbax
+from jaxspec.io import tokenizer as tokenizers
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import num_params
 from tests import caching, reference
+from tests.test_tokenizer import tokenizer
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time"
@@ -207,6 +209,15 @@ def canned(lm: LanguageModel, prompt: str, **options):
     yield Piece(0, " bear", second, drafted, statistics, result)
 
 
+def test_painted_text_keeps_its_first_space(tmp_path):
+    """A SentencePiece decoder drops a space at the very beginning: the prompt stands before it."""
+    loaded = tokenizer("byte_fallback")
+    lm = LanguageModel(CONFIG, {}, tokenizer=loaded, name="x", device=jax.devices()[0])
+    painter = _Painter(_row_text(lm, "ab", Generate()))
+    tokens = loaded.encode("bear")[1:]
+    assert painter.paint(Piece(0, " bear", tokens, [False] * len(tokens), None, object())) == " bear"
+
+
 def test_painted_text_is_the_text(model):
     tokenizer = load_tokenizer(model)
     text = "Ünïcödé 🎉\n\ntime STOP more"
@@ -362,6 +373,16 @@ def test_convert(run, model, tmp_path):
     status, _, err = run("convert", model, tmp_path / "back")
     assert status == 2
     assert "holds a model already" in err
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+def test_an_interrupted_conversion_does_not_look_whole(run, model, tmp_path, monkeypatch, layout):
+    def interrupt(source, destination):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizers, "copy_files", interrupt)
+    assert run("convert", model, tmp_path / "new", "--to", layout)[0] == 130
+    assert not (tmp_path / "new" / "config.json").exists()
 
 
 def test_convert_to_orbax_and_back(run, tmp_path):
@@ -599,8 +620,11 @@ def test_conversations(run, model, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "turns.json: Expecting value"),
-        ("[" * 100_000, "turns.json: it is nested too deeply"),
+        (
+            "[",
+            r"turns.json is not valid JSON \(Exp.*\); --messages must be a JSON list of messages with `role`",
+        ),
+        ("[" * 100_000, r"turns.json is not valid JSON \(it is nested too deeply\)"),
         ("{}", "turns.json: there is no prompt"),
         ("5", "turns.json: messages is 5; give a list of messages"),
         ('[{"role": "user"}]', r"turns.json: messages\[0\] is {'role': 'user'}; give a message"),

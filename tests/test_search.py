@@ -16,6 +16,7 @@ import pytest
 
 from jaxspec.bench import calibration as bench_calibration
 from jaxspec.bench import objectives
+from jaxspec.bench import profile as bench_profile
 from jaxspec.bench import search as bench
 from jaxspec.bench.search import SearchOptions, search
 from jaxspec.cli import main
@@ -200,7 +201,27 @@ def test_costs_are_measured():
     assert costs.draft_step_ms(LayerPlan.skipping(1)) > 0
     assert [rows for rows, _ in costs.verify_ms] == [1, 4, 8, 13]
     assert all(ms > 0 for _, ms in costs.verify_ms)
-    assert told[-1] == "measuring the costs of a round's parts"
+    assert told[:2] == ["compiling a draft, 1 of 8", "compiling a draft, 2 of 8"]
+    assert told[-2:] == [f"measuring the costs of a round's parts, turn {turn} of 2" for turn in (1, 2)]
+
+
+def test_texts_are_counted_as_they_come(deep):
+    told = []
+    texts = bench_calibration.continuations(deep, PROMPTS, 6, told.append)
+    assert texts == [row.tokens for row in deep.generate(PROMPTS, max_new_tokens=6, temperature=0.0)]
+    total = len(PROMPTS)
+    assert told == [f"generating the model's own text: {n} of {total} texts" for n in range(1, total + 1)]
+
+
+def test_a_profile_says_how_far_it_is(monkeypatch):
+    told = []
+    lm = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL))
+    monkeypatch.setattr(bench_profile, "_language_model", lambda *_: lm)
+    bench_profile.profile(repeats=1, on_progress=told.append)
+    assert [what for what in told if "row counts" in what] == [
+        f"compiling the loop of {rows} rows: row counts {n} of 4" for n, rows in ((2, 2), (3, 5), (4, 9))
+    ]
+    assert told[-1] == "timing, turn 1 of 1"
 
 
 # The search

@@ -76,7 +76,20 @@ def test_statistics(lm, method):
         else:
             assert stats.num_accepted_tokens > 0
             assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
-        assert stats.compile_ms <= stats.decode_ms <= stats.elapsed_ms
+        assert stats.decode_compile_ms <= stats.decode_ms <= stats.elapsed_ms
+        assert stats.decode_compile_ms <= stats.compile_ms <= stats.elapsed_ms
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_text_counts_what_compiles_before_its_first_token(stream):
+    lm = tiny.language_model()
+    found = lm.generate([3, 4], max_new_tokens=4, ignore_eos=True, stream=stream)
+    stats = (list(found)[-1] if stream else found).statistics
+    assert stats.compile_ms > 0
+    assert stats.decode_compile_ms == 0
+    assert stats.tokens_per_second == 3e3 / stats.decode_ms
+    again = lm.generate([3, 4], max_new_tokens=4, ignore_eos=True)
+    assert again.statistics.compile_ms == 0
 
 
 def test_a_single_token(lm):

@@ -215,11 +215,11 @@ def test_sampled_texts_have_no_oracle(model):
     ("changes", "message"),
     [
         ({"kinds": ("poems",)}, "unknown kind of prompt 'poems'; give some of stories, code"),
-        ({"tuning_prompts": 3}, "--tuning-prompts is 3; give 1 to 2"),
-        ({"reporting_prompts": 0}, "--reporting-prompts is 0; give 1 to 2"),
-        ({"constants": ()}, "--constants has no number; give at least one"),
-        ({"gammas": ()}, "--gammas has no number; give at least one"),
-        ({"max_new_tokens": 1}, "--max-new-tokens is 1; give at least 2"),
+        ({"tuning_prompts": 3}, "^tuning_prompts is 3; give 1 to 2"),
+        ({"reporting_prompts": 0}, "^reporting_prompts is 0; give 1 to 2"),
+        ({"constants": ()}, "`constants` has no number; give at least one"),
+        ({"gammas": ()}, "`gammas` has no number; give at least one"),
+        ({"max_new_tokens": 1}, "^max_new_tokens is 1; give at least 2"),
     ],
 )
 def test_wrong_comparisons(model, changes, message):
@@ -246,6 +246,9 @@ def test_the_command_prints_a_table_or_json(model, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "oracle" in captured.out
     assert "measuring" in captured.err
+    monkeypatch.setattr(sys, "argv", ["stop_rules", "--model", "x", "--max-new-tokens", "1"])
+    with pytest.raises(SystemExit, match=r"^jaxspec: error: --max-new-tokens is 1; give"):
+        stop_rules.main()
     monkeypatch.setattr(sys, "argv", ["stop_rules", *words.split(), "--gammas"])
     with pytest.raises(SystemExit):
         stop_rules.main()

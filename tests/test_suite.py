@@ -77,12 +77,12 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
     [
         (
             "guess --gamma 1",
-            "--run 'guess --gamma 1': unknown method 'guess'; the methods are autoregressive,",
+            "`runs` 'guess --gamma 1': unknown method 'guess'; the methods are autoregressive,",
         ),
-        ("", "--run '': unknown method ''"),
+        ("", "`runs` '': unknown method ''"),
         ("layerskip --exit-lyer 3", r"unrecognized options: --exit-lyer.*perhaps you meant --exit-layer"),
-        ("layerskip --exit-layer three", "--run 'layerskip --exit-layer three': "),
-        ("ngram 'x", '--run "ngram \'x": No closing quotation'),
+        ("layerskip --exit-layer three", "`runs` 'layerskip --exit-layer three': "),
+        ("ngram 'x", '`runs` "ngram \'x": No closing quotation'),
     ],
 )
 def test_wrong_words(words, message):
@@ -94,10 +94,10 @@ def test_wrong_words(words, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": ()}, "give at least one run, such as --run ngram"),
-        ({"prompts": 0}, "--prompts is 0; give 1 to 2"),
-        ({"prompts": 3}, "--prompts is 3; give 1 to 2"),
-        ({"repeats": 0}, "--repeats is 0; give at least 1"),
+        ({"runs": ()}, "give at least one of `runs`, such as 'ngram'"),
+        ({"prompts": 0}, "^prompts is 0; give 1 to 2"),
+        ({"prompts": 3}, "^prompts is 3; give 1 to 2"),
+        ({"repeats": 0}, "^repeats is 0; give at least 1"),
         ({"max_new_tokens": 1}, "max_new_tokens is 1; give at least 2"),
     ],
 )
@@ -295,7 +295,9 @@ def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (("--frob",), "unrecognized options: --frob; see python -m jaxspec.bench.suite --help"),
-        ((), "there is nothing to measure"),
+        ((), "there is nothing to measure; give at least one of --run, such as 'ngram'"),
+        (("--run", "ngram", "--repeats", "0"), "--repeats is 0; give at least 1"),
+        (("--run", "ngram --gamma"), "--run 'ngram --gamma': "),
         (("--run", "ngram", "--model", "nowhere"), "no directory 'nowhere'"),
     ],
 )

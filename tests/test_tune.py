@@ -240,6 +240,7 @@ def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--output", "/no/where.json"), "cannot write /no/where.json"),
         (("--method", "ngram"), "invalid choice 'ngram'"),
+        (("--repeats", "0"), "--repeats is 0; give at least 1"),
         (("--threshold", "0.5"), "tune --method asd has no option --threshold; leave it out"),
     ],
 )
@@ -261,7 +262,7 @@ def test_thresholds_that_draft_alike_are_tried_once():
     three = s2d_grid((1.0, 0.0, 0.5, 0.5), 3)
     assert three == [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.5, 0.5), (0.5, 0.0), (0.0, 0.0)]
     with pytest.raises(ValueError, match="6 thresholds at 11 exits are 4368 settings, more than 200"):
-        s2d_grid(S2DOptions().values, 12)
+        s2d_grid(S2DOptions().thresholds, 12)
 
 
 def test_the_fastest_thresholds_win(deep, monkeypatch):
@@ -291,9 +292,9 @@ def test_the_fastest_thresholds_win(deep, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"values": (0.5, 1.5)}, "--threshold has (0.5, 1.5); give numbers from 0 to 1"),
-        ({"values": ()}, "--threshold has ()"),
-        ({"repeats": 0}, "--repeats is 0; give at least 1"),
+        ({"thresholds": (0.5, 1.5)}, "`thresholds` has (0.5, 1.5); give numbers from 0 to 1"),
+        ({"thresholds": ()}, "`thresholds` has ()"),
+        ({"repeats": 0}, "repeats is 0; give at least 1"),
     ],
 )
 def test_wrong_sweeps_of_thresholds(options, message):

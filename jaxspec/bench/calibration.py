@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,17 +33,17 @@ Report = Callable[[str], None]
 _DRAFTED = 8
 
 
-def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+def read_prompts(lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """Prompts as token ids: one a file; or the default ones, as far as they fit the model's context.
 
     Raises:
       ValueError, FileNotFoundError: a file is missing, empty, no text, or too long for the context.
     """
     if max_new_tokens < 2:
-        raise ValueError(f"--max-new-tokens is {max_new_tokens}; give at least 2")
-    wish = "--prompt-file wants a text file, one prompt each"
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")
+    wanted = "`prompt_file` must be text files, one prompt each"
     context = lm.config.context_length
-    if not files:
+    if not prompt_file:
         fitting = [
             ids
             for ids in map(lm.encode, prompt_set.sample(2, "tuning"))
@@ -50,19 +51,19 @@ def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -
         ]
         if not fitting:
             raise ValueError(
-                f"--max-new-tokens ({max_new_tokens}) and the default prompts exceed the model's context of "
-                f"{context}; give fewer, or shorter prompts by --prompt-file"
+                f"max_new_tokens ({max_new_tokens}) and the default prompts exceed the model's context of "
+                f"{context}; give fewer, or shorter prompts by `prompt_file`"
             )
         return fitting
     found = []
-    for path in files:
-        text = read_text(path, wish).removesuffix("\n")
+    for path in prompt_file:
+        text = read_text(path, wanted).removesuffix("\n")
         ids = lm.encode(text) if text else []
         if not ids:
-            raise ValueError(f"{path} is empty; {wish}")
+            raise ValueError(f"{path} is empty; {wanted}")
         if len(ids) + max_new_tokens > context:
             raise ValueError(
-                f"{path} ({len(ids)} tokens) and --max-new-tokens ({max_new_tokens}) exceed the model's context "
+                f"{path} ({len(ids)} tokens) and max_new_tokens ({max_new_tokens}) exceed the model's context "
                 f"of {context}; shorten one of them"
             )
         found.append(ids)
@@ -70,11 +71,20 @@ def read_prompts(lm: LanguageModel, files: Sequence[str], max_new_tokens: int) -
 
 
 def continuations(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    on_progress: Report = lambda what: None,
 ) -> list[list[int]]:
     """What the model writes greedily after each prompt, by the plain method."""
-    results = lm.generate(prompts, max_new_tokens=max_new_tokens, temperature=0.0)
-    return [result.tokens for result in results]
+    found: dict[int, list[int]] = {}
+    for piece in lm.generate(prompts, max_new_tokens=max_new_tokens, temperature=0.0, stream=True):
+        if piece.result is not None:
+            found[piece.index] = piece.result.tokens
+            if piece.result.error is not None:
+                warnings.warn(piece.result.error, RuntimeWarning, stacklevel=2)
+            on_progress(f"generating the model's own text: {len(found)} of {len(prompts)} texts")
+    return [found[index] for index in range(len(prompts))]
 
 
 def calibrate(
@@ -88,7 +98,7 @@ def calibrate(
     longest = max(map(len, texts))
     if longest < 2:
         raise ValueError(
-            "the model ends its text at once after every prompt; give other ones by --prompt-file"
+            "the model ends its text at once after every prompt; give other ones by `prompt_file`"
         )
     length = max(map(len, prompts))
     with jax.default_device(lm.device):
@@ -139,11 +149,13 @@ def measure_costs(lm: LanguageModel, *, repeats: int = 9, on_progress: Report = 
         }
         rounds = {rows: Steps(lm, Weights(lm.params), verifying(rows), CAPACITY) for rows in widths}
         timed |= {str(rows): steps for rows, steps in rounds.items()}
-        for name, run in timed.items():
-            on_progress(f"compiling {'a round of ' + name + ' rows' if name.isdigit() else 'a draft'}")
+        for number, (name, run) in enumerate(timed.items(), 1):
+            what = f"a round of {name} rows" if name.isdigit() else "a draft"
+            on_progress(f"compiling {what}, {number} of {len(timed)}")
             run()
-        on_progress("measuring the costs of a round's parts")
-        taken = interleaved(timed, repeats)
+        taken = interleaved(
+            timed, repeats, lambda turn: on_progress(f"measuring the costs of a round's parts, {turn}")
+        )
     plain_ms = statistics.median(taken["1"])
 
     def typical_ms(name: str, count: int) -> float:

@@ -111,12 +111,17 @@ def profile(
     read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
     stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
 
-    on_progress("compiling")
+    on_progress("compiling the plain loop")
     began = time.perf_counter()
     plain = Steps(lm, params, Autoregressive(), CAPACITY)
     plain()
     compile_ms = 1e3 * (time.perf_counter() - began)
-    by_rows = {1: plain} | {rows: Steps(lm, params, WrongDrafts(rows - 1), CAPACITY) for rows in ROWS[1:]}
+    by_rows = {1: plain}
+    for number, rows in enumerate(ROWS[1:], 2):
+        on_progress(f"compiling the loop of {rows} rows: row counts {number} of {len(ROWS)}")
+        by_rows[rows] = Steps(lm, params, WrongDrafts(rows - 1), CAPACITY)
+        by_rows[rows]()
+    on_progress("compiling the other measurements")
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
     timed["floor"] = lambda: jax.block_until_ready(stream(read))
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
@@ -124,8 +129,7 @@ def profile(
     for run in timed.values():
         run()
 
-    on_progress("timing")
-    taken = interleaved(timed, repeats)
+    taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"))
     floors, ones, larges = taken["floor"], taken["1"], taken["large"]
     return {
         "model": lm.name,

@@ -289,7 +289,7 @@ def _evaluator(
         speed = Speed(lm, prompts, options.tokens, plain)
         return lambda plan: speed(DraftVerify(lm.config, plan.traced()))
     on_progress("generating the model's own text")
-    texts, _ = calibrate(lm, prompts, continuations(lm, prompts, options.tokens))
+    texts, _ = calibrate(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
     costs = record.costs
     if costs is None:
         costs = measure_costs(lm, on_progress=on_progress)

@@ -28,6 +28,7 @@ from jaxspec.bench.oracle import oracle
 from jaxspec.bench.stop_rules_report import show
 from jaxspec.bench.timing import check_budget, interleaved
 from jaxspec.bench.totals import acceptance, speed_ratio, tokens_per_second
+from jaxspec.cli.errors import in_options, one_line, option_names
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
@@ -85,11 +86,16 @@ class Options:
     device: str | None = None
     json: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuses what cannot be measured. Not when it is made: the parser would report it in its own way.
+
+        Raises:
+          ValueError: a number outside its range, or none at all.
+        """
         check_budget(self.max_new_tokens)
         for option, numbers in (("constants", self.constants), ("gammas", self.gammas)):
             if not numbers:
-                raise ValueError(f"--{option} has no number; give at least one")
+                raise ValueError(f"`{option}` has no number; give at least one")
 
 
 class Case(NamedTuple):
@@ -118,6 +124,7 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
       ValueError, FileNotFoundError: an unknown kind of prompt, a number outside its range, or what `load` and
         `generate` raise.
     """
+    options.check()
     lm = load(options.model, dtype=options.dtype, device=options.device)
     tuning = _prompts(lm, options, "tuning", options.tuning_prompts)
     reporting = _prompts(lm, options, "reporting", options.reporting_prompts)
@@ -168,7 +175,7 @@ def _prompts(lm: LanguageModel, options: Options, split: prompt_set.Split, each:
         if kind not in known:
             raise ValueError(f"unknown kind of prompt {kind!r}; give some of {', '.join(known)}")
         if not 1 <= each <= len(known[kind]):
-            raise ValueError(f"--{split}-prompts is {each}; give 1 to {len(known[kind])}")
+            raise ValueError(f"{split}_prompts is {each}; give 1 to {len(known[kind])}")
     return [lm.encode(text) for kind in options.kinds for text in known[kind][:each]]
 
 
@@ -269,7 +276,7 @@ def main() -> None:
         options = tyro.cli(Options)
         report = measure(options, lambda what: print(what, file=sys.stderr))
     except (ValueError, OSError) as error:
-        sys.exit(f"jaxspec: error: {error}")
+        sys.exit(f"jaxspec: error: {in_options(one_line(error), option_names(Options))}")
     if options.json:
         print(json.dumps(report, indent=2))
     else:

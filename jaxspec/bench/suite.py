@@ -22,6 +22,7 @@ from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.suite_report import Record, average, show, target_report
 from jaxspec.bench.timing import check_budget, interleaved
+from jaxspec.cli.errors import in_options, one_line, option_names
 from jaxspec.cli.parsing import parse_as
 from jaxspec.cli.status import INTERRUPTED
 from jaxspec.cli.terminal import Progress
@@ -74,7 +75,7 @@ def parse_run(words: str) -> dict[str, Any]:
         method, *rest = shlex.split(words) or [""]
         chosen = parse_as(MethodOptions, f"jaxspec generate --method {check_method(method)}", rest)
     except ValueError as error:
-        raise ValueError(f"--run {words!r}: {error}") from None
+        raise ValueError(f"`runs` {words!r}: {error}") from None
     return {"method": method, **options_given(chosen)}
 
 
@@ -94,11 +95,11 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     known = prompt_set.load()
     most = min(map(len, known.values()))
     if not 1 <= options.prompts <= most:
-        raise ValueError(f"--prompts is {options.prompts}; give 1 to {most}")
+        raise ValueError(f"prompts is {options.prompts}; give 1 to {most}")
     if options.repeats < 1:
-        raise ValueError(f"--repeats is {options.repeats}; give at least 1")
+        raise ValueError(f"repeats is {options.repeats}; give at least 1")
     if not options.runs:
-        raise ValueError("there is nothing to measure; give at least one run, such as --run ngram")
+        raise ValueError("there is nothing to measure; give at least one of `runs`, such as 'ngram'")
     runs = {BASELINE: {"method": BASELINE}} | {words: parse_run(words) for words in options.runs}
     top_p = options.top_p if options.temperature else 1.0
     # Not the model's own defaults: the law is the one that is named.
@@ -163,7 +164,7 @@ def main() -> None:
         print("jaxspec: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except (ValueError, OSError) as error:
-        sys.exit(f"jaxspec: error: {error}")
+        sys.exit(f"jaxspec: error: {in_options(one_line(error), option_names(Options))}")
     if options.json:
         print(json.dumps(report, indent=2))
     else:

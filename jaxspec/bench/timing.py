@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    on_turn: Callable[[str], None] = lambda turn: None,
+) -> dict[str, list[float]]:
     """Times functions in turns, so that all of them see the same noise.
 
     Args:
       functions: by name; each must return only once its work is done (`jax.block_until_ready`), and must
         have been called before if its first call compiles.
       repeats: rounds, in each of which every function runs once, in the order given.
+      on_turn: called before each of them with its count, such as "turn 2 of 9".
 
     Returns:
       milliseconds by name; the entries of one place, in all the lists, were taken in one round.
@@ -26,6 +31,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dic
         raise ValueError(f"repeats is {repeats}; give at least 1")
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats):
+        on_turn(f"turn {turn + 1} of {repeats}")
         # There and back: what runs before a function leaves its mark on it.
         order = list(functions.items())
         for name, function in order if turn % 2 == 0 else reversed(order):

@@ -11,7 +11,7 @@ from jaxspec.engine.results import Result
 
 def running_ms(result: Result) -> float:
     """From its first token to its last, compilation left out."""
-    return result.statistics.decode_ms - result.statistics.compile_ms
+    return result.statistics.decode_ms - result.statistics.decode_compile_ms
 
 
 def tokens_per_second(results: Sequence[Result]) -> float | None:

@@ -87,7 +87,7 @@ def tune_asd(
     found = asd_grid.grouped(similarities, settings)
     if not found:
         raise ValueError(
-            "no setting skips anything on these prompts; give a lower --alpha, or --every above 0"
+            "no setting skips anything on these prompts; give lower `alphas`, or `everys` above 0"
         )
     on_progress("compiling")
     speed = Speed(lm, prompts, options.max_new_tokens, _drafter(lm, found[0].settings[0]))
@@ -161,19 +161,19 @@ class S2DOptions:
     """The sweep of S2D's thresholds.
 
     Attributes:
-      values: thresholds to try at each exit but the last, 0 to 1: 0 always leaves there, 1 never.
+      thresholds: to try at each exit but the last, 0 to 1: 0 always leaves there, 1 never.
       max_new_tokens: of each text, which may end before.
       repeats: turns in which the finalists are measured.
     """
 
-    values: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
+    thresholds: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
     max_new_tokens: int = 64
     repeats: int = 5
 
     def __post_init__(self) -> None:
         _check_repeats(self.repeats)
-        if not self.values or not all(0 <= value <= 1 for value in self.values):
-            raise ValueError(f"--threshold has {self.values}; give numbers from 0 to 1")
+        if not self.thresholds or not all(0 <= value <= 1 for value in self.thresholds):
+            raise ValueError(f"`thresholds` has {self.thresholds}; give numbers from 0 to 1")
 
 
 # Settings of thresholds beyond which a sweep would take hours.
@@ -194,7 +194,7 @@ def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
     if count > MOST_SETTINGS:
         raise ValueError(
             f"{len(falling)} thresholds at {exits - 1} exits are {count} settings, more than {MOST_SETTINGS}; "
-            "give fewer with --threshold"
+            "give fewer `thresholds`"
         )
     return list(itertools.combinations_with_replacement(falling, exits - 1))
 
@@ -234,7 +234,7 @@ def tune_s2d(
     def method(thresholds: tuple[float, ...]) -> tuple[S2D, Any]:
         return dataclasses.replace(drafter, thresholds=jnp.asarray(thresholds, jnp.float32)), draft
 
-    candidates = s2d_grid(options.values, len(drafter.exits))
+    candidates = s2d_grid(options.thresholds, len(drafter.exits))
     on_progress("compiling")
     speed = Speed(lm, prompts, options.max_new_tokens, method(candidates[0]))
     race = Race[tuple[float, ...]](
@@ -249,4 +249,4 @@ def tune_s2d(
 
 def _check_repeats(repeats: int) -> None:
     if repeats < 1:
-        raise ValueError(f"--repeats is {repeats}; give at least 1")
+        raise ValueError(f"repeats is {repeats}; give at least 1")

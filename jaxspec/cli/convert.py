@@ -44,6 +44,7 @@ class Convert:
         """Converts; returns the exit status."""
         from jaxspec.engine.loading import find_model
         from jaxspec.io import checkpoint, huggingface, orbax, tokenizer
+        from jaxspec.io.hf_config import config_json
 
         destination = Path(self.dst)
         _check_destination(destination)
@@ -54,9 +55,12 @@ class Convert:
             generation = checkpoint.generation_defaults(source)
             exits = checkpoint.read_exits(source, config.num_layers)
             progress(f"writing {destination}")
+            config_json(config, "float32", exits)  # refused before anything is written
             save = huggingface.save if self.to == "huggingface" else orbax.save
-            save(destination, config, params, generation=generation, exits=exits)
+            # Before the model, which ends with config.json: an interrupted conversion never looks whole.
+            destination.mkdir(parents=True, exist_ok=True)
             tokenizer.copy_files(source, destination)
+            save(destination, config, params, generation=generation, exits=exits)
         print(f"jaxspec: wrote {destination} ({_summary(self.to, config, params)})", file=sys.stderr)
         return 0
 

@@ -52,8 +52,7 @@ class Generate(TextOptions):
                 prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
             )
             progress("compiling")
-            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            return _Output(self, shown, lm, progress).write(pieces)
+            return _Output(self, prompt, lm, progress).write(pieces)
 
 
 class _Output:
@@ -61,15 +60,18 @@ class _Output:
 
     Args:
       options: the command.
-      prompt: shown above the text in a terminal.
+      prompt: a text or messages, of which the last is shown above the text in a terminal.
       lm: the model.
       progress: ended before the first output.
     """
 
-    def __init__(self, options: Generate, prompt: str, lm: LanguageModel, progress: Progress) -> None:
-        self._options, self._prompt, self._lm, self._progress = options, prompt, lm, progress
+    def __init__(
+        self, options: Generate, prompt: str | list[dict[str, str]], lm: LanguageModel, progress: Progress
+    ) -> None:
+        self._options, self._lm, self._progress = options, lm, progress
+        self._prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         self._streams = options.stream and not options.json
-        self._painter = _Painter(_row_text(lm, options)) if shows_colour(sys.stdout) else None
+        self._painter = _Painter(_row_text(lm, prompt, options)) if shows_colour(sys.stdout) else None
         self._written: list[str] = []
         self._text = ""
         self._tokens: list[int] = []
@@ -152,10 +154,12 @@ class _Painter:
         return "".join(spans)
 
 
-def _row_text(lm: LanguageModel, options: Generate) -> RowText:
+def _row_text(lm: LanguageModel, prompt: str | list[dict[str, str]], options: Generate) -> RowText:
     from jaxspec.engine.text import RowText
 
-    return RowText(lm.tokenizer.stream() if lm.tokenizer is not None else None, options.stop)
+    if lm.tokenizer is None:
+        return RowText(None, options.stop)
+    return RowText(lm.tokenizer.stream(lm.encode(prompt, chat=options.chat)), options.stop)
 
 
 def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:

@@ -153,9 +153,13 @@ def _read_messages(path: str) -> list[dict[str, str]]:
     from jaxspec.engine.requests import batch_of
     from jaxspec.io.files import parse_json, read_text
 
-    text = read_text(path, "`messages` must be a JSON file")
+    wanted = "`messages` must be a JSON list of messages with `role` and `content`"
+    text = read_text(path, wanted)
     try:
         content = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); {wanted}") from None
+    try:
         messages = content.get("messages") if isinstance(content, dict) else content
         batch, single = batch_of(None, () if messages is None else messages)
         if not single:

@@ -108,7 +108,7 @@ class Tune:
         from jaxspec.io.method_files import ASD_NAME, ASDNumbers, write_asd
 
         options = ASDOptions(
-            **self._given(alphas="alphas", everys="everys", keep_lasts="keep_lasts"),
+            **self._given("alphas", "everys", "keep_lasts"),
             max_new_tokens=self.max_new_tokens,
             repeats=self.repeats,
         )
@@ -129,7 +129,7 @@ class Tune:
         from jaxspec.model import llama
 
         options = S2DOptions(
-            **self._given(thresholds="values"), max_new_tokens=self.max_new_tokens, repeats=self.repeats
+            **self._given("thresholds"), max_new_tokens=self.max_new_tokens, repeats=self.repeats
         )
         drafter, weights = lm.drafter("s2d", beside=False, draft=self.draft)
         assert isinstance(drafter, S2D)
@@ -144,9 +144,9 @@ class Tune:
         write_thresholds(output, lm.fingerprint, draft, drafter.exits, found, found_by)
         return output, {"prompts": len(prompts), "exits": list(drafter.exits), **report}
 
-    def _given(self, **names: str) -> dict[str, Any]:
-        """Fields of this command that were set, by the name that the sweep has for them."""
-        return {theirs: getattr(self, mine) for mine, theirs in names.items() if getattr(self, mine)}
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Those of some fields of this command that were set."""
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def _found_by(
         self, lm: LanguageModel, prompts: Sequence[Any], report: dict[str, Any], numbers: dict[str, Any]

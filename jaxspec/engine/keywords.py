@@ -8,14 +8,16 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-import numpy as np
-
-from jaxspec.engine.requests import real, shown, whole
+from jaxspec.engine.requests import flag, real, shown, whole
 from jaxspec.method_options import AcceptorName, GammaEdge, Match, MethodOptions, StopName
 from jaxspec.protocol import Drafter
 
 if typing.TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
+
+
+# What other libraries call our arguments, where the spelling is too far from ours to be a guess.
+_ELSEWHERE = {"stop_sequences": "stop", "stop_strings": "stop"}
 
 
 class MethodKeywords(TypedDict, total=False):
@@ -60,7 +62,7 @@ class Keywords(MethodKeywords, total=False):
     top_p: float | Sequence[float | None] | None
     min_p: float | Sequence[float | None] | None
     seed: int | Sequence[int]
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     ignore_eos: bool
     logprobs: bool
     chat: bool
@@ -85,7 +87,7 @@ def method_options(given: Mapping[str, Any]) -> MethodOptions:
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """What to say of an argument that does not exist, with the one that was perhaps meant."""
-    guess = difflib.get_close_matches(name, list(known), n=1)
+    guess = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, list(known), n=1)
     remedy = f"perhaps you meant {guess[0]}" if guess else "see help(jaxspec.LanguageModel.generate)"
     return f"unknown option {name}; {remedy}"
 
@@ -98,9 +100,7 @@ def _taken(name: str, value: Any, kind: Any) -> Any:
             raise ValueError(f"{name} is {shown(value)}; give a text or several")
         return tuple(_text(f"{name}[{index}]", one) for index, one in enumerate(values))
     if kind is bool:
-        if not isinstance(value, (bool, np.bool_)):
-            raise ValueError(f"{name} is {shown(value)}; give True or False")
-        return bool(value)
+        return flag(name, value)
     if value is None:
         return None
     number = {int: whole, float: real}.get(typing.get_args(kind)[0])

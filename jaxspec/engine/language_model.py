@@ -19,7 +19,16 @@ from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.keywords import Keywords, method_options
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
-from jaxspec.engine.requests import Conversation, Prompt, batch_of, check_text, requests_of, shown, whole
+from jaxspec.engine.requests import (
+    Conversation,
+    Prompt,
+    batch_of,
+    check_text,
+    flag,
+    requests_of,
+    shown,
+    whole,
+)
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
@@ -228,7 +237,7 @@ class LanguageModel:
         top_p: Any = None,
         min_p: Any = None,
         seed: Any = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
@@ -249,7 +258,7 @@ class LanguageModel:
           top_k, top_p, min_p: see `sampling.Sampling`.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
             prompt's text does not depend on its place in the list.
-          stop: strings that end a text, found across token borders; the text ends before them.
+          stop: strings that end a text, found across token borders; the text ends before them. None for none.
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
           chat: put each prompt as a user's message through the chat template.
@@ -266,6 +275,8 @@ class LanguageModel:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
         """
         chosen = self._options(options)
+        ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
+        chat, stream = flag("chat", chat), flag("stream", stream)
         batch, single = batch_of(prompts, messages)
         stops = self._stops(stop)
         rows = whole("max_batch", max_batch)
@@ -280,6 +291,7 @@ class LanguageModel:
             law={name: self.defaults.get(name) if value is None else value for name, value in given.items()},
             seed=seed,
             ignore_eos=ignore_eos,
+            name="prompts" if messages is None else "messages",
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
@@ -328,7 +340,7 @@ class LanguageModel:
 
     def _stops(self, stop: Any) -> tuple[str, ...]:
         """The stop strings."""
-        stops = (stop,) if isinstance(stop, str) else stop
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
         if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
             raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
         if stops and self.tokenizer is None:
@@ -356,8 +368,10 @@ class LanguageModel:
                     f"draft {draft.name} is on {_place(draft)}, the target on {_place(self)}; load both with the "
                     "same device or mesh"
                 )
-            options = {**options, "draft": draft.name}
-            self._drafts[draft.name] = draft._as_target
+            # Not under its bare name, by which a later call may mean the model that is found by it.
+            key = f"{draft.name} (a LanguageModel)"
+            options = {**options, "draft": key}
+            self._drafts[key] = draft._as_target
         return method_options(options)
 
     def _method(
@@ -418,6 +432,7 @@ class LanguageModel:
         carried: Any,
     ) -> Iterator[Piece]:
         began, variants = time.perf_counter(), self.executables.variants
+        waited = self.executables.blocked_ms
         rows = [
             Row(
                 request,
@@ -429,7 +444,8 @@ class LanguageModel:
         while not session.done:
             for update in session.step(rounds):
                 counts = self.executables.variants - variants
-                piece = rows[update.index].take(update, self.executables.blocked_ms, counts)
+                blocked_ms = self.executables.blocked_ms - waited
+                piece = rows[update.index].take(update, blocked_ms, counts)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
                 if piece.result is not None and carried is not None:

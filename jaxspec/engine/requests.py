@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxspec.engine.session import RowRequest
 from jaxspec.model.config import LlamaConfig
 
@@ -17,6 +19,8 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
+# Integers beyond this are never meant, and Python does not write out those of more than 4300 digits.
+_MOST_BITS = 1024
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
 
@@ -91,6 +95,7 @@ def requests_of(
     law: Mapping[str, Any],
     seed: Any,
     ignore_eos: bool,
+    name: str = "prompts",
 ) -> list[RowRequest]:
     """One request per prompt.
 
@@ -101,6 +106,7 @@ def requests_of(
       max_new_tokens, seed: as in `LanguageModel.generate`.
       law: temperature, top_k, top_p and min_p, as there; None where nothing is said.
       ignore_eos: as there.
+      name: of the argument that holds the batch.
 
     Raises:
       ValueError: one line that says what was got, what was expected, what to do.
@@ -115,21 +121,21 @@ def requests_of(
     seeds, own = per_row("seed", seed, count, whole), _listed(seed) is not None
     requests = []
     for index, prompt in enumerate(batch):
-        name = "the prompt" if count == 1 else f"prompts[{index}]"
+        which = "the prompt" if count == 1 else f"{name}[{index}]"
         is_ids = is_text_or_ids(prompt) and not isinstance(prompt, str)
         ids = prompt if is_ids else encode(prompt)
         if not ids or not prompt:
-            raise ValueError(f"{name} is empty; give at least one token")
+            raise ValueError(f"{which} is empty; give at least one token")
         outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
         if outside is not None:
             raise ValueError(
-                f"token id {outside} of {name} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
+                f"token id {outside} of {which} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
             )
         requests.append(
             _checked(
                 RowRequest(
                     prompt=tuple(ids),
-                    max_new_tokens=_budget(name, len(ids), budgets[index], config.context_length),
+                    max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
                     eos_ids=() if ignore_eos else config.eos_token_ids,
                     seed=0 if seeds[index] is None else seeds[index],
                     # With a seed of its own a row does not depend on its place in the list.
@@ -201,9 +207,23 @@ def whole(name: str, value: Any, kind: str = "whole number") -> int:
     try:
         if str(getattr(value, "dtype", type(value).__name__)) == "bool":
             raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
+        if number.bit_length() > _MOST_BITS:
+            raise TypeError
+        return number
     except TypeError:
         raise ValueError(f"{name} is {shown(value)}; give a {kind}") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """A truth value of Python or NumPy as Python's.
+
+    Raises:
+      ValueError: it is something else, such as the text "no", which Python would take as true.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {shown(value)}; give True or False")
+    return bool(value)
 
 
 def real(name: str, value: Any) -> float:
@@ -232,4 +252,18 @@ def _listed(value: Any) -> list[Any] | None:
 
 def shown(value: Any) -> str:
     """A value in a message: short, in one line."""
-    return " ".join(reprlib.repr(value).split())
+    return " ".join(_SHORT.repr(value).split())
+
+
+class _Short(reprlib.Repr):
+    """Python refuses to write out integers of thousands of digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        """An integer; of a long one only how long it is."""
+        bits = x.bit_length()
+        if bits > _MOST_BITS:
+            return f"a number of about {round(bits * math.log10(2))} digits"
+        return super().repr_int(x, level)
+
+
+_SHORT = _Short()

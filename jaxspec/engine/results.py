@@ -24,7 +24,8 @@ class Statistics:
       acceptance_histogram: drafting rounds by how many tokens were accepted, 0 … K.
       elapsed_ms: from the start of its batch to this row's end, compilation included.
       decode_ms: of that, from its first token to its last.
-      compile_ms: of that, spent compiling.
+      compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
+      decode_compile_ms: of `decode_ms`, the same.
       static_plans: looks of the host (of the whole batch) that found a program for the rows' mask, or did not.
     """
 
@@ -38,6 +39,7 @@ class Statistics:
     decode_ms: float
     compile_ms: float
     static_plans: VariantCounts = VariantCounts()  # noqa: RUF009
+    decode_compile_ms: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -52,7 +54,7 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float | None:
         """Speed after the first token, compilation left out; None for a single token."""
-        running = self.decode_ms - self.compile_ms
+        running = self.decode_ms - self.decode_compile_ms
         return 1e3 * (self.num_tokens - 1) / running if self.num_tokens > 1 and running > 0 else None
 
 

@@ -28,7 +28,10 @@ class Row:
         self._log_probs: list[float] | None = None
 
     def take(self, update: Update, blocked_ms: float, variants: VariantCounts) -> Piece:
-        """One update becomes one piece; the last one carries the result."""
+        """One update becomes one piece; the last one carries the result.
+
+        `blocked_ms`: how long the batch has waited for programs since it began.
+        """
         now = time.perf_counter()
         if self._first is None:
             self._first = (now, blocked_ms)
@@ -49,7 +52,8 @@ class Row:
             **counts,
             elapsed_ms=1e3 * (now - self._began),
             decode_ms=1e3 * (now - self._first[0]),
-            compile_ms=blocked_ms - self._first[1],
+            compile_ms=blocked_ms,
+            decode_compile_ms=blocked_ms - self._first[1],
             static_plans=variants,
         )
         if not (stopped or update.done):

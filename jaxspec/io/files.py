@@ -62,12 +62,16 @@ def parse_json(text: str | bytes) -> Any:
     """What a JSON text holds.
 
     Raises:
-      ValueError: it is no JSON, or is nested deeper than Python can follow.
+      ValueError: it is no JSON, is nested deeper than Python can follow, or has a longer number than Python reads.
     """
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        raise ValueError("it has a number of too many digits") from None
 
 
 def no_file(path: str | os.PathLike) -> str:
