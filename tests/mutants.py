@@ -35,6 +35,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("inner = excess /", "1e-38 → 0.0"): _ZERO,
     ("weights.append", "jnp.maximum(q[:, i], 1e-38) → q[:, i]"): _ZERO,
     ("weights.append", "1e-38 → 0.0"): _ZERO,
+    (
+        "> 0, residual, p)",
+        "jnp.sum(residual, axis=-1, keepdims=True) → jnp.max(residual, axis=-1, keepdims=True)",
+    ): "the same: nothing of it is negative",
     ("jax.random.fold_in(key, 0), jnp.arange(count)", "0 → 1"): _STREAM,
     ("lambda key: jax.random.fold_in(key, 1)", "1 → 2"): _STREAM,
     ("lambda key: jax.random.fold_in(key, 1)", "1 → 0"): _STREAM,

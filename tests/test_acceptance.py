@@ -332,6 +332,23 @@ def test_rows_do_not_depend_on_their_neighbours(acceptor):
     assert (turned.token == whole.token[order]).all()
 
 
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+def test_a_row_alone_has_the_law_that_it_has_in_a_batch(monkeypatch, acceptor):
+    """What is redrawn from, too: tokens that have no part in a row's may have one in its neighbours'."""
+    monkeypatch.setattr(acceptance, "categorical", lambda keys, logits: jax.nn.softmax(logits, axis=-1))
+    rows = len(DRAFTS)
+    proposal = proposal_of(DRAFTERS["soft"], np.array(DRAFTS, np.int32), np.full(rows, K, np.int32), False)
+    arguments = (jax.random.split(jax.random.key(5), rows), proposal, logits_of(TARGETS["full"], DRAFTS))
+    whole = acceptor.accept(*arguments, Sampling(jnp.ones(rows)))
+    assert (whole.count < K).sum() > 2
+    for row in range(rows):
+        alone = acceptor.accept(
+            *jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], arguments), Sampling(jnp.ones(1))
+        )
+        assert alone.count[0] == whole.count[row]
+        np.testing.assert_allclose(alone.token[0], whole.token[row], atol=1e-6)
+
+
 @pytest.mark.parametrize("partitionable", [True, False])
 @pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
 def test_a_row_does_not_depend_on_how_much_its_neighbours_draft(acceptor, partitionable):

@@ -71,13 +71,12 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
 
     The caller guarantees start + T ≤ S: XLA would silently move a slice that reaches past the end.
 
-    A value that is not finite is stored as 0 and its key as NaN. So who sees the slot gets NaN, and who does not
+    Values that are not finite are stored as 0 and their key as NaN. So who sees the slot gets NaN, and who does not
     gets nothing of it, where 0 · NaN would be NaN: a padded or rejected token cannot spoil a text.
     """
     batch, length, kv_heads, _ = keys.shape
-    finite = jnp.isfinite(values)
-    keys = jnp.where(jnp.all(finite, axis=-1, keepdims=True), keys, jnp.nan)
-    values = jnp.where(finite, values, 0)
+    harm = 0 * jnp.max(jnp.abs(values), axis=-1, keepdims=True)  # 0 or NaN
+    keys, values = keys + harm, jnp.where(harm == 0, values, 0)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
