@@ -13,6 +13,7 @@ import pytest
 from jaxspec.cli import main
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
+from jaxspec.model import cache as kv
 from jaxspec.sampling import Sampling
 from tests import reference, tiny
 from tests.test_cli import CONFIG, write_tokenizer
@@ -83,6 +84,20 @@ def test_logits_of_a_prompt_that_are_not_finite_give_no_token(combination):
     state, emitted = loop.go_on(state)
     assert emitted.count[1] == 0
     assert tiny.generated(state, PROMPTS)[1] == []
+
+
+@pytest.mark.parametrize("harm", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("harmed", ["key", "value"])
+def test_a_harmful_key_or_value_is_seen_by_who_sees_its_slot(harmed, harm):
+    """A score of -inf would leave nothing but slots that are not seen, and their stale values look sound."""
+    stale = (jnp.ones((1, 8, 4)), jnp.full((1, 8, 4), 5.0))
+    new = {"key": jnp.ones((1, 1, 1, 4)), "value": jnp.ones((1, 1, 1, 4))}
+    new[harmed] = new[harmed].at[..., 0].set(harm)
+    start = jnp.zeros(1, jnp.int32)
+    layer = kv.write(stale, new["key"], new["value"], start, merged=True)
+    mixed = kv.attend(jnp.ones((1, 1, 1, 1, 4)), layer, start[:, None], None, merged=True)
+    assert jnp.isnan(mixed).all()
+    assert jnp.isfinite(layer[1]).all()
 
 
 OWN = [("draft-model", "constant"), ("draft-model", "any_of"), ("s2d", "adaptive")]
