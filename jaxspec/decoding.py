@@ -316,7 +316,7 @@ def decode_round(
 
 
 def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeState:
-    """Puts the one row of `single` (same method, same capacity) in the place of `row`, int32 scalar."""
+    """Replaces row `row`, int32 scalar, by the one row of `single` (same method, same capacity)."""
 
     def put(full, one):
         if isinstance(full, KVCache):

@@ -168,8 +168,8 @@ def write(
       params: of the model.
       kind: the tensors' type, by name, or by the tensor's name.
       architecture: llama.cpp's name of it.
-      changes: metadata put in the place of the usual; None leaves a key out.
-      extra: tensors in the place of the usual, by llama.cpp's name; None leaves one out.
+      changes: metadata that replaces the usual; None leaves a key out.
+      extra: tensors that replace the usual, by llama.cpp's name; None leaves one out.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata(config, architecture) | dict(changes or {})).items():

@@ -134,7 +134,7 @@ def test_a_rule_compares_with_the_gamma_that_has_moved(make):
 
 
 def test_product_runs_until_the_next_verification():
-    """Each row multiplies its own tokens' probabilities; a verification, even of nothing, begins anew."""
+    """Each row multiplies its own tokens' probabilities; a verification, even of nothing, starts again from 1."""
     rule = ProductBelow(jnp.array([0.3, 0.05, 0.3]))
     state, product = rule.init(B), np.ones(B)
     for token in [(0, 1, 3), (0, 2, 3), (0, 0, 1), (0, 0, 3)]:

@@ -78,7 +78,7 @@ def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    # Dropout and turning exits are drawn anew at every step, and the depth grows on the way.
+    # Dropout and turning exits are drawn again at every step, and the depth grows on the way.
     recipe = "--layers 2 --growth 1 22 --exits 1 --rotation 2 --max-dropout 0.3"
     given = arguments(folder, name, *recipe.split(), *more)
     command = [sys.executable, "-m", "training.layerskip", *given]

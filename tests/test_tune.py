@@ -322,7 +322,7 @@ def test_the_command_writes_thresholds_that_the_method_finds(model, tmp_path, ca
     written = json.loads(Path(report["output"]).read_text())
     assert (written["target"], written["exits"]) == (lm.fingerprint, [1, 2, 3])
     assert {"command", "score", "tokens_per_second", "turns", "settings"} <= set(written["found_by"])
-    # A file that no longer fits is written anew.
+    # A file that no longer fits is written again.
     Path(report["output"]).write_text(json.dumps(written | {"target": "another"}))
     assert main([*arguments, "--threshold", "0"]) == 0
     assert json.loads(Path(report["output"]).read_text())["target"] == lm.fingerprint

@@ -1,7 +1,7 @@
 """Documents to packed windows: held out, packed, mixed by weight, shuffled, batched.
 
 Every document is laid whole into one window where it fits (best fit, longest first); a longer one is cut into
-windows. Segments tell documents apart, so that none attends to another, and positions start anew with each.
+windows. Segments tell documents apart, so that none attends to another, and positions start at 0 in each.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def batches(
     """Endless batches [A, B, T]; `get_state` and `set_state` resume it.
 
     Args:
-      kinds: the packed training data by kind. Each kind is gone through in an order of its own, anew each
-        time it is through.
+      kinds: the packed training data by kind. Each kind is read in an order of its own, shuffled again after
+        each pass.
       weights: how often a window of each kind is drawn; only their ratios count.
       batch: B, windows a micro-batch.
       accumulate: A, micro-batches a step.

@@ -265,7 +265,7 @@ def read(
         except ValueError as error:
             said = f"{place}: {error}"
             if not skip:
-                raise Malformed(f"{said}; mend the record, or leave such out with --skip-malformed") from None
+                raise Malformed(f"{said}; fix the record, or skip such records with --skip-malformed") from None
             skipped += 1
             report(f"skipped {said}")
     if not documents:
@@ -343,7 +343,7 @@ def _json_list(path: str, text: str) -> Iterator[_Record]:
         try:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise Malformed(f"{path}:{error.lineno}: not JSON ({error.msg}); mend the file") from None
+            raise Malformed(f"{path}:{error.lineno}: not JSON ({error.msg}); fix the file") from None
         yield f"{path}:{line}", functools.partial(_object, record)
 
 

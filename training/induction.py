@@ -38,7 +38,7 @@ _OTHERS = 0.1
 
 
 def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
-    """Random parameters with the circuit in the place of the first head of each of the first two layers.
+    """Random parameters with the circuit instead of the first head of each of the first two layers.
 
     Args:
       config: the model, with a head of its own: what is copied is written where the embedding says nothing and

@@ -161,7 +161,7 @@ def given_tokenizer(options: JobOptions) -> Path | None:
 
 
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
-    """Puts the tokenizer's files into the run directory, in the place of what a failed command left there."""
+    """Puts the tokenizer's files into the run directory, instead of what a failed command left there."""
     run, given = options.run_directory, given_tokenizer(options)
     if given is not None and given.samefile(run):
         return

@@ -54,7 +54,7 @@ def layer_outputs(
       config: the model.
       params: its parameters.
       batch: packed documents; none attends to another.
-      remat: whether the backward pass computes each layer anew instead of keeping its inner values.
+      remat: whether the backward pass computes each layer again instead of keeping its inner values.
       keep: per layer bool[B], the rows for which the layer runs; it is the identity for the others.
     """
     hidden = llama.embed(params, batch["tokens"])

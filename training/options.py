@@ -182,7 +182,7 @@ class JobOptions:
       run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
         runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
-      remat: compute layers anew in the backward pass: less memory, about a third more time.
+      remat: compute layers again in the backward pass: less memory, about a third more time.
       compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
         accelerators and float32 on CPU.
       samples: texts to write into the card after each prompt.
@@ -218,7 +218,7 @@ class JobOptions:
             )
 
     def settled(self, characters: int, earlier: Mapping[str, int]) -> tuple[Self, dict[str, int]]:
-        """These options with a number in the place of each `auto`, and the numbers that were chosen now.
+        """Replaces each `auto` by a number; returns the options and the numbers that were chosen now.
 
         Args:
           characters: of the training text.

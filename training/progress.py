@@ -65,7 +65,7 @@ class Progress:
             self._line(figures)
 
     def say(self, line: str) -> None:
-        """A line that stays, in the place of the next of those that come now and then."""
+        """Prints a line that stays; the next regular line comes a whole interval later."""
         self._told = self._clock()
         self._console.print(line, markup=False)
 

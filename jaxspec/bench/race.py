@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 Candidate = TypeVar("Candidate", bound=Hashable)
 # What one turn measured of a candidate, by name; `score` ranks.
 Turn = dict[str, Any]
-# Candidates that are measured anew once all have been measured once.
+# Candidates that are measured again once all have been measured once.
 FINALISTS = 6
 
 

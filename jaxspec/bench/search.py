@@ -149,7 +149,7 @@ def search(
       prompts: token ids.
       options: what is searched for.
       log: the file of trials.
-      resume: whether to go on from the log; else it begins anew.
+      resume: whether to continue the log; else it starts empty.
       on_progress, on_trial: told what is being done.
 
     Raises:

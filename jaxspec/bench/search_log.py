@@ -19,7 +19,7 @@ class TrialLog:
     Args:
       path: the file; what it holds is read, if it belongs to the same search.
       header: the model, and every option that a trial depends on.
-      resume: whether to go on; else the file begins anew.
+      resume: whether to continue the file; else it starts empty.
 
     Attributes:
       entries: what was added so far, by this process or an earlier one.
@@ -38,7 +38,7 @@ class TrialLog:
             found, *self.entries = self._read()
             self._check(found, header)
         kept = [header, *self.entries]
-        # Writes it anew in any case: a line that a killed process left half-written goes.
+        # Writes it again in any case: a line that a killed process left half-written goes.
         write_atomic(path, "".join(_line(entry) for entry in kept))
 
     def add(self, entry: dict[str, Any]) -> None:

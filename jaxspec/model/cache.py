@@ -212,7 +212,7 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
 
 
 def insert(cache: KVCache, row: jax.Array, single: KVCache) -> KVCache:
-    """Puts the one row of `single` (of the same capacity) in the place of `row`."""
+    """Replaces row `row` by the one row of `single` (of the same capacity)."""
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         first = row * new.shape[0]

@@ -57,7 +57,7 @@ def predicted_speedup(
         tokens_per_round(a, K) · verify(1) ÷ (K · draft step + verify(K + 1))
 
     with a the agreement rate, the draft step the sum of its sublayers and the rest, and verify(n) the round
-    of n rows. It takes acceptances as independent, so it orders masks rather than foretells speeds.
+    of n rows. It takes acceptances as independent, so it ranks masks; it does not predict their speeds.
     """
     step, plain = costs.draft_step_ms(plan), costs.verify_ms[0][1]
 
