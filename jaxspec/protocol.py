@@ -200,9 +200,13 @@ class Drafter(Protocol):
 class MaskedDrafter(Drafter, Protocol):
     """A drafter whose mask is data, and that can be specialised to one.
 
+    `static`: whether a program is compiled for the mask that all rows have, and used once it is there.
     `plans`: the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B].
     `specialised`: the same drafter, with the same state, for rows that all have this mask.
     """
+
+    @property
+    def static(self) -> bool: ...
 
     def plans(self, state: State, live: jax.Array) -> jax.Array: ...
 

@@ -59,7 +59,8 @@ class ASD(ChainDrafter):
       rule: when to stop before K tokens; that of Draft & Verify, as in the paper.
       num_draft_tokens: K.
       shared_mask: one mask for the whole batch, from the mean similarities of its live rows, static.
-      plan: a static mask in place of the prompts', for an executable specialised to it.
+      static: whether the host compiles a program for the rows' mask and uses it once it is there, static.
+      plan: a static mask instead of the prompts', for a program specialised to it.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -69,6 +70,7 @@ class ASD(ChainDrafter):
     rule: StopRule = ConfidenceBelow(AdaptiveGamma())
     num_draft_tokens: int = struct.field(pytree_node=False, default=12)
     shared_mask: bool = struct.field(pytree_node=False, default=False)
+    static: bool = struct.field(pytree_node=False, default=False)
     plan: LayerPlan | None = None
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:

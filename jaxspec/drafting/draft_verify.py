@@ -29,12 +29,14 @@ class DraftVerify(ChainDrafter):
       plan: which sublayers the draft runs; static, or traced bool[L, 2]: one executable for every mask.
       rule: when to stop before K tokens; the paper's by default.
       num_draft_tokens: K.
+      static: whether the host compiles a program for the mask and uses it once it is there, static.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     plan: LayerPlan | jax.Array
     rule: StopRule = ConfidenceBelow(AdaptiveGamma())
     num_draft_tokens: int = struct.field(pytree_node=False, default=12)
+    static: bool = struct.field(pytree_node=False, default=False)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law

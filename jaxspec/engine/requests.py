@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxspec.engine.session import RowRequest
+from jaxspec.io.arguments import listed, real, shown, whole
 from jaxspec.model.config import LlamaConfig
 
 # With `role` and `content`.
@@ -19,8 +16,6 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
-# Integers beyond this are never meant, and Python does not write out those of more than 4300 digits.
-_MOST_BITS = 1024
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
 
@@ -39,12 +34,12 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
     name, given, wanted = "prompts", prompts, _PROMPTS
     if messages is not None:
         name, given, wanted = "messages", messages, _MESSAGES
-    batch = [given] if isinstance(given, str) else _listed(given)
+    batch = [given] if isinstance(given, str) else listed(given)
     if batch is None:
         raise ValueError(f"{name} is {shown(given)}; {wanted}")
     if not batch:
         raise ValueError("there is no prompt; give at least one")
-    if isinstance(given, str) or (not isinstance(batch[0], str) and _listed(batch[0]) is None):
+    if isinstance(given, str) or (not isinstance(batch[0], str) and listed(batch[0]) is None):
         return [_prompt(name, given, wanted)], True
     return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False
 
@@ -57,7 +52,7 @@ def is_text_or_ids(prompt: Any) -> bool:
 def _prompt(name: str, prompt: Any, wanted: str) -> Any:
     if isinstance(prompt, str) and wanted != _MESSAGES:
         return prompt
-    items = _listed(prompt)
+    items = listed(prompt)
     if items is None:
         raise ValueError(f"{name} is {shown(prompt)}; {wanted}")
     if items and (wanted == _MESSAGES or isinstance(items[0], Mapping)):
@@ -118,7 +113,7 @@ def requests_of(
         if value is not None
     }
     budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
-    seeds, own = per_row("seed", seed, count, whole), _listed(seed) is not None
+    seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
     requests = []
     for index, prompt in enumerate(batch):
         which = "the prompt" if count == 1 else f"{name}[{index}]"
@@ -189,81 +184,10 @@ def per_row(name: str, value: Any, count: int, number: Callable[[str, Any], Any]
     Raises:
       ValueError: something is no such number, or there are too many or too few of them.
     """
-    values = _listed(value)
+    values = listed(value)
     if values is None:
         return [None if value is None else number(name, value)] * count
     if len(values) != count:
         prompts = "1 prompt" if count == 1 else f"{count} prompts"
         raise ValueError(f"{name} has {len(values)} values for {prompts}; give one, or one per prompt")
     return [None if one is None else number(f"{name}[{index}]", one) for index, one in enumerate(values)]
-
-
-def whole(name: str, value: Any, kind: str = "whole number") -> int:
-    """An integer of Python, NumPy or JAX as Python's.
-
-    Raises:
-      ValueError: it is something else; `kind` says what was expected.
-    """
-    try:
-        if str(getattr(value, "dtype", type(value).__name__)) == "bool":
-            raise TypeError
-        number = operator.index(value)
-        if number.bit_length() > _MOST_BITS:
-            raise TypeError
-        return number
-    except TypeError:
-        raise ValueError(f"{name} is {shown(value)}; give a {kind}") from None
-
-
-def flag(name: str, value: Any) -> bool:
-    """A truth value of Python or NumPy as Python's.
-
-    Raises:
-      ValueError: it is something else, such as the text "no", which Python would take as true.
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} is {shown(value)}; give True or False")
-    return bool(value)
-
-
-def real(name: str, value: Any) -> float:
-    """A number of Python, NumPy or JAX as Python's.
-
-    Raises:
-      ValueError: it is no number.
-    """
-    try:
-        if isinstance(value, (str, bytes, bool)):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is {shown(value)}; give a number") from None
-
-
-def _listed(value: Any) -> list[Any] | None:
-    """The items of a sequence or array of at least one dimension; None for anything else."""
-    if isinstance(value, (str, bytes, bytearray, memoryview)):
-        return None
-    if hasattr(value, "ndim"):
-        # An array's own list holds Python's numbers: its items one by one would be slow to reach.
-        return value.tolist() if value.ndim and hasattr(value, "tolist") else None
-    return list(value) if isinstance(value, Sequence) else None
-
-
-def shown(value: Any) -> str:
-    """A value in a message: short, in one line."""
-    return " ".join(_SHORT.repr(value).split())
-
-
-class _Short(reprlib.Repr):
-    """Python refuses to write out integers of thousands of digits."""
-
-    def repr_int(self, x: int, level: int) -> str:
-        """An integer; of a long one only how long it is."""
-        bits = x.bit_length()
-        if bits > _MOST_BITS:
-            return f"a number of about {round(bits * math.log10(2))} digits"
-        return super().repr_int(x, level)
-
-
-_SHORT = _Short()

@@ -1,0 +1,34 @@
+"""The methods of decoding by name, one file each: its options, and how its drafter is made of them.
+
+    lm.generate(prompt, method=jaxspec.methods.LayerSkip(exit_layer=3))
+
+is the typed form of `lm.generate(prompt, method="layerskip", exit_layer=3)`. A class here that is not among the
+imports below is found by its file all the same; the imports are for editors.
+"""
+
+from jaxspec.methods.adaspeed import AdaSPEED, AdaSPEEDProbe
+from jaxspec.methods.asd import ASD
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import LoadedModel, Method, Resources
+from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.draft_model import DraftModel
+from jaxspec.methods.draft_verify import DraftVerify
+from jaxspec.methods.layerskip import LayerSkip
+from jaxspec.methods.ngram import NGram
+from jaxspec.methods.s2d import S2D
+
+__all__ = [
+    "ASD",
+    "S2D",
+    "AdaSPEED",
+    "AdaSPEEDProbe",
+    "Autoregressive",
+    "ChainMethod",
+    "DraftModel",
+    "DraftVerify",
+    "LayerSkip",
+    "LoadedModel",
+    "Method",
+    "NGram",
+    "Resources",
+]

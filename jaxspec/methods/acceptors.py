@@ -1,0 +1,36 @@
+"""Acceptors by name: how a draft is verified."""
+
+from __future__ import annotations
+
+import typing
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Acceptor
+
+AcceptorName = Literal["greedy", "rejection", "block"]
+
+
+def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
+    """Returns the acceptor of a name; without a name greedy for greedy texts and block for sampled ones.
+
+    Args:
+      name: of the acceptor.
+      sampling: whether any text is drawn at random.
+
+    Raises:
+      ValueError: there is no such acceptor, or it is the greedy one and texts are drawn at random.
+    """
+    from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+
+    known = typing.get_args(AcceptorName)
+    if name is not None and name not in known:
+        raise ValueError(f"unknown acceptor {name!r}; give one of {', '.join(known)}")
+    name = name or ("block" if sampling else "greedy")
+    if name == "greedy":
+        if sampling:
+            raise ValueError(
+                "acceptor='greedy' would not follow the law at a temperature above 0; choose rejection or block"
+            )
+        return GreedyAcceptor()
+    return RejectionAcceptor() if name == "rejection" else BlockAcceptor()

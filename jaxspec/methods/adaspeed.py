@@ -1,0 +1,38 @@
+"""AdaSPEED: early-exit drafts that end when they are doubtful as a whole; with and without linear probes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxspec.methods.chain import StopName
+from jaxspec.methods.layerskip import LayerSkip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaSPEED(LayerSkip):
+    """The model's first E layers, until the product of the draft's probabilities falls below γ.
+
+    AdaSPEED, §II.A: `layerskip` with another usual stop rule.
+    """
+
+    name: ClassVar[str] = "adaspeed"
+    usual_rule: ClassVar[StopName] = "product"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaSPEEDProbe(LayerSkip):
+    """The model's first E layers, until the product of a linear probe's estimates falls below γ.
+
+    AdaSPEED with linear probes, §II.B: `layerskip` with another usual stop rule.
+    """
+
+    name: ClassVar[str] = "adaspeed-probe"
+    needs: ClassVar[str] = "a probe: `python -m training.probe`, or probe=FILE"
+    usual_rule: ClassVar[StopName] = "probe"
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Whether a probe is given."""
+        return "probe" in given and num_layers > 1

@@ -1,0 +1,24 @@
+"""Plain decoding: the baseline of every comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods.base import LoadedModel, Method, Resources
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Autoregressive(Method):
+    """Plain decoding: one token per step, nothing is drafted."""
+
+    name: ClassVar[str] = "autoregressive"
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter that drafts nothing."""
+        from jaxspec.drafting.autoregressive import Autoregressive as Drafting
+
+        return Drafting(), None

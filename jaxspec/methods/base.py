@@ -1,0 +1,282 @@
+"""What a method of decoding is: its options, declared once, and the parts that are made of them.
+
+Nothing here imports JAX at module scope, so that a command line can be made of the options without waiting for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+from jaxspec.io.arguments import flag, listed, real, shown, whole
+
+if TYPE_CHECKING:
+    from jaxspec.model.config import LlamaConfig
+    from jaxspec.model.llama import Params
+    from jaxspec.protocol import Drafter
+
+T = TypeVar("T")
+# Longer drafts only compile longer: every width of a verification is compiled.
+MAX_DRAFT_TOKENS = 128
+
+
+class HasModel(Protocol):
+    """A model that is loaded already, such as a `jaxspec.LanguageModel`."""
+
+    @property
+    def config(self) -> LlamaConfig: ...
+
+    @property
+    def params(self) -> Params: ...
+
+
+# A model as a user names it: a directory, a .gguf file, a hub id, the name of an embedded model, or a loaded one.
+ModelLike = str | os.PathLike | HasModel
+FilePath = str | os.PathLike
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model's config and parameters, without a tokenizer.
+
+    Attributes:
+      config: the architecture.
+      params: the parameters.
+      name: what messages call it.
+      exits: the exits it was trained for, in layers run.
+    """
+
+    config: LlamaConfig
+    params: Params
+    name: str = ""
+    exits: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
+        from jaxspec.io import method_files
+
+        return method_files.fingerprint(self.config, self.params)
+
+    def until(self, num_layers: int) -> LoadedModel:
+        """Returns the model of its first layers alone, the same object each time."""
+        from jaxspec.model import llama
+
+        if num_layers not in self._cut:
+            config = self.config.truncated(num_layers)
+            self._cut[num_layers] = LoadedModel(config, llama.truncate(self.params, num_layers), self.name)
+        return self._cut[num_layers]
+
+    @functools.cached_property
+    def _cut(self) -> dict[int, LoadedModel]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a method may need from outside; functions are called only if the method needs them.
+
+    Attributes:
+      load_draft: a model as a user names it → the model, checked to share the target's vocabulary.
+      encode: text → token ids, for references.
+      directory: the target's, where a method's files lie, if not in the user's data directory; None for a model made
+        in memory, which has no files.
+      laws: the names of the sampling laws that the texts of this batch follow, see `io.method_files.law_name`.
+      platform: where the target runs: cpu, gpu or tpu.
+    """
+
+    load_draft: Callable[[ModelLike], LoadedModel]
+    encode: Callable[[str], Sequence[int]]
+    directory: Path | None = None
+    laws: tuple[str, ...] = ("greedy",)
+    platform: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """The base of every method: a frozen dataclass whose fields are the method's options.
+
+    A subclass sets `name`, documents each field in its docstring under `Attributes:` (the command line's help is
+    made of it) and supplies `build`. A field has a default that means "not given": None, False, True or ().
+
+    Numbers of NumPy or JAX, lists and single values become what the field's type says; anything else raises a
+    ValueError of one line.
+
+    Class attributes:
+      name: of the method, as `--method` takes it.
+      needs: what a user must have before the method can run, "" for nothing; `jaxspec compare` leaves out such a
+        method unless its options are given.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = _hints(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, _taken(field, value, hints[field.name]))
+        known = self.known(self.given)
+        foreign = [f"`{name}`" for name in self.given if name not in known]
+        if foreign:
+            raise ValueError(self.refusal(sorted(foreign)))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were set, by name."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names of the method's options."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """What is done where an option is left out, by option, for the command line's help."""
+        return {}
+
+    @classmethod
+    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
+        """Returns the options that the method reads, where those in `given` are set."""
+        return frozenset(cls.options())
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Whether `jaxspec compare` runs the method where no methods are named.
+
+        Args:
+          given: the options that were set, of any method.
+          num_layers: of the target.
+        """
+        return not cls.needs
+
+    def refusal(self, foreign: Sequence[str]) -> str:
+        """What to say of options that the method does not read."""
+        return f"method {self.name} has no option {', '.join(foreign)}; leave it out or choose another"
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter, and its parameters (None if it has none).
+
+        Args:
+          target: the model that verifies.
+          resources: what the method may need from outside.
+
+        Raises:
+          ValueError, FileNotFoundError: an option does not fit this target, or a file is missing; one line.
+        """
+        raise NotImplementedError
+
+    def __init_subclass__(cls) -> None:
+        # Else each dataclass would show all its options, most of them not given.
+        cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+
+    def __str__(self) -> str:
+        return " ".join((self.name, *(f"{name}={value!r}" for name, value in self.given.items())))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftingMethod(Method):
+    """The base of methods that draft.
+
+    Attributes:
+      num_draft_tokens: the most tokens drafted in a round, K.
+    """
+
+    num_draft_tokens: int | None = dataclasses.field(default=None, metadata={"metavar": "K"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count = self.num_draft_tokens
+        if count is not None and count < 1:
+            raise ValueError(f"num_draft_tokens is {count}; a drafting method needs at least 1")
+        if count is not None and count > MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
+
+    def length(self, usual: int) -> int:
+        """K: as given, else the method's usual one."""
+        return usual if self.num_draft_tokens is None else self.num_draft_tokens
+
+
+def option(default: T, *, metavar: str) -> T:
+    """Returns a field with the name that its value has in the command line's help.
+
+    Example:
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class Mine(Method):
+      ...     exit_layer: int | None = option(None, metavar="E")
+    """
+    return dataclasses.field(default=default, metadata={"metavar": metavar})
+
+
+def plain_type(hint: Any) -> Any:
+    """Returns the type of an option as a command line reads it: of a union the first type that can be typed."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    members = typing.get_args(hint)
+    first = next(m for m in members if m in (bool, int, float, str) or typing.get_origin(m) is Literal)
+    return first | None if type(None) in members else first
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _taken(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+    """The value as a field of type `hint` has it.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if value is field.default:
+        return value
+    name = field.name
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        values = [value] if isinstance(value, (str, os.PathLike)) else listed(value)
+        if values is None:
+            raise ValueError(f"{name} is {shown(value)}; give a text or several")
+        return tuple(_one(name, f"{name}[{index}]", one, inner) for index, one in enumerate(values))
+    return _one(name, name, value, hint)
+
+
+def _one(option: str, name: str, value: Any, hint: Any) -> Any:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if value is None and type(None) in members:
+        return None
+    for member in members:
+        if typing.get_origin(member) is Literal:
+            known = typing.get_args(member)
+            if value not in known:
+                raise ValueError(f"unknown {option} {shown(value)}; give one of {', '.join(map(str, known))}")
+            return value
+        if member is bool:
+            return flag(name, value)
+        if member is int:
+            return whole(name, value)
+        if member is float:
+            return real(name, value)
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    if HasModel in members and hasattr(value, "config") and hasattr(value, "params"):
+        return value
+    raise ValueError(f"{name} is {shown(value)}; give a text")

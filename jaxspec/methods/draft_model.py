@@ -1,0 +1,51 @@
+"""Speculative sampling with a separate draft model (Chen et al. 2023; Leviathan et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods.base import LoadedModel, ModelLike, Resources, option
+from jaxspec.methods.chain import ChainMethod
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel(ChainMethod):
+    """A smaller model drafts, or the model's own first layers with a cache of their own.
+
+    Chen et al. 2023, Leviathan et al. 2023.
+
+    Attributes:
+      draft: the draft model: a directory, a .gguf file, a hub id or the name of an embedded model; in Python also a
+        loaded `LanguageModel`.
+      draft_exit: run only the draft's first N layers; without a draft, the model's own.
+    """
+
+    name: ClassVar[str] = "draft-model"
+    needs: ClassVar[str] = "draft=MODEL or draft_exit=N"
+
+    draft: ModelLike | None = option(None, metavar="DIR|ID")
+    draft_exit: int | None = None
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Whether a draft is given."""
+        return "draft" in given or "draft_exit" in given
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; its parameters are the draft's."""
+        from jaxspec.drafting.draft_model import DraftModel as Drafting
+
+        if self.draft is None and self.draft_exit is None:
+            raise ValueError(
+                "method draft-model needs a draft; give draft=DIR, or draft_exit=N for the model's own first N layers"
+            )
+        draft = target if self.draft is None else resources.load_draft(self.draft)
+        if self.draft_exit is not None:
+            draft = draft.until(self.draft_exit)
+        rule, length = self.stopping()
+        return Drafting(draft.config, rule, length), draft.params

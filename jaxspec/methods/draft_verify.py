@@ -1,0 +1,50 @@
+"""Draft & Verify: the model without the layers that a search chose drafts for the whole (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods.base import FilePath, LoadedModel, Resources, option
+from jaxspec.methods.chain import StopName
+from jaxspec.methods.files import file_of
+from jaxspec.methods.masked import MaskedMethod
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftVerify(MaskedMethod):
+    """The model without the sublayers that a search chose (Zhang et al. 2023).
+
+    Attributes:
+      plan: the file that says what to skip, instead of the one beside the model. Made by `jaxspec search`.
+    """
+
+    name: ClassVar[str] = "draft-verify"
+    needs: ClassVar[str] = "a plan: `jaxspec search`, or plan=FILE"
+    usual_rule: ClassVar[StopName] = "confidence"
+
+    plan: FilePath | None = option(None, metavar="FILE")
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Whether a plan is given."""
+        return "plan" in given
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; it has no parameters of its own."""
+        from jaxspec.drafting.draft_verify import DraftVerify as Drafting
+        from jaxspec.io import method_files
+
+        path = file_of(self.plan, target, resources, method_files.PLAN_NAME)
+        if path is None or (self.plan is None and not path.is_file()):
+            raise FileNotFoundError(
+                f"method draft-verify needs a plan{f', and there is no {path}' if path else ''}; "
+                "make one with `jaxspec search`, or give plan=FILE"
+            )
+        plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
+        rule, length = self.stopping()
+        return Drafting(target.config, plan.traced(), rule, length, self.is_static(resources)), None

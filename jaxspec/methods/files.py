@@ -1,0 +1,47 @@
+"""Where the files of a model's methods (plans, thresholds, probes) are looked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxspec.io.user_data import has_user_data, home, model_data
+from jaxspec.methods.base import LoadedModel, Resources
+
+
+def directories(target: LoadedModel, resources: Resources) -> list[Path]:
+    """Returns the directories of a model's method files in the order in which they are searched.
+
+    First comes the one where commands write now, so that what was found last counts. A model made in memory has none.
+    """
+    beside = resources.directory
+    if beside is None:
+        return []
+    # A fingerprint takes a moment; most users have no such files.
+    if not has_user_data():
+        return [beside]
+    own = model_data(target.fingerprint)
+    return [beside, own] if home(beside, target.name, target.fingerprint) == beside else [own, beside]
+
+
+def file_of(
+    named: str | os.PathLike | None, target: LoadedModel, resources: Resources, name: str
+) -> Path | None:
+    """Returns the file that the user named, else the first of this name in `directories`.
+
+    Where there is none, the path that it would have beside the model; None for a model made in memory.
+    """
+    if named is not None:
+        return Path(named)
+    if resources.directory is None:
+        return None
+    paths = (directory / name for directory in directories(target, resources))
+    return next((path for path in paths if os.path.isfile(path)), resources.directory / name)
+
+
+def found(
+    named: str | os.PathLike | None, target: LoadedModel, resources: Resources, name: str
+) -> Path | None:
+    """Returns the file that the user named, else the first of this name in `directories`, else None."""
+    path = file_of(named, target, resources, name)
+    return path if named is not None or (path is not None and path.is_file()) else None

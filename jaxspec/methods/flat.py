@@ -1,0 +1,100 @@
+"""The options of all methods as one dataclass: what a command line with a `--method` option is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import textwrap
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import docstring_parser
+
+from jaxspec.methods.base import Method, plain_type
+from jaxspec.methods.registry import available
+
+
+def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -> type:
+    """Makes a frozen dataclass of all the methods' options.
+
+    A field's description begins with the methods that read it, in brackets. Where methods describe an option of one
+    name differently, each description stands after its methods.
+
+    Args:
+      methods: the methods.
+      name: of the class.
+
+    Raises:
+      ValueError: two methods give one option different types or defaults.
+    """
+    methods = list(methods)
+    drafting = [method for method in methods if method.options()]
+    fields: dict[str, dataclasses.Field] = {}
+    types: dict[str, Any] = {}
+    readers: dict[str, dict[str, list[str]]] = {}
+    for method in methods:
+        hints, helps = typing.get_type_hints(method), _helps(method)
+        for field in dataclasses.fields(method):
+            kind = plain_type(hints[field.name])
+            before = fields.setdefault(field.name, field)
+            if types.setdefault(field.name, kind) != kind or before.default != field.default:
+                raise ValueError(
+                    f"the option {field.name} of method {method.name} has another type or default than "
+                    f"{', '.join(sum(readers[field.name].values(), []))}'s; give it another name"
+                )
+            text = helps.get(field.name, "")
+            readers.setdefault(field.name, {}).setdefault(text, []).append(method.name)
+    lines = []
+    for option, texts in readers.items():
+        parts = (f"[{_group(names, drafting)}] {text}" for text, names in texts.items())
+        words = [f"{option}: {' '.join(parts)}", *_defaults(option, drafting)]
+        lines.append(textwrap.indent(" ".join(words), "  "))
+    doc = "Options of the methods that stand in brackets; another method does not know them.\n\nAttributes:\n"
+    made = [
+        (option, types[option], dataclasses.field(default=field.default, metadata=field.metadata))
+        for option, field in fields.items()
+    ]
+    return dataclasses.make_dataclass(
+        name, made, frozen=True, kw_only=True, namespace={"__doc__": doc + "\n".join(lines) + "\n"}
+    )
+
+
+@functools.cache
+def all_options() -> type:
+    """Returns `flat_options` of every method that can be loaded."""
+    return flat_options(available()[0].values())
+
+
+def given_options(options: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass of options that were set, by name."""
+    fields = dataclasses.fields(options)
+    return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
+
+
+def _group(names: list[str], drafting: list[type[Method]]) -> str:
+    """How a help text names some of the methods, in few words."""
+    others = [method.name for method in drafting if method.name not in names]
+    if not others:
+        return "all that draft"
+    return f"all but {', '.join(others)}" if len(others) <= 2 < len(names) else ", ".join(names)
+
+
+def _defaults(option: str, methods: list[type[Method]]) -> list[str]:
+    """What is done where an option is left out, if the methods say: what most of them do first, then the others."""
+    found: dict[str, list[str]] = {}
+    for method in methods:
+        if option in method.options() and option in method.usual():
+            found.setdefault(method.usual()[option], []).append(method.name)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    others = (f"for {', '.join(names)} {text}" for text, names in ordered[1:])
+    return ["Default: " + "; ".join([ordered[0][0], *others]) + "."] if ordered else []
+
+
+def _helps(cls: type) -> dict[str, str]:
+    """The description of each attribute, in the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        for entry in docstring_parser.parse(base.__doc__ or "").params:
+            found.setdefault(entry.arg_name, " ".join((entry.description or "").split()))
+    return found

@@ -1,0 +1,24 @@
+"""The option that methods share whose mask of skipped sublayers is data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxspec.methods.base import Resources
+from jaxspec.methods.chain import ChainMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskedMethod(ChainMethod):
+    """The base of methods that skip sublayers by a mask.
+
+    Attributes:
+      static: compile a program for the mask at hand, in the background, and use it once it is there; otherwise one
+        program serves all masks. Default: on a GPU, where a mask that is data copies the cache.
+    """
+
+    static: bool | None = None
+
+    def is_static(self, resources: Resources) -> bool:
+        """Whether masks are compiled: as given, else on a GPU."""
+        return resources.platform == "gpu" if self.static is None else self.static

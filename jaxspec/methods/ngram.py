@@ -1,0 +1,70 @@
+"""Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023): drafts copied from text that is there already."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Resources, option
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+Match = Literal["latest", "earliest", "longest", "random"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NGram(DraftingMethod):
+    """Drafts are copied from the text itself, or from given references; good where text repeats.
+
+    Prompt lookup (Saxena 2023); with references LLMA (Yang et al. 2023).
+
+    Attributes:
+      ngram_max: the longest run of tokens that is looked for. Default 3, with a reference 5.
+      ngram_min: the shortest. Default 1.
+      match: which of several places: latest, earliest, longest continuation, or random among those. Default latest.
+      reference: text files in which alone to search (LLMA), instead of prompt and output.
+    """
+
+    name: ClassVar[str] = "ngram"
+
+    ngram_max: int | None = None
+    ngram_min: int | None = None
+    match: Match | None = None
+    reference: tuple[str, ...] = option((), metavar="FILE")
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """What is done where an option is left out."""
+        return {"num_draft_tokens": "10, with a reference 20"}
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; it has no parameters."""
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jaxspec.drafting.ngram import BREAK
+        from jaxspec.drafting.ngram import NGram as Drafting
+        from jaxspec.io.files import read_text
+
+        reference = None
+        if self.reference:
+            joined: list[int] = []
+            for path in self.reference:
+                joined += [*resources.encode(read_text(path, "`reference` must be a text file")), BREAK]
+            reference = jnp.asarray(np.array(joined, np.int32))
+        longest = self.ngram_max if self.ngram_max is not None else (3 if reference is None else 5)
+        shortest = self.ngram_min if self.ngram_min is not None else 1
+        if not 1 <= shortest <= longest <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"ngram_min={shortest} and ngram_max={longest} do not fit; "
+                f"give 1 <= min <= max <= {MAX_DRAFT_TOKENS}"
+            )
+        drafter = Drafting(
+            reference=reference,
+            match=self.match or "latest",
+            ngram_max=longest,
+            ngram_min=shortest,
+            num_draft_tokens=self.length(10 if reference is None else 20),
+        )
+        return drafter, None
