@@ -23,15 +23,16 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import jaxspec
 from jaxspec import method_options
-from jaxspec.cli import main, terminal
+from jaxspec.cli import main
 from jaxspec.cli.compare import _texts
-from jaxspec.cli.errors import in_options, option_names
 from jaxspec.cli.generate import Generate, _Painter, _row_text
 from jaxspec.cli.options import TextOptions
-from jaxspec.cli.parsing import parse
 from jaxspec.cli.profile import Profile
 from jaxspec.cli.search import Search
 from jaxspec.cli.tune import Tune
+from jaxspec.console import terminal
+from jaxspec.console.errors import in_options, option_names
+from jaxspec.console.parsing import parse
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Statistics
 from jaxspec.engine.text import RowText

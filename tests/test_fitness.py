@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.bench import fitness as bench
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.selection import fitness
-from jaxspec.selection.fitness import Check, Exits, Gate, Texts
+from jaxspec.tuning import fitness
+from jaxspec.tuning import fitness_report as bench
+from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 from tests import reference, tiny
 
 CONFIG = tiny.engine_config(tiny.DEEP)

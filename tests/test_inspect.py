@@ -16,18 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import figures
-from jaxspec.bench import inspect as home
-from jaxspec.bench.figures import save_figures
-from jaxspec.bench.inspect import inspect_model, sublayer_ms, weights_read
-from jaxspec.cli import main, terminal
+from jaxspec.cli import main
 from jaxspec.cli.inspect import _marks
+from jaxspec.console import terminal
 from jaxspec.engine import compilation_cache
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
-from jaxspec.selection.exits import exit_agreement
+from jaxspec.tuning import figures
+from jaxspec.tuning import inspect as home
+from jaxspec.tuning.exits import exit_agreement
+from jaxspec.tuning.figures import save_figures
+from jaxspec.tuning.inspect import inspect_model, sublayer_ms, weights_read
 from tests import reference, tiny
 from tests.test_cli import one_error, write_model, write_tokenizer
 

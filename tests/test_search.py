@@ -14,11 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import calibration as bench_calibration
-from jaxspec.bench import objectives
 from jaxspec.bench import profile as bench_profile
-from jaxspec.bench import search as bench
-from jaxspec.bench.search import SearchOptions, search
 from jaxspec.cli import main
 from jaxspec.cli.search import _print
 from jaxspec.drafting.autoregressive import Autoregressive
@@ -27,10 +23,13 @@ from jaxspec.io.method_files import PLAN_NAME, read_plan
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
-from jaxspec.selection import cost
-from jaxspec.selection.cost import Costs, predicted_speedup, tokens_per_round
-from jaxspec.selection.masks import MaskSpace
-from jaxspec.selection.proposals import FIRST, propose_bayesian, propose_random
+from jaxspec.tuning import calibration as bench_calibration
+from jaxspec.tuning import cost, objectives
+from jaxspec.tuning import search as bench
+from jaxspec.tuning.cost import Costs, predicted_speedup, tokens_per_round
+from jaxspec.tuning.masks import MaskSpace
+from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
+from jaxspec.tuning.search import SearchOptions, search
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 

@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
-from jaxspec.bench import calibration, objectives, prompts, stop_rules, totals
+from benchmarks import stop_rules
+from benchmarks.stop_rules import Options, measure
+from jaxspec.bench import prompts, speed
 from jaxspec.bench.oracle import oracle
-from jaxspec.bench.stop_rules import Options, measure
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics
+from jaxspec.tuning import calibration, objectives
 from tests import tiny
 
 SPLITS = {
@@ -89,12 +91,12 @@ def test_an_interval_is_that_of_other_prompts():
     """Of ten prompts at 2 × and ten at 1 ×, as often as not the one or the other."""
     plain = [[result(11, 100.0)] for _ in range(20)]
     mine = [[result(11, 100.0 if at % 2 else 50.0)] for at in range(20)]
-    ratio, (low, high) = totals.speed_ratio(mine, plain)
+    ratio, (low, high) = speed.speed_ratio(mine, plain)
     assert ratio == pytest.approx(2000 / 1500)
     assert 1.1 < low < ratio < high < 1.7
-    ratio, interval = totals.speed_ratio(plain, plain)
+    ratio, interval = speed.speed_ratio(plain, plain)
     assert (ratio, interval) == (1.0, (1.0, 1.0))
-    assert totals.speed_ratio([[result(1, 0.0)]], [[result(1, 0.0)]]) == (None, None)
+    assert speed.speed_ratio([[result(1, 0.0)]], [[result(1, 0.0)]]) == (None, None)
 
 
 # The comparison

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.bench import prompts, suite, suite_report
-from jaxspec.bench.suite import Options, measure, parse_run
+from benchmarks import suite, suite_report
+from benchmarks.suite import Options, measure, parse_run
+from jaxspec.bench import prompts
 from jaxspec.engine.results import Result, Statistics
 from tests.test_cli import write_model, write_tokenizer
 
@@ -294,7 +295,7 @@ def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--frob",), "unrecognized options: --frob; see python -m jaxspec.bench.suite --help"),
+        (("--frob",), "unrecognized options: --frob; see python -m benchmarks.suite --help"),
         ((), "there is nothing to measure; give at least one of --run, such as 'ngram'"),
         (("--run", "ngram", "--repeats", "0"), "--repeats is 0; give at least 1"),
         (("--run", "ngram --gamma"), "--run 'ngram --gamma': "),

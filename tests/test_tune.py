@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import calibration, race, tune
-from jaxspec.bench.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd, tune_s2d
 from jaxspec.cli import main
 from jaxspec.drafting.asd import admg
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import ASD_NAME, read_asd
-from jaxspec.selection import asd_grid
-from jaxspec.selection.asd_grid import Setting
+from jaxspec.tuning import asd_grid, calibration, race, tune
+from jaxspec.tuning.asd_grid import Setting
+from jaxspec.tuning.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd, tune_s2d
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import platformdirs
 import pytest
 
-from jaxspec.cli.output import output_file
+from jaxspec.console.output import output_file
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import embedded, method_files
 from jaxspec.io.method_files import ASDNumbers, ProbeFile

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.bench import fitness as fitness_bench
 from jaxspec.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.selection.fitness import Texts
+from jaxspec.tuning import fitness_report as fitness_bench
+from jaxspec.tuning.fitness import Texts
 from training.losses import layer_outputs
 
 TEMPERATURE = 0.7

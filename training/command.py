@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from jaxspec.cli.status import FAILED, INTERRUPTED, WRONG
+from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from training.options import WrongOptions
 
 # Work gets the arguments, the name of the program for its help, and where to speak; it returns the exit status.

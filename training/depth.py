@@ -22,13 +22,14 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 import jaxspec
-from jaxspec.bench import fitness, prompts
+from jaxspec.bench import prompts
+from jaxspec.bench.speed import speed_ratio, tokens_per_second
 from jaxspec.bench.timing import interleaved
-from jaxspec.bench.totals import speed_ratio, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model import llama
-from jaxspec.selection.fitness import Texts
+from jaxspec.tuning import fitness_report as fitness
+from jaxspec.tuning.fitness import Texts
 from training import data, formats, job, tokenizer
 from training.options import DataOptions, parse
 

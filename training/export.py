@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.bench import fitness as fitness_bench
 from jaxspec.engine.language_model import load
 from jaxspec.io import files, huggingface
 from jaxspec.io.tokenizer import copy_files
-from jaxspec.selection import fitness
+from jaxspec.tuning import fitness
+from jaxspec.tuning import fitness_report as fitness_bench
 from training import card, command, data, metrics, tokenizer
 from training.checkpoints import Checkpoints
 from training.options import parse_plain

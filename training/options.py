@@ -14,7 +14,7 @@ import jax
 import tyro
 import yaml
 
-from jaxspec.cli.parsing import one_line_errors
+from jaxspec.console.parsing import one_line_errors
 from training import formats, sizing, tasks
 from training.growth import Stages
 from training.loop import LoopOptions

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxspec.cli.errors import Guard, option_names
+from jaxspec.console.errors import Guard, option_names
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
 
@@ -53,10 +53,10 @@ def _run(arguments: list[str], guard: Guard) -> int:
     from jaxspec.cli.convert import Convert
     from jaxspec.cli.generate import Generate
     from jaxspec.cli.inspect import Inspect
-    from jaxspec.cli.parsing import parse
     from jaxspec.cli.profile import Profile
     from jaxspec.cli.search import Search
     from jaxspec.cli.tune import Tune
+    from jaxspec.console.parsing import parse
 
     commands = {
         "generate": Generate,

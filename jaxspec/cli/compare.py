@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from jaxspec.cli.options import TextOptions
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.terminal import Progress
 from jaxspec.method_options import check_method
 
 

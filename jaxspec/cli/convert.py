@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional
 
 from jaxspec.cli.options import Dtype
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.terminal import Progress
 
 if TYPE_CHECKING:
     from jaxspec.model.config import LlamaConfig

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import TextOptions
-from jaxspec.cli.status import INTERRUPTED
-from jaxspec.cli.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
 from jaxspec.method_options import check_method
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional
 
 from jaxspec.cli.options import Device, Dtype
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.terminal import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Inspect:
         _check_writable(Path(self.output))
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.bench.figures import save_figures
-            from jaxspec.bench.inspect import PROMPTS, check_mask_options, inspect_model
             from jaxspec.engine.language_model import load
+            from jaxspec.tuning.figures import save_figures
+            from jaxspec.tuning.inspect import PROMPTS, check_mask_options, inspect_model
 
             check_mask_options(self.alpha, self.every, self.keep_last)
             report = inspect_model(

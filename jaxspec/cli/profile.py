@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from jaxspec.cli.options import Device, Dtype
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.terminal import Progress
 
 
 @dataclasses.dataclass(frozen=True)

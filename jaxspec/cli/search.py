@@ -7,10 +7,10 @@ import json
 import sys
 from typing import Any, Literal
 
-from jaxspec.cli.bar import Bar
 from jaxspec.cli.options import ModelOptions
-from jaxspec.cli.output import output_file
-from jaxspec.cli.status import INTERRUPTED
+from jaxspec.console.bar import Bar
+from jaxspec.console.output import output_file
+from jaxspec.console.status import INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Search:
         """Searches; returns the exit status."""
         with Bar() as bar:
             bar("loading the model")
-            from jaxspec.bench.calibration import read_prompts
-            from jaxspec.bench.search import SearchOptions, found_by, report, search
             from jaxspec.io.method_files import PLAN_NAME, write_plan
+            from jaxspec.tuning.calibration import read_prompts
+            from jaxspec.tuning.search import SearchOptions, found_by, report, search
 
             options = SearchOptions(
                 objective=self.objective,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.cli.bar import Bar
 from jaxspec.cli.options import ModelOptions
-from jaxspec.cli.output import output_file
-from jaxspec.cli.status import INTERRUPTED
+from jaxspec.console.bar import Bar
+from jaxspec.console.output import output_file
+from jaxspec.console.status import INTERRUPTED
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -103,9 +103,9 @@ class Tune:
         return 0
 
     def _asd(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
-        from jaxspec.bench.calibration import read_prompts
-        from jaxspec.bench.tune import ASDOptions, tune_asd
         from jaxspec.io.method_files import ASD_NAME, ASDNumbers, write_asd
+        from jaxspec.tuning.calibration import read_prompts
+        from jaxspec.tuning.tune import ASDOptions, tune_asd
 
         options = ASDOptions(
             **self._given("alphas", "everys", "keep_lasts"),
@@ -122,11 +122,11 @@ class Tune:
         return output, {"prompts": len(prompts), **report}
 
     def _s2d(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
-        from jaxspec.bench.calibration import read_prompts
-        from jaxspec.bench.tune import S2DOptions, tune_s2d
         from jaxspec.drafting.s2d import S2D
         from jaxspec.io.method_files import fingerprint, thresholds_path, write_thresholds
         from jaxspec.model import llama
+        from jaxspec.tuning.calibration import read_prompts
+        from jaxspec.tuning.tune import S2DOptions, tune_s2d
 
         options = S2DOptions(
             **self._given("thresholds"), max_new_tokens=self.max_new_tokens, repeats=self.repeats

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.selection import fitness
-from jaxspec.selection.fitness import Check, Exits, Gate, Texts
+from jaxspec.tuning import fitness
+from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 
 FORMAT = "jaxspec.fitness/1"
 # Rows that go through the model at once, and tokens of a greedy text.
@@ -22,7 +22,7 @@ ROWS, NEW_TOKENS = 4, 128
 def measure(
     lm: LanguageModel, kinds: Mapping[str, Texts], greedy_texts: int = 4, gate: Gate | None = None
 ) -> dict[str, Any]:
-    """Runs the fitness test (see `jaxspec.selection.fitness`).
+    """Runs the fitness test (see `jaxspec.tuning.fitness`).
 
     Args:
       lm: the model, on one device.

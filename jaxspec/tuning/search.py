@@ -1,4 +1,4 @@
-"""Searches for the mask of Draft & Verify; see `selection` for what is pure of it."""
+"""Searches for the mask of Draft & Verify; `masks`, `proposals`, `agreement` and `cost` are what is pure of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxspec.bench.calibration import Report, calibrate, continuations, measure_costs
-from jaxspec.bench.objectives import Agreement, Speed
-from jaxspec.bench.search_log import TrialLog
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
-from jaxspec.selection.cost import Costs
-from jaxspec.selection.masks import MaskSpace
-from jaxspec.selection.proposals import Proposer, propose_bayesian, propose_random
+from jaxspec.tuning.calibration import Report, calibrate, continuations, measure_costs
+from jaxspec.tuning.cost import Costs
+from jaxspec.tuning.masks import MaskSpace
+from jaxspec.tuning.objectives import Agreement, Speed
+from jaxspec.tuning.proposals import Proposer, propose_bayesian, propose_random
+from jaxspec.tuning.trial_log import TrialLog
 
 Objective = Literal["agreement", "speed"]
 OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
@@ -39,7 +39,7 @@ class SearchOptions:
     Attributes:
       objective: `agreement`, of one parallel pass over the model's own text, weighed against the draft's cost
         by `predicted_speedup` unless a skip ratio fixes that; or `speed`, the measured speed-up over plain
-        decoding in turns with it, see `calibration.Speed`.
+        decoding in turns with it, see `objectives.Speed`.
       skip_ratio, keep_first_last: see `MaskSpace`.
       trials: masks that a search tries, no two the same.
       random: search at random only.
@@ -303,7 +303,7 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
 
     Returns:
       `model`, `device`, `dtype`, the options, `num_masks` (how many there are), `budget`, `interrupted`,
-      `costs` (see `selection.cost.Costs`, null for measured speed); `searches`, each with `search` (bayesian,
+      `costs` (see `tuning.cost.Costs`, null for measured speed); `searches`, each with `search` (bayesian,
       random, exhaustive), `trials`, `seconds`, `best_trial` (how many were tried when the best was found), and of
       that `skip_attention`, `skip_mlp`, `score` and what it follows from; `best`, the best of them.
     """

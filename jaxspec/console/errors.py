@@ -9,7 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 
-from jaxspec.cli.status import FAILED, INTERRUPTED, UNREAD, WRONG
+from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
 
 
 class Guard:

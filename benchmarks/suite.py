@@ -1,6 +1,6 @@
 """Which method is how fast on which kind of work? For one or several targets, beside plain decoding:
 
-    python -m jaxspec.bench.suite --model checkpoints/small --run ngram --run "layerskip --exit-layer 3"
+    python -m benchmarks.suite --model checkpoints/small --run ngram --run "layerskip --exit-layer 3"
 
 Each run is a method in the words of `jaxspec generate --method`. All go on from the project's own prompts, one at
 a time and in turns. Speeds are those after a text's first token, as everywhere.
@@ -18,14 +18,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.suite_report import Record, average, show, target_report
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.suite_report import Record, average, show, target_report
 from jaxspec.bench.timing import check_budget, interleaved
-from jaxspec.cli.errors import in_options, one_line, option_names
-from jaxspec.cli.parsing import parse_as
-from jaxspec.cli.status import INTERRUPTED
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.errors import in_options, one_line, option_names
+from jaxspec.console.parsing import parse_as
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import Progress
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name
@@ -157,7 +157,7 @@ def _turns(
 def main() -> None:
     """Prints tables, or JSON."""
     try:
-        options = parse_as(Options, "python -m jaxspec.bench.suite", sys.argv[1:])
+        options = parse_as(Options, "python -m benchmarks.suite", sys.argv[1:])
         with Progress() as progress:
             report = measure(options, progress)
     except KeyboardInterrupt:

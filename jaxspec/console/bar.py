@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jaxspec.cli.terminal import Progress
+from jaxspec.console.terminal import Progress
 
 
 class Bar(Progress):

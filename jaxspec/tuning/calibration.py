@@ -24,9 +24,9 @@ from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, View, Weights, rising_widths
 from jaxspec.sampling import Greedy
-from jaxspec.selection.agreement import Calibration, calibration
-from jaxspec.selection.cost import MOST_DRAFT_TOKENS, Costs
 from jaxspec.stopping import Constant
+from jaxspec.tuning.agreement import Calibration, calibration
+from jaxspec.tuning.cost import MOST_DRAFT_TOKENS, Costs
 
 Report = Callable[[str], None]
 # Draft steps in one timing.

@@ -11,14 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.calibration import Report, calibrate
-from jaxspec.bench.objectives import Speed
-from jaxspec.bench.race import Race, Turn, medians
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.selection import asd_grid
-from jaxspec.selection.asd_grid import Group, Setting
+from jaxspec.tuning import asd_grid
+from jaxspec.tuning.asd_grid import Group, Setting
+from jaxspec.tuning.calibration import Report, calibrate
+from jaxspec.tuning.objectives import Speed
+from jaxspec.tuning.race import Race, Turn, medians
 
 # Settings with all rules on, from the fastest down, among which the ablation looks for one where each matters.
 _BASES = 12

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jaxspec.io.user_data import home
 
-if TYPE_CHECKING:
-    from jaxspec.engine.language_model import LanguageModel
+
+class Model(Protocol):
+    """A model that says where it came from, as a `LanguageModel` does."""
+
+    directory: Path | None
+    name: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its config and weights."""
+        ...
 
 
-def output_file(given: str | None, lm: LanguageModel, name: str) -> Path:
+def output_file(given: str | None, lm: Model, name: str) -> Path:
     """The file named by --output, or else `name` where the model's methods find it: beside the model, or in the
     user's data directory if it comes with jaxspec or cannot be written. Checked before long work begins.
 

@@ -281,7 +281,7 @@ class Check:
 
 
 def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
-    """Holds a report of `jaxspec.bench.fitness.measure` against the gate.
+    """Holds a report of `jaxspec.tuning.fitness_report.measure` against the gate.
 
     Args:
       report: with `kinds` (see `summary`), `write_rms` and `repeated`.

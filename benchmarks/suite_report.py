@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.totals import acceptance, tokens_per_second
+from jaxspec.bench.speed import acceptance, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 

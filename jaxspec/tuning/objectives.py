@@ -8,19 +8,19 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench.totals import acceptance, tokens_per_second
+from jaxspec.bench.speed import acceptance, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter
-from jaxspec.selection.agreement import Calibration, agreement
-from jaxspec.selection.cost import Costs, predicted_speedup
+from jaxspec.tuning.agreement import Calibration, agreement
+from jaxspec.tuning.cost import Costs, predicted_speedup
 
 _agreement = jax.jit(agreement, static_argnames="config")
 
 
 class Agreement:
-    """Scores a mask by one parallel pass; see `selection.agreement`. One executable serves every mask.
+    """Scores a mask by one parallel pass; see `tuning.agreement`. One executable serves every mask.
 
     Args:
       lm: the model.
@@ -54,8 +54,8 @@ Method = Drafter | tuple[Drafter, Any]
 class Speed:
     """Measures the speed of drafters beside plain decoding; one set of executables serves all of one structure.
 
-    It counts as `bench.suite` does: texts end where the model ends them, and a speed-up is the ratio of all tokens ÷
-    all time.
+    It counts as `benchmarks.suite` does: texts end where the model ends them, and a speed-up is the ratio of all
+    tokens ÷ all time.
 
     Args:
       lm: the model.

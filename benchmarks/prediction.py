@@ -1,4 +1,4 @@
-"""Is a method as fast as its acceptance allows? `python -m jaxspec.bench.speedup` prints JSON.
+"""Is a method as fast as its acceptance allows? `python -m benchmarks.prediction` prints JSON.
 
 A method's speed-up over plain decoding is predicted from what its rounds drafted and accepted, and from the
 cost of their parts, measured apart in the same run:

@@ -21,7 +21,7 @@ from jaxspec.methods import MOST_LAYERS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
-from jaxspec.selection.exits import exit_agreement
+from jaxspec.tuning.exits import exit_agreement
 
 # Looked at where nobody gives a prompt.
 PROMPTS = prompt_set.sample(2)

@@ -1,4 +1,4 @@
-"""When to stop drafting? `python -m jaxspec.bench.stop_rules --model DIR` tunes stop rules alike and compares them.
+"""When to stop drafting? `python -m benchmarks.stop_rules --model DIR` tunes stop rules alike and compares them.
 
 Early-exit drafts under each stop rule of AdaSPEED's comparison (Table I of its paper): constant K as in LayerSkip,
 the confidence of the last token as in Draft & Verify, the product over the draft, and the product of a probe's
@@ -23,12 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
+from benchmarks.stop_rules_report import show
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.oracle import oracle
-from jaxspec.bench.stop_rules_report import show
+from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import check_budget, interleaved
-from jaxspec.bench.totals import acceptance, speed_ratio, tokens_per_second
-from jaxspec.cli.errors import in_options, one_line, option_names
+from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.model.plan import LayerPlan
-from jaxspec.selection.masks import MaskSpace
+from jaxspec.tuning.masks import MaskSpace
 
 # (mask, score) in the order in which they were tried; a higher score is better.
 Tried = Sequence[tuple[LayerPlan, float]]
