@@ -29,7 +29,8 @@ from jaxspec.console.terminal import Progress
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name
-from jaxspec.method_options import MethodOptions, check_method, options_given
+from jaxspec.methods import Method, registry
+from jaxspec.methods.flat import flat_options, given_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +66,18 @@ class Options:
     json: bool = False
 
 
-def parse_run(words: str) -> dict[str, Any]:
-    """A run as typed → `method` and its options, as `lm.generate` takes them.
+def parse_run(words: str) -> Method:
+    """A run as typed → the method with its options.
 
     Raises:
       ValueError: an unknown method or option, or a value that is none; one line.
     """
     try:
-        method, *rest = shlex.split(words) or [""]
-        chosen = parse_as(MethodOptions, f"jaxspec generate --method {check_method(method)}", rest)
+        name, *rest = shlex.split(words) or [""]
+        options = flat_options([registry.find(name)])
+        return registry.make(name, given_options(parse_as(options, f"jaxspec generate --method {name}", rest)))
     except ValueError as error:
         raise ValueError(f"`runs` {words!r}: {error}") from None
-    return {"method": method, **options_given(chosen)}
 
 
 def measure(options: Options, on_progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
         raise ValueError(f"repeats is {options.repeats}; give at least 1")
     if not options.runs:
         raise ValueError("there is nothing to measure; give at least one of `runs`, such as 'ngram'")
-    runs = {BASELINE: {"method": BASELINE}} | {words: parse_run(words) for words in options.runs}
+    runs = {BASELINE: {"method": BASELINE}} | {words: {"method": parse_run(words)} for words in options.runs}
     top_p = options.top_p if options.temperature else 1.0
     # Not the model's own defaults: the law is the one that is named.
     law: dict[str, Any] = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}

@@ -4,20 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxspec import methods
     from jaxspec.engine.language_model import LanguageModel, load
     from jaxspec.engine.results import Piece, Result, Statistics
     from jaxspec.io.embedded import embedded_model
-    from jaxspec.method_options import METHODS, MethodOptions
+    from jaxspec.methods import METHODS
 
 __all__ = [
     "METHODS",
     "LanguageModel",
-    "MethodOptions",
     "Piece",
     "Result",
     "Statistics",
     "embedded_model",
     "load",
+    "methods",
 ]
 __version__ = "0.1.0"
 
@@ -25,11 +26,13 @@ _HOMES = {
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
     "jaxspec.io.embedded": ("embedded_model",),
-    "jaxspec.method_options": ("METHODS", "MethodOptions"),
+    "jaxspec.methods": ("METHODS",),
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "methods":
+        return import_module("jaxspec.methods")
     # JAX takes seconds to import; `jaxspec --help` and whoever needs one small part should not wait for it.
     for home, names in _HOMES.items():
         if name in names:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.bench.timing import interleaved
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import Conversation, Prompt
 from jaxspec.engine.results import Result
-from jaxspec.method_options import MethodOptions, check_method, options_for, options_given
+from jaxspec.methods import Method, registry
 
 BASELINE = "autoregressive"
 
@@ -20,8 +20,8 @@ BASELINE = "autoregressive"
 def compare(
     lm: LanguageModel,
     prompt: Prompt | Conversation,
-    methods: Sequence[str],
-    options: MethodOptions | None = None,
+    methods: Sequence[str | Method],
+    options: Mapping[str, Any] | None = None,
     *,
     repeats: int = 3,
     on_progress: Callable[[str], None] = lambda what: None,
@@ -35,8 +35,8 @@ def compare(
     Args:
       lm: the model.
       prompt: the text to go on from, token ids or messages.
-      methods: names; autoregressive, the baseline, comes first whether named or not.
-      options: for all of them; each method takes those it knows.
+      methods: names, or methods with their options; autoregressive, the baseline, comes first whether named or not.
+      options: of the methods that are named, by name; each takes those it reads.
       repeats: how often each generates, timed.
       on_progress: called with what is being done.
       **generation: arguments of `lm.generate`, such as max_new_tokens.
@@ -52,27 +52,23 @@ def compare(
       ValueError: unknown method, `repeats` below 1, an option that none of the methods knows, or what
         `lm.generate` raises.
     """
-    names = list(dict.fromkeys([BASELINE, *map(check_method, methods)]))
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; give at least 1")
-    options = options or MethodOptions()
-    chosen = {name: options_given(options_for(name, options)) for name in names}
-    unread = options_given(options).keys() - {option for given in chosen.values() for option in given}
-    if unread:
-        raise ValueError(
-            f"none of the methods {', '.join(names)} has an option "
-            f"{', '.join(f'`{name}`' for name in sorted(unread))}; leave it out or add a method"
-        )
+    named = registry.share([name for name in methods if isinstance(name, str)], options or {})
+    runs: dict[str, Method] = {BASELINE: registry.find(BASELINE)()}
+    for one in methods:
+        runs[str(one)] = named[one] if isinstance(one, str) else one
+    names = list(runs)
 
     results: dict[str, list[Result]] = {name: [] for name in names}
 
     def run(name: str) -> None:
         on_progress(f"timing {name}, run {len(results[name]) + 1} of {repeats}")
-        results[name].append(lm.generate(prompt, method=name, **generation, **chosen[name]))
+        results[name].append(lm.generate(prompt, method=runs[name], **generation))
 
     # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
     warm = {
-        name: lm.generate(prompt, method=name, stream=True, **generation, **chosen[name]) for name in names
+        name: lm.generate(prompt, method=runs[name], stream=True, **generation) for name in names
     }
     for number, (name, pieces) in enumerate(warm.items(), 1):
         on_progress(f"compiling {name}, method {number} of {len(warm)}")

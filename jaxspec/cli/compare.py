@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.terminal import Progress
-from jaxspec.method_options import check_method
+from jaxspec.methods import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Compare(TextOptions):
 
     Attributes:
       methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
-        Default: those that need no file, draft-model if --draft or --draft-exit is given, draft-verify if
-        --plan is.
+        Default: those that need nothing but the model, and those whose draft or file is given.
       repeats: how often each method runs, timed.
     """
 
@@ -46,7 +45,7 @@ class Compare(TextOptions):
                 lm,
                 prompt,
                 named if named is not None else self._usual(lm.config.num_layers),
-                self.drafting,
+                self.method_options(),
                 repeats=self.repeats,
                 on_progress=progress,
                 **self.generation(),
@@ -67,13 +66,12 @@ class Compare(TextOptions):
     def _named(self) -> list[str] | None:
         if self.methods is None:
             return None
-        return [check_method(name.strip()) for name in self.methods.split(",")]
+        return [registry.find(name.strip()).name for name in self.methods.split(",")]
 
     def _usual(self, num_layers: int) -> list[str]:
-        has_draft = self.drafting.draft is not None or self.drafting.draft_exit is not None
-        names = ["autoregressive", "ngram", *(["draft-model"] if has_draft else []), "asd"]
-        names += ["layerskip", "adaspeed"] if num_layers > 1 else []
-        return [*names, *(["draft-verify"] if self.drafting.plan else [])]
+        given = self.method_options()
+        methods, _ = registry.available()
+        return [name for name, method in methods.items() if method.compared(given, num_layers)]
 
 
 def _print(report: dict[str, Any]) -> None:

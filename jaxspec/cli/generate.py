@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
-from jaxspec.method_options import check_method
+from jaxspec.methods import registry
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
     from jaxspec.engine.results import Piece, Statistics
     from jaxspec.engine.text import RowText
+
+
+def _method_field() -> str:
+    """The option --method, whose help names every method, those of other packages too."""
+    methods, problems = registry.available()
+    for problem in problems:
+        print(f"jaxspec: warning: {problem}", file=sys.stderr)
+    details = " ".join(f"{name}: {method.summary()}." for name, method in methods.items())
+    metadata = {"metavar": "{" + ",".join(methods) + "}", "details": details}
+    return dataclasses.field(default="autoregressive", metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +38,16 @@ class Generate(TextOptions):
     In a terminal, draft tokens that were accepted have another colour.
 
     Attributes:
-      method: how to decode. All give the text of plain decoding (autoregressive), or its law where tokens
-        are drawn. autoregressive: one token a step. ngram: drafts copied from the text itself, good where
-        it repeats. draft-model: drafts of a smaller model (--draft), or of the model's own first layers
-        (--draft-exit). asd: the model without the layers that the prompt shows to matter least. draft-verify:
-        the model without layers that a search chose. layerskip: its first layers, whose work verification
-        shares. adaspeed, adaspeed-probe: the same, until the draft as a whole is doubtful. s2d: a sorted draft
-        (--draft), each token from its first exit that is sure.
+      method: how to decode. All give the text of plain decoding (autoregressive), or its law where tokens are drawn.
       stream: print the text as it comes, or only once it is whole.
     """
 
-    method: str = "autoregressive"
+    method: str = _method_field()
     stream: bool = True
 
     def run(self) -> int:
         """Generates; returns the exit status."""
-        check_method(self.method)
+        registry.find(self.method)
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")

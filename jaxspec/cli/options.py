@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
-from jaxspec.method_options import MethodOptions, options_given
+from jaxspec.methods.acceptors import AcceptorName
+from jaxspec.methods.flat import all_options, given_options
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
+
+    class MethodOptions:
+        """The options of all methods; which they are is known when the program runs."""
+
+else:
+    MethodOptions = all_options()
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "gpu", "tpu"]
@@ -76,6 +83,8 @@ class TextOptions:
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
         `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
+      acceptor: how drafts are accepted; the text keeps its law with each. Default: greedy at temperature 0, else
+        block.
       json: print one JSON object and nothing else.
     """
 
@@ -87,6 +96,7 @@ class TextOptions:
     system: str | None = None
     messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     ignore_eos: bool = False
+    acceptor: AcceptorName | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
@@ -141,11 +151,12 @@ class TextOptions:
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
             "chat": self.chat,
+            "acceptor": self.acceptor,
         }
 
     def method_options(self) -> dict[str, Any]:
         """The method's options that were given."""
-        return options_given(self.drafting)
+        return given_options(self.drafting)
 
 
 def _read_messages(path: str) -> list[dict[str, str]]:

@@ -11,7 +11,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import docstring_parser
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
@@ -22,12 +21,12 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from jaxspec.console.docs import attribute_docs
 from jaxspec.io.embedded import EMBEDDED
-from jaxspec.method_options import METHODS
 
 # What the value of an option is called in the help, by its type and, where that says too little, by its name.
 _METAVARS: dict[type, dict[str, str]] = {
-    int: {"exit_layer": "E", "every": "M", "num_draft_tokens": "K"},
+    int: {"every": "M"},
     float: {},
     str: {
         "prompt": "[PROMPT]",
@@ -36,16 +35,9 @@ _METAVARS: dict[type, dict[str, str]] = {
         "dst": "DST",
         "prompt_file": "FILE",
         "chat_template": "FILE",
-        "reference": "FILE",
         "output": "DIR",
         "model": "DIR|ID",
-        "draft": "DIR|ID",
-        "plan": "FILE",
-        "probe": "FILE",
-        "asd_numbers": "FILE",
-        "thresholds": "FILE",
         "shape": "NAME",
-        "method": "{" + ",".join(METHODS) + "}",
         "methods": "A,B,C",
     },
 }
@@ -167,7 +159,7 @@ def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not dataclasses.is_dataclass(info.type) or info.type.__module__.startswith("tyro"):
         return None
     hints = typing.get_type_hints(info.type, include_extras=True)
-    helps = _helps(info.type)
+    helps = attribute_docs(info.type)
     fields = []
     for field in dataclasses.fields(info.type):
         default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
@@ -176,22 +168,14 @@ def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
             hint = Annotated[hint, _display(field, hint, default)]
         if default is False:  # --json needs no --no-json
             hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
-        fields.append(StructFieldSpec(field.name, hint, default, helps.get(field.name)))
+        help_text = " ".join(filter(None, (helps.get(field.name), field.metadata.get("details"))))
+        fields.append(StructFieldSpec(field.name, hint, default, help_text))
     return StructConstructorSpec(info.type, tuple(fields))
-
-
-def _helps(cls: type) -> dict[str, str]:
-    """The description of each attribute, in the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__:
-        for entry in docstring_parser.parse(base.__doc__ or "").params:
-            found.setdefault(entry.arg_name, " ".join((entry.description or "").split()))
-    return found
 
 
 def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
     """How an option is called and explained; metadata `option` is a name other than the field's, `aliases`
-    further names, `metavar` what its value is called."""
+    further names, `metavar` what its value is called, `details` what follows its description."""
     kind = next((kind for kind in _types(hint) if kind in _BY_TYPE), None)
     metavar = field.metadata.get("metavar") or (kind and _METAVARS[kind].get(field.name, _BY_TYPE[kind]))
     if isinstance(default, bool):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -14,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec import methods
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.keywords import Keywords, method_options
+from jaxspec.engine.drafts import Drafts, place
+from jaxspec.engine.keywords import Keywords
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
 from jaxspec.engine.requests import (
     Conversation,
@@ -37,7 +38,8 @@ from jaxspec.io import checkpoint, memory
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
-from jaxspec.methods import METHODS, MethodOptions, Model
+from jaxspec.methods import LoadedModel, Method, Resources, registry
+from jaxspec.methods.acceptors import AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Drafter, Weights
@@ -136,9 +138,9 @@ class LanguageModel:
             check_mesh(mesh)
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
-        self._as_target = Model(config, params, name, check_exits(exits, config.num_layers))
+        self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers))
         self.executables = Executables()
-        self._drafts: dict[str, Model] = {}
+        self._drafts = Drafts(config, tokenizer, params["embed"].dtype, self.device, mesh)
         # By method and options: the drafter that the last text left, where something is carried over.
         self._carried: dict[Any, Drafter] = {}
 
@@ -147,7 +149,7 @@ class LanguageModel:
         count = f"{size:,}" if size < 1e6 else f"{size / 1e6:.1f}M" if size < 1e9 else f"{size / 1e9:.1f}B"
         return (
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
-            f"{self.dtype}, on {_place(self)}>"
+            f"{self.dtype}, on {place(self.device, self.mesh)}>"
         )
 
     @property
@@ -156,14 +158,19 @@ class LanguageModel:
         return str(self.params["embed"].dtype)
 
     @property
+    def platform(self) -> str:
+        """Where it runs: cpu, gpu or tpu."""
+        return (self.device if self.mesh is None else self.mesh.devices.flat[0]).platform
+
+    @property
     def exits(self) -> tuple[int, ...]:
         """Those it was trained for, in layers run (SoFT)."""
-        return self._as_target.exits
+        return self.loaded.exits
 
     @property
     def fingerprint(self) -> str:
         """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
-        return self._as_target.fingerprint
+        return self.loaded.fingerprint
 
     def encode(self, text: str | Conversation, *, chat: bool = False) -> list[int]:
         """Token ids of a text as it is, or (with `chat`) as a user's message in the chat template; or of messages.
@@ -230,7 +237,7 @@ class LanguageModel:
         prompts: Any = None,
         *,
         messages: Any = None,
-        method: str | Drafter | tuple[Drafter, Any] = "autoregressive",
+        method: str | Method | Drafter | tuple[Drafter, Any] = "autoregressive",
         max_new_tokens: Any = None,
         temperature: Any = None,
         top_k: Any = None,
@@ -243,6 +250,7 @@ class LanguageModel:
         chat: bool = False,
         stream: bool = False,
         max_batch: int = 8,
+        acceptor: AcceptorName | None = None,
         **options: Any,
     ) -> Result | list[Result] | Iterator[Piece]:
         """Generates a text after each prompt.
@@ -251,7 +259,8 @@ class LanguageModel:
           prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists.
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
             chat template, or a list of such conversations.
-          method: a name in `methods.METHODS`, or a drafter (with its parameters, if it has some).
+          method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
+            parameters, if it has some).
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
@@ -264,7 +273,9 @@ class LanguageModel:
           chat: put each prompt as a user's message through the chat template.
           stream: yield pieces as they come, instead of returning results.
           max_batch: most prompts at once; the others take the rows that become free.
-          **options: of the method, see `jaxspec.MethodOptions`.
+          acceptor: how drafts are accepted: greedy, rejection or block; the text keeps its law with each. By default
+            greedy at temperature 0, else block.
+          **options: of the method that is given by name: the fields of its class in `jaxspec.methods`.
 
         Returns:
           A `Result` for one prompt, a list for a list; with `stream` an iterator of `Piece`s, of which the
@@ -274,7 +285,6 @@ class LanguageModel:
         Raises:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
         """
-        chosen = self._options(options)
         ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
         chat, stream = flag("chat", chat), flag("stream", stream)
         batch, single = batch_of(prompts, messages)
@@ -294,8 +304,8 @@ class LanguageModel:
             name="prompts" if messages is None else "messages",
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
-        acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
-        drafter, weights = self._method(method, chosen, laws, self.directory)
+        accepts = build_acceptor(acceptor, needs_sampling(requests))
+        drafter, weights = self._method(method, options, laws, self.directory)
         # What is carried over belongs to a method, its options and its laws.
         carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
         if carried is not None:
@@ -306,11 +316,10 @@ class LanguageModel:
             self.config,
             weights,
             drafter,
-            acceptor,
+            accepts,
             requests,
             max_batch=rows,
             log_probs=logprobs,
-            static_plans=chosen.static,
             carries=methods.carries(drafter),
             mesh=self.mesh,
             device=self.device,
@@ -326,7 +335,7 @@ class LanguageModel:
                 warnings.warn(result.error, RuntimeWarning, stacklevel=2)
         return ordered[0] if single else ordered
 
-    def drafter(self, method: str, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:
+    def drafter(self, method: str | Method, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:
         """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
 
         `beside`: whether the files that lie beside the model count.
@@ -335,7 +344,7 @@ class LanguageModel:
           ValueError, FileNotFoundError: as `generate`.
         """
         directory = self.directory if beside else None
-        drafter, weights = self._method(method, self._options(method_options), ("greedy",), directory)
+        drafter, weights = self._method(method, method_options, ("greedy",), directory)
         return drafter, weights.drafter
 
     def _stops(self, stop: Any) -> tuple[str, ...]:
@@ -358,70 +367,31 @@ class LanguageModel:
                 self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
             )
 
-    def _options(self, options: dict[str, Any]) -> MethodOptions:
-        """The options of a method that a call gave."""
-        draft = options.get("draft")
-        if isinstance(draft, LanguageModel):
-            self._check_draft(draft.name, draft.config, draft.tokenizer)
-            if draft.mesh != self.mesh or (self.mesh is None and draft.device != self.device):
-                raise ValueError(
-                    f"draft {draft.name} is on {_place(draft)}, the target on {_place(self)}; load both with the "
-                    "same device or mesh"
-                )
-            # Not under its bare name, by which a later call may mean the model that is found by it.
-            key = f"{draft.name} (a LanguageModel)"
-            options = {**options, "draft": key}
-            self._drafts[key] = draft._as_target
-        return method_options(options)
-
     def _method(
         self,
-        method: str | Drafter | tuple[Drafter, Any],
-        chosen: MethodOptions,
+        method: str | Method | Drafter | tuple[Drafter, Any],
+        options: Mapping[str, Any],
         laws: tuple[str, ...],
         directory: Path | None,
     ) -> tuple[Drafter, Weights]:
-        if not isinstance(method, str):
-            drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
-            if not hasattr(drafter, "propose"):
-                raise ValueError(
-                    f"method is {shown(method)}; give a name ({', '.join(METHODS)}) or a Drafter"
-                )
-            foreign = sorted(set(methods.options_given(chosen)) - {"acceptor"})
-            if foreign:
-                raise ValueError(
-                    f"{foreign[0]} belongs to a method's name; a Drafter object carries its own numbers"
-                )
+        """The drafter of a method, a name with options or a drafter, and the parameters of the loop."""
+        if isinstance(method, str):
+            method = registry.make(method, options, _ARGUMENTS)
+        elif options:
+            raise ValueError(
+                f"{min(options)} belongs to a method's name; {type(method).__name__} carries its own options"
+            )
+        if isinstance(method, Method):
+            resources = Resources(self._drafts.load, self.encode, directory, laws, self.platform)
+            drafter, params = method.build(self.loaded, resources)
         else:
-            resources = methods.Resources(self._load_draft, self.encode, directory, laws)
-            drafter, params = methods.build(method, chosen, self._as_target, resources)
+            drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
+        if not hasattr(drafter, "propose"):
+            raise ValueError(
+                f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
+                "jaxspec.methods, or a Drafter"
+            )
         return drafter, Weights(self.params, params)
-
-    def _load_draft(self, name: str) -> Model:
-        if name not in self._drafts:
-            directory = find_model(name)
-            config, tokenizer = checkpoint.read_config(directory), find_tokenizer(directory)
-            self._check_draft(name, config, tokenizer)
-            dtype = self.params["embed"].dtype
-            if self.mesh is None:
-                memory.check_fits(config, dtype, batch_size=1, capacity=START_CAPACITY, device=self.device)
-            params = place_params(directory, config, dtype, self.device, self.mesh)
-            exits = checkpoint.read_exits(directory, config.num_layers)
-            self._drafts[name] = Model(config, params, name, exits)
-        return self._drafts[name]
-
-    def _check_draft(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
-        """Refuses a draft whose tokens mean something else."""
-        if config.vocab_size != self.config.vocab_size:
-            raise ValueError(
-                f"draft {name} has a vocabulary of {config.vocab_size} tokens, the target of "
-                f"{self.config.vocab_size}; a draft must have the target's"
-            )
-        if self.tokenizer and tokenizer and not self.tokenizer.same_vocabulary(tokenizer):
-            raise ValueError(
-                f"draft {name} has another vocabulary than the target, of the same size; "
-                "a draft must share the target's tokenizer"
-            )
 
     def _run(
         self,
@@ -453,13 +423,12 @@ class LanguageModel:
                 yield piece
 
 
-def _place(lm: LanguageModel) -> str:
-    """Where a model is, for a message."""
-    return f"device {lm.device}" if lm.mesh is None else f"a mesh of {dict(lm.mesh.shape)}"
-
-
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a generation config, which count only where it samples."""
     if not generation.get("do_sample"):
         return {}
     return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
+
+
+# What `generate` takes beside a method's options, for the guess at what a misspelt one means.
+_ARGUMENTS = tuple(inspect.signature(LanguageModel.generate).parameters)[1:-1]

@@ -15,9 +15,11 @@ from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
+from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
 
 __all__ = [
+    "METHODS",
     "ASD",
     "S2D",
     "AdaSPEED",
@@ -32,3 +34,6 @@ __all__ = [
     "NGram",
     "Resources",
 ]
+
+# Every name that `method=` and `--method` take, those of other packages last.
+METHODS = names()

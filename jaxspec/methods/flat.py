@@ -9,8 +9,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-import docstring_parser
-
+from jaxspec.console.docs import attribute_docs
 from jaxspec.methods.base import Method, plain_type
 from jaxspec.methods.registry import available
 
@@ -34,7 +33,7 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
     types: dict[str, Any] = {}
     readers: dict[str, dict[str, list[str]]] = {}
     for method in methods:
-        hints, helps = typing.get_type_hints(method), _helps(method)
+        hints, helps = typing.get_type_hints(method), attribute_docs(method)
         for field in dataclasses.fields(method):
             kind = plain_type(hints[field.name])
             before = fields.setdefault(field.name, field)
@@ -51,10 +50,14 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
         words = [f"{option}: {' '.join(parts)}", *_defaults(option, drafting)]
         lines.append(textwrap.indent(" ".join(words), "  "))
     doc = "Options of the methods that stand in brackets; another method does not know them.\n\nAttributes:\n"
-    made = [
-        (option, types[option], dataclasses.field(default=field.default, metadata=field.metadata))
-        for option, field in fields.items()
-    ]
+    made: list[tuple[str, Any, Any]] = []
+    for option, field in fields.items():
+        if types[option] == bool | None:  # two flags; neither is what leaving the option out means
+            lines.append(f"  no_{option}: the opposite of `{option}`.")
+            made.append((option, bool, dataclasses.field(default=False)))
+            made.append((f"no_{option}", bool, dataclasses.field(default=False, metadata={"negates": option})))
+        else:
+            made.append((option, types[option], dataclasses.field(default=field.default, metadata=field.metadata)))
     return dataclasses.make_dataclass(
         name, made, frozen=True, kw_only=True, namespace={"__doc__": doc + "\n".join(lines) + "\n"}
     )
@@ -67,9 +70,21 @@ def all_options() -> type:
 
 
 def given_options(options: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass of options that were set, by name."""
-    fields = dataclasses.fields(options)
-    return {f.name: getattr(options, f.name) for f in fields if getattr(options, f.name) != f.default}
+    """Returns what was set in an instance of `flat_options`, by option, as `registry.make` takes it.
+
+    Raises:
+      ValueError: a flag and its opposite are both set.
+    """
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value, negated = getattr(options, field.name), field.metadata.get("negates")
+        if value == field.default:
+            continue
+        if negated is None:
+            given[field.name] = value
+        elif given.setdefault(negated, False):
+            raise ValueError(f"got both `{negated}` and `{field.name}`; give one of them")
+    return given
 
 
 def _group(names: list[str], drafting: list[type[Method]]) -> str:
@@ -89,12 +104,3 @@ def _defaults(option: str, methods: list[type[Method]]) -> list[str]:
     ordered = sorted(found.items(), key=lambda item: -len(item[1]))
     others = (f"for {', '.join(names)} {text}" for text, names in ordered[1:])
     return ["Default: " + "; ".join([ordered[0][0], *others]) + "."] if ordered else []
-
-
-def _helps(cls: type) -> dict[str, str]:
-    """The description of each attribute, in the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__:
-        for entry in docstring_parser.parse(base.__doc__ or "").params:
-            found.setdefault(entry.arg_name, " ".join((entry.description or "").split()))
-    return found

@@ -1,0 +1,91 @@
+"""The draft models of a target: found, loaded, checked and remembered."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.engine.loading import find_model, find_tokenizer, place_params
+from jaxspec.io import checkpoint, memory
+from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.methods.base import LoadedModel, ModelLike
+from jaxspec.model.config import LlamaConfig
+
+# Cache slots for which there must be memory beside a draft's weights.
+_CAPACITY = 512
+
+
+class Drafts:
+    """Loads draft models to where their target is, each once.
+
+    Args:
+      config: the target's.
+      tokenizer: the target's, if it has one.
+      dtype: of the drafts' parameters.
+      device: where the target is.
+      mesh: over which the target is spread; None for one device.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, tokenizer: Tokenizer | None, dtype: Any, device: jax.Device, mesh: Mesh | None
+    ) -> None:
+        self._config, self._tokenizer, self._dtype = config, tokenizer, dtype
+        self._device, self._mesh = device, mesh
+        self._loaded: dict[str, LoadedModel] = {}
+
+    def load(self, draft: ModelLike) -> LoadedModel:
+        """Returns a draft model, loaded and checked to share the target's vocabulary.
+
+        Args:
+          draft: a directory, a .gguf file, a hub id, the name of an embedded model, or a `LanguageModel`.
+
+        Raises:
+          FileNotFoundError, ValueError: there is none, its tokens mean something else, or it is on another device.
+        """
+        if not isinstance(draft, (str, os.PathLike)):
+            return self._given(draft)
+        name = os.fspath(draft)
+        if name not in self._loaded:
+            directory = find_model(name)
+            config = checkpoint.read_config(directory)
+            self._check(name, config, find_tokenizer(directory))
+            if self._mesh is None:
+                memory.check_fits(config, self._dtype, batch_size=1, capacity=_CAPACITY, device=self._device)
+            params = place_params(directory, config, self._dtype, self._device, self._mesh)
+            exits = checkpoint.read_exits(directory, config.num_layers)
+            self._loaded[name] = LoadedModel(config, params, name, exits)
+        return self._loaded[name]
+
+    def _given(self, draft: Any) -> LoadedModel:
+        """A model that the user has loaded."""
+        name = getattr(draft, "name", "given as a model")
+        self._check(name, draft.config, getattr(draft, "tokenizer", None))
+        device, mesh = getattr(draft, "device", self._device), getattr(draft, "mesh", self._mesh)
+        if mesh != self._mesh or (self._mesh is None and device != self._device):
+            raise ValueError(
+                f"draft {name} is on {place(device, mesh)}, the target on {place(self._device, self._mesh)}; load both "
+                "with the same device or mesh"
+            )
+        loaded = getattr(draft, "loaded", None)  # a LanguageModel's, which remembers its fingerprint
+        return loaded if isinstance(loaded, LoadedModel) else LoadedModel(draft.config, draft.params, name)
+
+    def _check(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
+        """Refuses a draft whose tokens mean something else."""
+        if config.vocab_size != self._config.vocab_size:
+            raise ValueError(
+                f"draft {name} has a vocabulary of {config.vocab_size} tokens, the target of "
+                f"{self._config.vocab_size}; a draft must have the target's"
+            )
+        if self._tokenizer and tokenizer and not self._tokenizer.same_vocabulary(tokenizer):
+            raise ValueError(
+                f"draft {name} has another vocabulary than the target, of the same size; "
+                "a draft must share the target's tokenizer"
+            )
+
+
+def place(device: jax.Device, mesh: Mesh | None) -> str:
+    """Returns where a model is, for a message."""
+    return f"device {device}" if mesh is None else f"a mesh of {dict(mesh.shape)}"
