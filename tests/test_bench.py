@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxspec import methods
 from jaxspec.bench.compare import compare
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.engine.results import Piece, Result, Statistics
-from jaxspec.method_options import MethodOptions
 
 
 def test_functions_take_turns():
@@ -41,8 +41,8 @@ class Fake:
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens
 
     def generate(self, prompt, *, method, stream=False, **options):
-        self.calls.append((method, stream, options))
-        return self._pieces(method) if stream else self._result(method)
+        self.calls.append((method.name, stream, options | {"method": method}))
+        return self._pieces(method.name) if stream else self._result(method.name)
 
     def _pieces(self, method):
         self.calls.append(f"warm {method}")
@@ -61,8 +61,10 @@ def test_a_comparison():
     speeds = {"autoregressive": [1.0, 100.0, 90.0, 110.0], "ngram": [1.0, 200.0, 10.0, 210.0]}
     lm = Fake(speeds, {"autoregressive": [5, 6, 7, 8, 9], "ngram": [5, 6, 7, 8, 9]})
     told = []
-    options = MethodOptions(num_draft_tokens=4, acceptor="greedy")
-    report = compare(lm, "x", ["ngram"], options, repeats=3, on_progress=told.append, max_new_tokens=5)
+    given = {"max_new_tokens": 5, "acceptor": "greedy"}
+    report = compare(
+        lm, "x", ["ngram"], {"num_draft_tokens": 4}, repeats=3, on_progress=told.append, **given
+    )
     plain, ngram = report["results"]
     assert {key: report[key] for key in ("model", "device", "dtype")} == {
         "model": "fake",
@@ -92,8 +94,8 @@ def test_a_comparison():
     assert lm.calls[2:5] == ["warm autoregressive", "warm ngram", "wait"]
     there = [("autoregressive", False), ("ngram", False)]
     assert [call[:2] for call in lm.calls[5:]] == [*there, *there[::-1], *there]
-    assert lm.calls[5][2] == {"max_new_tokens": 5, "acceptor": "greedy"}
-    assert lm.calls[6][2] == {"max_new_tokens": 5, "acceptor": "greedy", "num_draft_tokens": 4}
+    assert lm.calls[5][2] == given | {"method": methods.Autoregressive()}
+    assert lm.calls[6][2] == given | {"method": methods.NGram(num_draft_tokens=4)}
     compiling = ["compiling autoregressive, method 1 of 2", "compiling ngram, method 2 of 2"]
     assert told[:3] == [*compiling, "timing autoregressive, run 1 of 3"]
 
@@ -124,6 +126,6 @@ def test_wrong_comparisons():
         compare(lm, "x", ["guess"])
     with pytest.raises(ValueError, match="repeats is 0"):
         compare(lm, "x", ["ngram"], repeats=0)
-    with pytest.raises(ValueError, match=r"autoregressive, ngram has an option `draft`, `stop_rule`;"):
-        compare(lm, "x", ["ngram"], MethodOptions(draft="d", stop_rule=("constant",), ngram_max=2))
+    with pytest.raises(ValueError, match=r"methods ngram has an option `draft`, `stop_rule`;"):
+        compare(lm, "x", ["ngram"], {"draft": "d", "stop_rule": ("constant",), "ngram_max": 2})
     assert lm.calls == []

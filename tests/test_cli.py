@@ -22,7 +22,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import jaxspec
-from jaxspec import method_options
 from jaxspec.cli import main
 from jaxspec.cli.compare import _texts
 from jaxspec.cli.generate import Generate, _Painter, _row_text
@@ -40,6 +39,7 @@ from jaxspec.io import embedded, huggingface, orbax
 from jaxspec.io import tokenizer as tokenizers
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
+from jaxspec.methods.flat import all_options
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import num_params
 from tests import caching, reference
@@ -656,9 +656,10 @@ def test_help(run, command):
 
 def test_every_method_option_has_help(run):
     _, out, _ = run("generate", "--help")
-    for field in dataclasses.fields(method_options.MethodOptions):
-        assert re.search(option_names(method_options.MethodOptions)[field.name] + "[ ,]", out)
-        assert f"{field.name}:" in method_options.MethodOptions.__doc__
+    options = all_options()
+    for field in dataclasses.fields(options):
+        assert re.search(option_names(options)[field.name] + "[ ,]", out)
+        assert f"{field.name}:" in options.__doc__
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ LAYERS = (
     "jaxspec.drafting.chain jaxspec.decoding",
     "jaxspec.drafting",
     "jaxspec.io",
-    "jaxspec.method_options",
     "jaxspec.console",
     "jaxspec.methods",
     "jaxspec.engine",
@@ -35,7 +34,7 @@ LAYERS = (
     "benchmarks",
 )
 SHARED = (
-    *("jaxspec.io", "jaxspec.console", "jaxspec.engine", "jaxspec.bench", "jaxspec.tuning", "jaxspec.cli"),
+    *("jaxspec.io", "jaxspec.console", "jaxspec.methods", "jaxspec.engine", "jaxspec.bench", "jaxspec.tuning", "jaxspec.cli"),
     *("training", "benchmarks"),
 )
 # What a module may not import although it stands below.

@@ -16,8 +16,7 @@ from jaxspec.engine.executables import MAX_VARIANTS, Executables
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.method_files import ASDNumbers, ProbeFile
-from jaxspec.method_options import MethodOptions, options_for, stop_rules
-from jaxspec.methods import Model, Resources, build, carried_over
+from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
 from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, ProductBelow
 from tests import tiny
@@ -49,7 +48,8 @@ def tokens(results) -> list[list[int]]:
 def made(method: str, lm=shared, laws=("greedy",), **options: Any):
     """The drafter that options make."""
     resources = Resources(lambda name: None, lm.encode, lm.directory, laws)
-    return build(method, MethodOptions(**options), Model(lm.config, lm.params, lm.name), resources)[0]
+    target = LoadedModel(lm.config, lm.params, lm.name)
+    return registry.make(method, options).build(target, resources)[0]
 
 
 # Options become parts
@@ -79,15 +79,6 @@ def test_any_stop_rule_goes_with_any_draft():
     fixed = made("layerskip", stop_rule=("confidence",), adaptive_gamma=False).rule
     assert float(fixed.gamma) == pytest.approx(0.6)
     assert isinstance(made("adaspeed", stop_rule=("constant",)).rule, Constant)
-    assert stop_rules("ngram", MethodOptions()) == ()
-
-
-def test_options_for_leaves_out_what_a_method_does_not_read():
-    options = MethodOptions(gamma=0.3, exit_layer=1, probe="file", alpha=0.9)
-    assert options_for("layerskip", options) == MethodOptions(exit_layer=1)
-    assert options_for("adaspeed", options) == MethodOptions(gamma=0.3, exit_layer=1)
-    assert options_for("adaspeed-probe", options) == MethodOptions(gamma=0.3, exit_layer=1, probe="file")
-    assert options_for("asd", options) == MethodOptions(gamma=0.3, alpha=0.9)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import suite, suite_report
 from benchmarks.suite import Options, measure, parse_run
+from jaxspec import methods
 from jaxspec.bench import prompts
 from jaxspec.engine.results import Result, Statistics
 from tests.test_cli import write_model, write_tokenizer
@@ -63,14 +64,10 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
     words = (
         "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop-rule product --stop-rule confidence"
     )
-    assert parse_run(words) == {
-        "method": "adaspeed",
-        "exit_layer": 2,
-        "gamma": 0.6,
-        "adaptive_gamma": False,
-        "stop_rule": ("product", "confidence"),
-    }
-    assert parse_run("draft-model --draft 'my draft'") == {"method": "draft-model", "draft": "my draft"}
+    assert parse_run(words) == methods.AdaSPEED(
+        exit_layer=2, gamma=0.6, adaptive_gamma=False, stop_rule=("product", "confidence")
+    )
+    assert parse_run("draft-model --draft 'my draft'") == methods.DraftModel(draft="my draft")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,7 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
     [
         (
             "guess --gamma 1",
-            "`runs` 'guess --gamma 1': unknown method 'guess'; the methods are autoregressive,",
+            "`runs` 'guess --gamma 1': unknown method 'guess'; the methods are adaspeed,",
         ),
         ("", "`runs` '': unknown method ''"),
         ("layerskip --exit-lyer 3", r"unrecognized options: --exit-lyer.*perhaps you meant --exit-layer"),

@@ -1,0 +1,256 @@
+"""The methods by name: found by their files and by entry points, their options declared once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import methods
+from jaxspec.methods import registry
+from jaxspec.methods.base import DraftingMethod, Method, option
+from jaxspec.methods.flat import flat_options, given_options
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeat(DraftingMethod):
+    """Proposes the last tokens again.
+
+    Attributes:
+      period: after how many tokens the text repeats.
+      careful: whether to look twice.
+    """
+
+    name: ClassVar[str] = "repeat"
+
+    period: int | None = option(None, metavar="P")
+    careful: bool | None = None
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """Entry points as other packages would have them."""
+
+    def plug(**points: str) -> None:
+        found = {name: EntryPoint(name, value, registry.GROUP) for name, value in points.items()}
+        monkeypatch.setattr(registry, "_entry_points", lambda: found)
+
+    return plug
+
+
+# Names
+
+
+def test_every_file_is_found_and_every_name_is_one_file():
+    classes = registry.built_in()
+    assert list(classes) == sorted(classes)
+    homes = {name: method.__module__.rpartition(".")[2] for name, method in classes.items()}
+    assert homes == {name: name.replace("-", "_").removesuffix("_probe") for name in classes}
+    assert jaxspec.METHODS[: len(classes)] == tuple(classes)
+
+
+def test_every_method_can_be_completed_in_an_editor():
+    """The package names each class, so that a type checker sees it."""
+    for method in registry.built_in().values():
+        assert getattr(methods, method.__name__) is method
+        assert method.__name__ in methods.__all__
+
+
+@pytest.mark.parametrize("name", registry.built_in())
+def test_a_method_says_what_it_is(name):
+    method = registry.find(name)
+    assert 20 < len(method.summary()) < 110
+    documented = flat_options([method]).__doc__
+    for one in method.options():
+        assert re.search(rf"^  {one}: \[.+\] \w", documented, re.MULTILINE), one
+
+
+def test_readme_has_every_method():
+    text = (ROOT / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)
+    assert [name for name in registry.built_in() if name not in rows] == []
+
+
+def test_every_method_is_in_the_conformance_suite():
+    """A name that is forgotten there could be wrong without a test that fails."""
+    assert set(tiny.OF_METHOD) == set(registry.built_in())
+    tried = {(one.drafter, one.rule) for one in tiny.full_product()}
+    assert set(tiny.OF_METHOD.values()) <= tried
+
+
+def test_names_need_no_jax():
+    """`jaxspec --help` should not wait for it."""
+    code = "import sys, jaxspec.methods.flat as f; f.all_options(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Options
+
+
+def test_options_are_taken_as_their_types_say():
+    method = registry.make(
+        "layerskip", {"exit_layer": np.int64(3), "stop_rule": "product", "gamma": 1, "probe": None}
+    )
+    assert method == methods.LayerSkip(exit_layer=3, stop_rule=("product",), gamma=1.0)
+    assert [type(method.exit_layer), type(method.gamma)] == [int, float]
+    assert method.given == {"stop_rule": ("product",), "gamma": 1.0, "exit_layer": 3}
+    assert repr(method) == "LayerSkip(stop_rule=('product',), gamma=1.0, exit_layer=3)"
+    assert str(method) == "layerskip stop_rule=('product',) gamma=1.0 exit_layer=3"
+    assert methods.NGram(reference=Path("a")).reference == ("a",)
+    assert methods.NGram(reference=["a", "b"]).reference == ("a", "b")
+    assert methods.DraftModel(draft=tiny.small_model()).draft is tiny.small_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("guess", {}, "unknown method 'guess'; the methods are adaspeed, adaspeed-probe, asd,"),
+        ("layerskip", {"exit_layr": 3}, "unknown option exit_layr; perhaps you meant exit_layer"),
+        ("layerskip", {"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
+        ("layerskip", {"plan": "x"}, "method layerskip with stop_rule=constant has no option `plan`;"),
+        ("ngram", {"gamma": 0.5, "draft": "x"}, "method ngram has no option `draft`, `gamma`; leave it out"),
+        ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
+        ("adaspeed", {"probe": "x"}, "adaspeed with stop_rule=product has no option `probe`"),
+        ("layerskip", {"exit_layer": "3"}, "exit_layer is '3'; give a whole number"),
+        ("layerskip", {"exit_layer": 2.5}, "exit_layer is 2.5; give a whole number"),
+        ("asd", {"alpha": "x"}, "alpha is 'x'; give a number"),
+        ("asd", {"shared_mask": "no"}, "shared_mask is 'no'; give True or False"),
+        ("asd", {"static": 1}, "static is 1; give True or False"),
+        ("ngram", {"match": "first"}, "unknown match 'first'; give one of latest, earliest, longest, random"),
+        ("ngram", {"reference": 3}, "reference is 3; give a text or several"),
+        ("ngram", {"reference": [3]}, "reference[0] is 3; give a text"),
+        ("asd", {"stop_rule": ("product", "never")}, "unknown stop_rule 'never'; give one of constant,"),
+        ("draft-model", {"draft": 3}, "draft is 3; give a text"),
+        ("ngram", {"num_draft_tokens": 0}, "num_draft_tokens is 0; a drafting method needs at least 1"),
+        ("ngram", {"num_draft_tokens": 129}, "num_draft_tokens is 129; give at most 128"),
+        ("asd", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0; give a number from 0 to 1"),
+        ("asd", {"adaptive_gamma": False, "gamma_edge": "code"}, "`gamma_edge` belongs to an adaptive γ"),
+    ],
+)
+def test_wrong_options_are_one_line(name, options, line):
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        registry.make(name, options, ["max_new_tokens"])
+    assert "\n" not in str(caught.value)
+
+
+def test_typed_and_named_methods_are_the_same():
+    with pytest.raises(ValueError, match="with stop_rule=constant has no option `gamma`"):
+        methods.LayerSkip(gamma=0.5)
+    with pytest.raises(TypeError, match="exit_layr"):
+        methods.LayerSkip(exit_layr=3)
+    lm = tiny.language_model()
+    typed = lm.generate([3, 4], method=methods.NGram(num_draft_tokens=2), max_new_tokens=6)
+    named = lm.generate([3, 4], method="ngram", num_draft_tokens=2, max_new_tokens=6)
+    assert typed.tokens == named.tokens
+    with pytest.raises(ValueError, match="ngram_max belongs to a method's name; NGram carries its own"):
+        lm.generate([3, 4], method=methods.NGram(), ngram_max=2)
+    with pytest.raises(ValueError, match=r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
+        lm.generate([3], method=3)
+
+
+def test_options_of_several_methods_go_to_those_that_read_them():
+    given = {"gamma": 0.3, "exit_layer": 1, "probe": "file", "alpha": 0.9}
+    shared = registry.share(["layerskip", "adaspeed", "adaspeed-probe", "asd"], given)
+    assert [method.given for method in shared.values()] == [
+        {"exit_layer": 1},
+        {"gamma": 0.3, "exit_layer": 1},
+        {"gamma": 0.3, "exit_layer": 1, "probe": "file"},
+        {"gamma": 0.3, "alpha": 0.9},
+    ]
+    with pytest.raises(ValueError, match="none of the methods ngram, asd has an option `exit_layer`"):
+        registry.share(["ngram", "asd"], {"exit_layer": 1})
+
+
+def test_what_compare_runs_by_itself():
+    def usual(given, num_layers=4):
+        return {name for name, m in registry.built_in().items() if m.compared(given, num_layers)}
+
+    nothing_needed = {"autoregressive", "ngram", "asd", "layerskip", "adaspeed"}
+    assert usual({}) == nothing_needed
+    assert usual({}, 1) == nothing_needed - {"layerskip", "adaspeed"}
+    assert usual({"draft_exit": 2}) == nothing_needed | {"draft-model"}
+    assert usual({"plan": "x", "probe": "y"}) == nothing_needed | {"draft-verify", "adaspeed-probe"}
+
+
+def test_a_command_line_has_each_option_once():
+    options = flat_options([methods.LayerSkip, methods.DraftModel, methods.S2D, Repeat])
+    names = [field.name for field in dataclasses.fields(options)]
+    assert len(names) == len(set(names))
+    lines = {line.split(":")[0].strip(): line for line in options.__doc__.splitlines() if ": [" in line}
+    assert "[draft-model] the draft model" in lines["draft"]
+    assert "[s2d] a model with sorted exits" in lines["draft"]
+    assert "[all that draft]" in lines["num_draft_tokens"]
+    assert "[all but repeat]" in lines["stop_rule"]
+    assert "Default: constant; for s2d adaptive-length." in lines["stop_rule"]
+    assert given_options(options()) == {}
+    assert given_options(options(careful=True, period=2)) == {"careful": True, "period": 2}
+    assert given_options(options(no_careful=True)) == {"careful": False}
+    with pytest.raises(ValueError, match="got both `careful` and `no_careful`"):
+        given_options(options(careful=True, no_careful=True))
+
+
+def test_an_option_means_one_thing():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Other(Method):
+        """Another meaning of the same word."""
+
+        name: ClassVar[str] = "other"
+        period: Literal["short", "long"] | None = None
+
+    with pytest.raises(ValueError, match="option period of method other has another type or default than repeat"):
+        flat_options([Repeat, Other])
+
+
+def test_masks_are_compiled_where_asked_for_and_on_a_gpu():
+    def static(method, platform):
+        return method.is_static(dataclasses.replace(resources, platform=platform))
+
+    resources = methods.Resources(lambda name: None, list)
+    assert [static(methods.ASD(), platform) for platform in ("cpu", "gpu", "tpu")] == [False, True, False]
+    assert static(methods.DraftVerify(static=True), "cpu")
+    assert not static(methods.DraftVerify(static=False), "gpu")
+    lm = tiny.language_model()
+    assert lm.drafter(methods.ASD(static=True))[0].static
+    assert not lm.drafter("asd")[0].static
+
+
+# Other packages
+
+
+def test_another_package_adds_a_method(plugged):
+    plugged(repeat="tests.test_methods:Repeat")
+    assert registry.find("repeat") is Repeat
+    assert registry.names()[-1] == "repeat"
+    assert registry.make("repeat", {"period": 2}) == Repeat(period=2)
+    found, problems = registry.available()
+    assert (found["repeat"], problems) == (Repeat, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("tests.nowhere:Repeat", "method 'repeat' of the entry point tests.nowhere:Repeat cannot be loaded"),
+        ("tests.test_methods:dataclasses", "is no subclass of jaxspec.methods.Method"),
+        ("tests.test_methods:DraftingMethod", "calls itself None; give both the same name"),
+    ],
+)
+def test_a_package_that_is_broken_is_one_line(plugged, value, line):
+    plugged(repeat=value)
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        registry.find("repeat")
+    assert "\n" not in str(caught.value)
+    found, problems = registry.available()
+    assert set(found) == set(registry.built_in())
+    assert len(problems) == 1
+    assert line in problems[0]
