@@ -44,7 +44,6 @@ class MethodOptions:
       gamma: [all but ngram] the γ of confidence, product and probe to start with, 0 to 1. Default 0.6, of product
         and probe 0.8.
       adaptive_gamma: [all but ngram] let γ follow the acceptance rate, as in Draft & Verify.
-      carry_gamma: [all but ngram] start each text from the γ that the last one ended with.
       gamma_alpha: [all but ngram] of adaptive γ: the acceptance rate aimed at. Default 0.9.
       gamma_beta1: [all but ngram] of adaptive γ: memory of the acceptance rate. Default 0.5.
       gamma_beta2: [all but ngram] of adaptive γ: memory of γ. Default 0.9.
@@ -81,7 +80,6 @@ class MethodOptions:
     stop_rule: tuple[StopName, ...] = ()
     gamma: float | None = None
     adaptive_gamma: bool = True
-    carry_gamma: bool = False
     gamma_alpha: float | None = None
     gamma_beta1: float | None = None
     gamma_beta2: float | None = None
@@ -115,7 +113,7 @@ class MethodOptions:
 
 
 # What only an adaptive γ has, and what any γ has; rules with a γ, and the stop rule of each method that has one.
-ADAPTIVE = ("carry_gamma", "gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon", "gamma_edge")
+ADAPTIVE = ("gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon", "gamma_edge")
 _GAMMA = ("gamma", "adaptive_gamma", *ADAPTIVE)
 _WITH_GAMMA = {"confidence", "product", "probe"}
 _USUAL_RULE: dict[Method, StopName] = {

@@ -45,6 +45,8 @@ from jaxspec.stopping import (
     AnyOf,
     ConfidenceBelow,
     Constant,
+    FixedGamma,
+    Gamma,
     Probe,
     ProductBelow,
 )
@@ -57,8 +59,6 @@ __all__ = [
     "Resources",
     "build",
     "build_acceptor",
-    "carried_over",
-    "carries",
     "check_method",
     "options_for",
     "options_given",
@@ -144,26 +144,6 @@ def build_acceptor(options: MethodOptions, sampling: bool) -> Acceptor:
             )
         return GreedyAcceptor()
     return RejectionAcceptor() if name == "rejection" else BlockAcceptor()
-
-
-def carries(drafter: Drafter) -> bool:
-    """Whether a drafter has a γ that goes from text to text."""
-    return any(gamma.carries for gamma in jax.tree.leaves(drafter, is_leaf=_is_gamma) if _is_gamma(gamma))
-
-
-def carried_over(drafter: Drafter, before: Drafter | None) -> Drafter:
-    """The drafter with the γ that one of the same structure, made before, ended with."""
-    if len({jax.tree.structure(one) for one in (drafter, before)}) > 1:
-        return drafter
-
-    def take(new: Any, old: Any) -> Any:
-        return dataclasses.replace(new, first=old.first) if _is_gamma(new) and new.carries else new
-
-    return jax.tree.map(take, drafter, before, is_leaf=_is_gamma)
-
-
-def _is_gamma(node: Any) -> bool:
-    return isinstance(node, AdaptiveGamma)
 
 
 def _autoregressive(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
@@ -402,7 +382,7 @@ def _stopping(
 _CONSTANTS = {name: f"gamma_{name}" for name in ("alpha", "beta1", "beta2", "epsilon")}
 
 
-def _gamma(options: MethodOptions, usual: float, most: int) -> Any:
+def _gamma(options: MethodOptions, usual: float, most: int) -> Gamma:
     """γ, fixed or adaptive.
 
     Raises:
@@ -417,13 +397,13 @@ def _gamma(options: MethodOptions, usual: float, most: int) -> Any:
         for field in ADAPTIVE:
             if field in given:
                 raise ValueError(f"`{field}` belongs to an adaptive γ; leave out adaptive_gamma=False")
-        return first
+        return FixedGamma(first)
     paper = AdaptiveGamma()
     constants = {
         field: jnp.float32(given.get(name, getattr(paper, field))) for field, name in _CONSTANTS.items()
     }
     edge = jnp.int32(most) if options.gamma_edge == "code" else None
-    return AdaptiveGamma(first, **constants, most=edge, carries=options.carry_gamma)
+    return AdaptiveGamma(first, **constants, most=edge)
 
 
 def _num_draft_tokens(options: MethodOptions, default: int) -> int:

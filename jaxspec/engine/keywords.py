@@ -29,7 +29,6 @@ class MethodKeywords(TypedDict, total=False):
     stop_rule: StopName | Sequence[StopName]
     gamma: float | None
     adaptive_gamma: bool
-    carry_gamma: bool
     gamma_alpha: float | None
     gamma_beta1: float | None
     gamma_beta2: float | None

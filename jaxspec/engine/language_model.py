@@ -139,8 +139,6 @@ class LanguageModel:
         self._as_target = Model(config, params, name, check_exits(exits, config.num_layers))
         self.executables = Executables()
         self._drafts: dict[str, Model] = {}
-        # By method and options: the drafter that the last text left, where something is carried over.
-        self._carried: dict[Any, Drafter] = {}
 
     def __repr__(self) -> str:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -296,10 +294,6 @@ class LanguageModel:
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
         drafter, weights = self._method(method, chosen, laws, self.directory)
-        # What is carried over belongs to a method, its options and its laws.
-        carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
-        if carried is not None:
-            drafter = methods.carried_over(drafter, self._carried.get(carried))
         self._check_memory(requests, rows, drafter.reach)
         session = Session(
             self.executables,
@@ -311,12 +305,11 @@ class LanguageModel:
             max_batch=rows,
             log_probs=logprobs,
             static_plans=chosen.static,
-            carries=methods.carries(drafter),
             mesh=self.mesh,
             device=self.device,
         )
         rounds = STREAM_ROUNDS if stream or stops else QUIET_ROUNDS
-        pieces = self._run(session, requests, stops, rounds, carried)
+        pieces = self._run(session, requests, stops, rounds)
         if stream:
             return pieces
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
@@ -429,7 +422,6 @@ class LanguageModel:
         requests: Sequence[RowRequest],
         stops: tuple[str, ...],
         rounds: int,
-        carried: Any,
     ) -> Iterator[Piece]:
         began, variants = time.perf_counter(), self.executables.variants
         waited = self.executables.blocked_ms
@@ -445,11 +437,10 @@ class LanguageModel:
             for update in session.step(rounds):
                 counts = self.executables.variants - variants
                 blocked_ms = self.executables.blocked_ms - waited
-                piece = rows[update.index].take(update, blocked_ms, counts)
+                gamma = functools.partial(session.gamma, update.row)
+                piece = rows[update.index].take(update, blocked_ms, counts, gamma)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
-                if piece.result is not None and carried is not None:
-                    self._carried[carried] = session.drafter
                 yield piece
 
 
