@@ -133,6 +133,8 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     # Not the model's own defaults for the filters: the law is the one that is named.
     numbers = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
     generate = functools.partial(lm.generate, max_new_tokens=options.max_new_tokens, **numbers)
+    if options.carry:
+        generate = _carrying(generate)
     cases = {case: _method(options, case) for case in _cases(lm, options, law)}
     take = functools.partial(_take, lm, generate, on_progress=on_progress)
     if options.carry:
@@ -201,8 +203,22 @@ def _method(options: Options, case: Case) -> dict[str, Any]:
         chosen["acceptor"] = options.acceptor
     if case.rule == "constant":
         return chosen | {"num_draft_tokens": int(case.number)}
-    carried = {"carry_gamma": True} if options.carry else {}
-    return chosen | {"num_draft_tokens": options.num_draft_tokens, "gamma": case.number} | carried
+    return chosen | {"num_draft_tokens": options.num_draft_tokens, "gamma": case.number}
+
+
+def _carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
+    """The same, but each text of a method with a γ starts from the γ that the method's last text ended with."""
+    ended: dict[Any, float | None] = {}
+
+    def run(prompt: Any, *, seed: int = 0, **method: Any) -> Result:
+        if "gamma" not in method:
+            return generate(prompt, seed=seed, **method)
+        case = tuple(sorted(method.items()))
+        result = generate(prompt, seed=seed, **method | {"gamma": ended.get(case, method["gamma"])})
+        ended[case] = result.gamma
+        return result
+
+    return run
 
 
 def _settle(

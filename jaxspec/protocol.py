@@ -10,7 +10,7 @@ B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -149,8 +149,7 @@ class StopRule(Protocol):
     """Decides, after each draft token, whether to draft another.
 
     A stopping time: having seen draft token i it decides about token i + 1. Withdrawing a sampled token
-    would bias the text, so a rule cannot. `carry`: the rule for the text after this one, given the state, of
-    one row, that this one ended with; itself unless something is to be carried over.
+    would bias the text, so a rule cannot.
     """
 
     def init(self, batch_size: int) -> State: ...
@@ -158,8 +157,6 @@ class StopRule(Protocol):
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]: ...
 
     def observe(self, state: State, outcome: Outcome) -> State: ...
-
-    def carry(self, state: State) -> StopRule: ...
 
 
 class Drafter(Protocol):
@@ -173,8 +170,6 @@ class Drafter(Protocol):
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
     `observe`: learns what became of the proposal.
-    `carry`: the drafter for the text after this one, given the state, of one row, that this one ended with;
-    itself unless something is to be carried over.
     """
 
     @property
@@ -194,8 +189,6 @@ class Drafter(Protocol):
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
 
-    def carry(self, state: State) -> Drafter: ...
-
 
 class MaskedDrafter(Drafter, Protocol):
     """A drafter whose mask is data, and that can be specialised to one.
@@ -213,8 +206,8 @@ class MaskedDrafter(Drafter, Protocol):
     def specialised(self, plan: LayerPlan) -> Drafter: ...
 
 
-class StatelessRule:
-    """What a stop rule that remembers nothing has in common with others; it supplies `stop`."""
+class StatelessRule(StopRule):
+    """A base for stop rules that remember nothing: a subclass adds `stop`."""
 
     def init(self, batch_size: int) -> State:
         """No state."""
@@ -224,18 +217,17 @@ class StatelessRule:
         """Learns nothing."""
         return state
 
-    def carry(self, state: State) -> StopRule:
-        """Nothing to carry over."""
-        return self  # type: ignore[return-value]
-
 
 class StatelessDrafter:
-    """The same for a drafter; it supplies `propose`."""
+    """A base for drafters that remember nothing: a subclass adds `num_draft_tokens`, `verify_widths` and `propose`.
+
+    Not a subclass of `Drafter`, whose properties a dataclass would take for the defaults of fields of the same name.
+    """
 
     @property
-    def reach(self) -> int:
+    def reach(self: Drafter) -> int:
         """What verification needs."""
-        return cast(Drafter, self).num_draft_tokens + 1
+        return self.num_draft_tokens + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
         """No state."""
@@ -244,10 +236,6 @@ class StatelessDrafter:
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
         """Learns nothing."""
         return state
-
-    def carry(self, state: State) -> Drafter:
-        """Nothing to carry over."""
-        return self  # type: ignore[return-value]
 
 
 class Acceptor(Protocol):

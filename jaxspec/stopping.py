@@ -1,13 +1,12 @@
 """Stop rules: when to stop drafting and verify. See `protocol.StopRule`.
 
 A rule that compares an *estimate* (how likely is it that the target accepts?) with a threshold γ takes both as
-parts: the estimate is the draft's own probability or a `Probe`'s, γ a number or an `AdaptiveGamma`.
+parts: the estimate is the draft's own probability or a `Probe`'s, γ a `FixedGamma` or an `AdaptiveGamma`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +65,51 @@ class Probe:
         return jax.nn.log_sigmoid(jnp.sum(hidden * self.direction, axis=-1) * scale + self.bias)
 
 
+class Gamma(Protocol):
+    """A threshold γ: its value given its state, and how a round moves it."""
+
+    def init(self, batch_size: int) -> State: ...
+
+    def value(self, state: State) -> jax.Array: ...
+
+    def observe(self, state: State, outcome: Outcome) -> State: ...
+
+
+@struct.dataclass
+class FixedGamma:
+    """A threshold that stays.
+
+    Attributes:
+      gamma: a number in [0, 1], scalar or [B].
+    """
+
+    gamma: jax.Array | float
+
+    def init(self, batch_size: int) -> State:
+        """No state."""
+        return ()
+
+    def value(self, state: State) -> jax.Array:
+        """γ, float32, scalar or [B]."""
+        return jnp.asarray(self.gamma, jnp.float32)
+
+    def observe(self, state: State, outcome: Outcome) -> State:
+        """Learns nothing."""
+        return state
+
+
+class GammaState(NamedTuple):
+    """The state of an `AdaptiveGamma`; the engine finds it in a drafter's state by this type.
+
+    Attributes:
+      gamma: float32[B], γ of each row.
+      rate: float32[B], AR, the acceptance rate of each row.
+    """
+
+    gamma: jax.Array
+    rate: jax.Array
+
+
 @struct.dataclass
 class AdaptiveGamma:
     """A threshold per row that follows the acceptance rate (Draft & Verify, §3.4).
@@ -75,8 +119,9 @@ class AdaptiveGamma:
 
     So a round moves γ by (1 − β2)·ε = .001, and γ hardly changes within one short text. Draft & Verify's authors (and
     so the evaluations of ASD and AdaSPEED that use their rule) go from text to text with one γ; here each text starts
-    from γ0 unless `carries` is set. As in the paper γ has no bounds within a text: below 0 it stops nothing, above 1 it
-    stops everything, and it takes as many rounds to come back; what is carried to the next text is cut to [0, 1].
+    from γ0. To do as they do, generate texts one after another, each from the γ that the one before it ended with
+    (`engine.results.Result.gamma`, cut to [0, 1]). As in the paper γ has no bounds within a text: below 0 it stops
+    nothing, above 1 it stops everything, and it takes as many rounds to come back.
 
     Attributes:
       first: γ0, scalar or [B].
@@ -85,8 +130,6 @@ class AdaptiveGamma:
       epsilon: ε.
       most: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
         it is where AR ≥ α and all K tokens were drafted.
-      carries: whether the next text of a call starts from the γ that one before it ended with, static; a
-        method given by name remembers it from call to call.
     """
 
     first: jax.Array | float = 0.6
@@ -95,18 +138,17 @@ class AdaptiveGamma:
     beta2: jax.Array | float = 0.9
     epsilon: jax.Array | float = 0.01
     most: jax.Array | int | None = None
-    carries: bool = struct.field(pytree_node=False, default=False)
 
-    def init(self, batch_size: int) -> State:
-        """γ and AR, float32[B] each."""
+    def init(self, batch_size: int) -> GammaState:
+        """γ0, and an AR of 0."""
         first = jnp.broadcast_to(jnp.asarray(self.first, jnp.float32), (batch_size,))
-        return first, jnp.zeros(batch_size, jnp.float32)
+        return GammaState(first, jnp.zeros(batch_size, jnp.float32))
 
-    def value(self, state: State) -> jax.Array:
+    def value(self, state: GammaState) -> jax.Array:
         """γ, float32[B]."""
-        return state[0]
+        return state.gamma
 
-    def observe(self, state: State, outcome: Outcome) -> State:
+    def observe(self, state: GammaState, outcome: Outcome) -> GammaState:
         """Moves both after a round that drafted."""
         gamma, rate = state
         newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
@@ -118,54 +160,24 @@ class AdaptiveGamma:
             aim = jnp.where(moved < self.alpha, gamma + self.epsilon, lower)
         drafted = outcome.drafted > 0
         aim = self.beta2 * gamma + (1 - self.beta2) * aim
-        return jnp.where(drafted, aim, gamma), jnp.where(drafted, moved, rate)
-
-    def carry(self, state: State) -> AdaptiveGamma:
-        """The same, starting where a text of one row ended."""
-        return dataclasses.replace(self, first=jnp.clip(state[0][0], 0, 1)) if self.carries else self
+        return GammaState(jnp.where(drafted, aim, gamma), jnp.where(drafted, moved, rate))
 
 
-@struct.dataclass
-class _FixedGamma:
-    """A threshold that stays."""
-
-    gamma: jax.Array | float
-
-    def init(self, batch_size: int) -> State:
-        return ()
-
-    def value(self, state: State) -> jax.Array:
-        return jnp.asarray(self.gamma, jnp.float32)
-
-    def observe(self, state: State, outcome: Outcome) -> State:
-        return state
-
-
-class _Threshold:
+class _Threshold(StopRule):
     """What rules with a threshold share. Their state is γ's, and the log of what they compare, float32[B]."""
 
-    gamma: Any
+    gamma: Gamma
 
     def init(self, batch_size: int) -> State:
         """γ's state, and nothing seen yet."""
-        return self._threshold.init(batch_size), jnp.zeros(batch_size, jnp.float32)
+        return self.gamma.init(batch_size), jnp.zeros(batch_size, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
         """A verification: γ may move, and what was seen is forgotten."""
-        return self._threshold.observe(state[0], outcome), jnp.zeros_like(state[1])
-
-    def carry(self, state: State) -> StopRule:
-        """The rule for the next text."""
-        if not isinstance(self.gamma, AdaptiveGamma):
-            return cast(StopRule, self)
-        return dataclasses.replace(cast(Any, self), gamma=self.gamma.carry(state[0]))
-
-    @property
-    def _threshold(self) -> AdaptiveGamma | _FixedGamma:
-        return self.gamma if isinstance(self.gamma, AdaptiveGamma) else _FixedGamma(self.gamma)
+        return self.gamma.observe(state[0], outcome), jnp.zeros_like(state[1])
 
     def _below(self, state: State, seen: jax.Array) -> tuple[jax.Array, State]:
-        return jnp.exp(seen) < self._threshold.value(state[0]), (state[0], seen)
+        return jnp.exp(seen) < self.gamma.value(state[0]), (state[0], seen)
 
 
 @struct.dataclass
@@ -175,11 +187,11 @@ class ConfidenceBelow(_Threshold):
     The exit of Draft & Verify (Zhang et al. 2023, §3.3).
 
     Attributes:
-      gamma: a number in [0, 1], scalar or [B], or an `AdaptiveGamma`.
+      gamma: a `FixedGamma` or an `AdaptiveGamma`.
       estimate: of a token's acceptance.
     """
 
-    gamma: jax.Array | float | AdaptiveGamma
+    gamma: Gamma
     estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
@@ -195,11 +207,11 @@ class ProductBelow(_Threshold):
     with each token, however sure each may be. With a `Probe`, AdaSPEED with linear probes (§II.B).
 
     Attributes:
-      gamma: a number in [0, 1], scalar or [B], or an `AdaptiveGamma`.
+      gamma: a `FixedGamma` or an `AdaptiveGamma`.
       estimate: of a token's acceptance.
     """
 
-    gamma: jax.Array | float | AdaptiveGamma
+    gamma: Gamma
     estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
@@ -208,7 +220,7 @@ class ProductBelow(_Threshold):
 
 
 @struct.dataclass
-class AdaptiveLength:
+class AdaptiveLength(StopRule):
     """A draft length per row that grows after success: + `rise` if all was accepted, else − `fall`.
 
     The heuristic schedule of transformers' assisted generation (there 5, + 2, − 1), also that of Spec-Bench. S2D
@@ -239,13 +251,9 @@ class AdaptiveLength:
         moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.most)
         return jnp.where(outcome.drafted > 0, moved, state)
 
-    def carry(self, state: State) -> StopRule:
-        """Every text begins with `first`."""
-        return self
-
 
 @struct.dataclass
-class AnyOf:
+class AnyOf(StopRule):
     """Stops as soon as one of several rules does.
 
     Attributes:
@@ -271,7 +279,3 @@ class AnyOf:
     def observe(self, state: State, outcome: Outcome) -> State:
         """Lets every rule learn."""
         return tuple(rule.observe(s, outcome) for rule, s in zip(self.rules, state, strict=True))
-
-    def carry(self, state: State) -> StopRule:
-        """What every rule carries over."""
-        return AnyOf(tuple(rule.carry(s) for rule, s in zip(self.rules, state, strict=True)))

@@ -62,9 +62,7 @@ def test_a_comparison():
     lm = Fake(speeds, {"autoregressive": [5, 6, 7, 8, 9], "ngram": [5, 6, 7, 8, 9]})
     told = []
     given = {"max_new_tokens": 5, "acceptor": "greedy"}
-    report = compare(
-        lm, "x", ["ngram"], {"num_draft_tokens": 4}, repeats=3, on_progress=told.append, **given
-    )
+    report = compare(lm, "x", ["ngram"], {"num_draft_tokens": 4}, repeats=3, on_progress=told.append, **given)
     plain, ngram = report["results"]
     assert {key: report[key] for key in ("model", "device", "dtype")} == {
         "model": "fake",

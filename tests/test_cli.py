@@ -521,7 +521,10 @@ def test_wrong_models(run, model, tmp_path, kind):
             ["--method", "ngram", "--reference", "."],
             r"\. is a directory, not a file; --reference must be a text",
         ),
-        (["--method", "adaspeed", "--no-adaptive-gamma", "--carry-gamma"], "leave out --no-adaptive-gamma"),
+        (
+            ["--method", "adaspeed", "--no-adaptive-gamma", "--gamma-alpha", "0.5"],
+            "leave out --no-adaptive-gamma",
+        ),
         (["--acceptor", "greedy", "--temperature", "1"], "--acceptor greedy would not follow"),
     ],
 )

@@ -26,7 +26,7 @@ from jaxspec.drafting.s2d import S2D
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import View, Weights
 from jaxspec.sampling import Greedy, Sampling
-from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, ProductBelow
+from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
 from tests import reference, tiny
 
 PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
@@ -96,9 +96,9 @@ def lengths() -> AdaptiveLength:
 
 TABLE_RULES = {
     **tiny.RULES,
-    "confidence": lambda width: ConfidenceBelow(jnp.float32(0.5)),
+    "confidence": lambda width: ConfidenceBelow(FixedGamma(jnp.float32(0.5))),
     "adaptive": lambda width: lengths(),
-    "any_of": lambda width: AnyOf((ConfidenceBelow(jnp.float32(0.3)), lengths())),
+    "any_of": lambda width: AnyOf((ConfidenceBelow(FixedGamma(jnp.float32(0.3))), lengths())),
     "product": lambda width: ProductBelow(tiny.gamma(0.4)),
     "probe": lambda width: ConfidenceBelow(tiny.gamma(jnp.arange(ROWS) % 2, K), tiny.probe(width)),
 }

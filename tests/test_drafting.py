@@ -30,6 +30,7 @@ from jaxspec.stopping import (
     AnyOf,
     ConfidenceBelow,
     Constant,
+    FixedGamma,
     Probe,
     ProductBelow,
 )
@@ -202,10 +203,10 @@ def stops(name: str, draft: tuple[int, ...]) -> bool:
 
 RULES = {
     "constant": Constant(),
-    "confidence": ConfidenceBelow(0.4),
+    "confidence": ConfidenceBelow(FixedGamma(0.4)),
     "adaptive": AdaptiveLength(2, 1, 1),
-    "any_of": AnyOf((ConfidenceBelow(0.2), AdaptiveLength(2, 1, 1))),
-    "product": ProductBelow(0.2),
+    "any_of": AnyOf((ConfidenceBelow(FixedGamma(0.2)), AdaptiveLength(2, 1, 1))),
+    "product": ProductBelow(FixedGamma(0.2)),
     "counting": Counting(jnp.int32(1)),
 }
 
@@ -310,14 +311,14 @@ def test_records_are_values():
     assert jax.tree.structure(one) != jax.tree.structure(NGram(num_draft_tokens=9))
     config, all_run, skipping = tiny.DEEP, LayerPlan.skipping(3), LayerPlan.skipping(3, mlp=[1])
     numbers = {
-        ConfidenceBelow(0.5): 1,
-        ProductBelow(0.5, Probe(0.1, 0.2, 0.3)): 4,
+        ConfidenceBelow(FixedGamma(0.5)): 1,
+        ProductBelow(FixedGamma(0.5), Probe(0.1, 0.2, 0.3)): 4,
         AdaptiveGamma(): 5,
         AdaptiveGamma(most=4): 6,
         ASD(config, rule=Constant()): 3,
         DraftVerify(config, all_run, Constant()): 0,
         DraftVerify(config, 0.5, Constant()): 1,
-        LayerSkip(config, 1, ProductBelow(0.5)): 1,
+        LayerSkip(config, 1, ProductBelow(FixedGamma(0.5))): 1,
     }
     for part, count in numbers.items():
         assert len(jax.tree.leaves(part)) == count, part

@@ -34,7 +34,15 @@ LAYERS = (
     "benchmarks",
 )
 SHARED = (
-    *("jaxspec.io", "jaxspec.console", "jaxspec.methods", "jaxspec.engine", "jaxspec.bench", "jaxspec.tuning", "jaxspec.cli"),
+    *(
+        "jaxspec.io",
+        "jaxspec.console",
+        "jaxspec.methods",
+        "jaxspec.engine",
+        "jaxspec.bench",
+        "jaxspec.tuning",
+        "jaxspec.cli",
+    ),
     *("training", "benchmarks"),
 )
 # What a module may not import although it stands below.

@@ -38,10 +38,11 @@ for options in (
     {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
     {"method": "asd", "num_draft_tokens": 2, "alpha": 0.8, "every": 0, "keep_last": 0},
     {"method": "s2d", "num_draft_tokens": 2, "draft": spread[2]},
-    {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1, "carry_gamma": True},
+    {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1},
 ):
     rows = spread[0].generate(prompts, max_new_tokens=10, **options)
     assert [row.tokens for row in rows] == expected, options
+    assert all((row.gamma is None) == (options["method"] not in ("asd", "adaspeed")) for row in rows)
     print(options["method"])
 """
 

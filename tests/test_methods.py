@@ -208,7 +208,9 @@ def test_an_option_means_one_thing():
         name: ClassVar[str] = "other"
         period: Literal["short", "long"] | None = None
 
-    with pytest.raises(ValueError, match="option period of method other has another type or default than repeat"):
+    with pytest.raises(
+        ValueError, match="option period of method other has another type or default than repeat"
+    ):
         flat_options([Repeat, Other])
 
 

@@ -1,4 +1,4 @@
-"""Self-speculation as the engine runs it: files beside the model, static masks, what is carried over, bad input."""
+"""Self-speculation as the engine runs it: files beside the model, static masks, the γ of a text, bad input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.executables import MAX_VARIANTS, Executables
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.method_files import ASDNumbers, ProbeFile
 from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
-from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, ProductBelow
+from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
 from tests import tiny
 
 CONFIG = dataclasses.replace(tiny.DEEP, eos_token_ids=(tiny.EOS,))
@@ -62,7 +63,7 @@ def test_each_method_has_its_papers_defaults():
     gamma = asd.rule.gamma
     numbers = [gamma.first, gamma.alpha, gamma.beta1, gamma.beta2, gamma.epsilon]
     assert [float(number) for number in numbers] == pytest.approx([0.6, 0.9, 0.5, 0.9, 0.01])
-    assert (gamma.most, gamma.carries, asd.num_draft_tokens) == (None, False, 12)
+    assert (gamma.most, asd.num_draft_tokens) == (None, 12)
     assert (type(skip.rule), skip.num_draft_tokens) == (Constant, 5)
     adaspeed = made("adaspeed", exit_layer=2)
     assert isinstance(adaspeed.rule, ProductBelow)
@@ -77,7 +78,7 @@ def test_any_stop_rule_goes_with_any_draft():
     assert isinstance(rule.rules[0].gamma, AdaptiveGamma)
     assert int(rule.rules[0].gamma.most) == 12
     fixed = made("layerskip", stop_rule=("confidence",), adaptive_gamma=False).rule
-    assert float(fixed.gamma) == pytest.approx(0.6)
+    assert float(fixed.gamma.gamma) == pytest.approx(0.6)
     assert isinstance(made("adaspeed", stop_rule=("constant",)).rule, Constant)
 
 
@@ -95,8 +96,8 @@ def test_any_stop_rule_goes_with_any_draft():
         ("adaspeed", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0"),
         (
             "adaspeed",
-            {"adaptive_gamma": False, "carry_gamma": True},
-            "`carry_gamma` belongs to an adaptive γ",
+            {"adaptive_gamma": False, "gamma_alpha": 0.5},
+            "`gamma_alpha` belongs to an adaptive γ",
         ),
         ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
         ("layerskip", {"plan": "x"}, "has no option `plan`"),
@@ -276,40 +277,70 @@ def test_a_static_program_that_fails_to_compile_is_not_tried_again():
     assert executables.variants.misses == 3
 
 
-# What is carried over
+# The γ that a text ends with
 
 
-def test_gamma_is_carried_over_on_request():
-    lm = LanguageModel(CONFIG, shared.params, name="deep")
-    lm.executables = shared.executables
-    options: dict[str, Any] = {"method": "adaspeed", "exit_layer": 1, "gamma": 0.0}
-    numbers = {"gamma_epsilon": 1.0, "gamma_beta2": 0.0, "gamma_alpha": 1.0}
+def ended(**options: Any) -> Any:
+    """A text with a γ that moves fast, from 0.0 unless `gamma` says otherwise."""
+    numbers = {"gamma_epsilon": 0.4, "gamma_beta2": 0.0, "gamma_alpha": 1.0, "gamma": 0.0}
+    return generate(shared, PROMPTS[2], **{"method": "adaspeed", "exit_layer": 1} | numbers | options)
 
-    def drafted(**more: Any) -> int:
-        result = generate(lm, PROMPTS[2], **options, **numbers, **more)
-        assert result.tokens == generate(lm, PROMPTS[2]).tokens
-        return result.statistics.num_draft_tokens
 
-    # With these numbers γ rises above 1 after the first round: every later draft has one token.
-    first = drafted()
-    assert drafted() == first
-    carried = drafted(carry_gamma=True)
-    assert carried == first
-    again = drafted(carry_gamma=True)
-    assert again < first
-    (kept,) = lm._carried.values()
-    assert float(kept.rule.gamma.first) == 1
-    # γ alone is carried, and only between drafters of the same structure.
-    fresh = dataclasses.replace(kept, rule=made("adaspeed", lm, carry_gamma=True, gamma=0.0, **numbers).rule)
-    assert float(carried_over(fresh, kept).rule.gamma.first) == 1
-    deeper = dataclasses.replace(fresh, exit_layer=2)
-    assert carried_over(deeper, kept) is deeper
-    # In one call: a row that comes after another, by a Drafter object too.
-    lm._carried.clear()
-    rows = generate(lm, [PROMPTS[2], PROMPTS[2]], max_batch=1, carry_gamma=True, **options, **numbers)
-    assert [row.statistics.num_draft_tokens for row in rows] == [first, again]
-    rows = generate(lm, [PROMPTS[2], PROMPTS[2]], max_batch=1, method=fresh)
-    assert [row.statistics.num_draft_tokens for row in rows] == [first, again]
+def test_a_text_goes_on_from_the_gamma_that_another_ended_with():
+    """It is in the result, and given back; no call depends on what was called before it."""
+    first = ended()
+    assert first.gamma == 1.0  # cut: with these numbers it rises by 0.4 a round
+    again = ended(gamma=first.gamma)
+    assert again.tokens == first.tokens
+    assert again.statistics.num_draft_tokens < first.statistics.num_draft_tokens
+    assert ended().statistics.num_draft_tokens == first.statistics.num_draft_tokens
+
+
+def test_each_row_has_the_gamma_of_its_own_text():
+    """Also one that takes a place that became free: it starts from the γ given."""
+    budgets = [14, 1, 3]
+    options: dict[str, Any] = {
+        "method": "adaspeed",
+        "exit_layer": 1,
+        "gamma_epsilon": 0.05,
+        "gamma_beta2": 0.0,
+    }
+    alone = [
+        shared.generate(prompt, max_new_tokens=budget, ignore_eos=True, **options)
+        for prompt, budget in zip(PROMPTS, budgets, strict=True)
+    ]
+    for max_batch in (1, 2, 3):
+        rows = shared.generate(
+            PROMPTS, max_new_tokens=budgets, ignore_eos=True, max_batch=max_batch, **options
+        )
+        assert [row.gamma for row in rows] == [row.gamma for row in alone]
+    assert alone[1].gamma == pytest.approx(0.8)  # no round
+    assert len({row.gamma for row in alone}) == 3
+
+
+def test_the_first_rule_with_a_gamma_counts():
+    assert generate(shared, PROMPTS[0], method="layerskip", exit_layer=1).gamma is None
+    fixed = generate(shared, PROMPTS[0], method="adaspeed", exit_layer=1, adaptive_gamma=False)
+    assert fixed.gamma is None
+    for first, expected in ((0.25, 0.25), (-0.5, 0.0)):
+        moving = ProductBelow(AdaptiveGamma(first, epsilon=0.0)), ConfidenceBelow(AdaptiveGamma(0.75))
+        rules = AnyOf((ConfidenceBelow(FixedGamma(0.9)), *moving))
+        assert generate(shared, PROMPTS[0], method=LayerSkip(CONFIG, 1, rules, 4)).gamma == expected
+
+
+def test_a_text_that_a_stop_string_ended_has_a_gamma_too(lm):
+    options: dict[str, Any] = {
+        "method": "adaspeed",
+        "exit_layer": 1,
+        "max_new_tokens": 20,
+        "ignore_eos": True,
+    }
+    whole = lm.generate("ab", **options)
+    assert whole.text
+    cut = lm.generate("ab", stop=whole.text[2:4], **options)
+    assert cut.finish_reason == "stop"
+    assert cut.gamma is not None
+    assert 0 <= cut.gamma <= 1
 
 
 def test_draft_lengths_are_those_of_the_rounds():

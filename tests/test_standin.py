@@ -19,7 +19,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.numerics import rms_norm
 from jaxspec.model.plan import LayerPlan
-from jaxspec.stopping import AdaptiveGamma, Probe, ProductBelow
+from jaxspec.stopping import AdaptiveGamma, FixedGamma, Probe, ProductBelow
 
 CONFIG = LlamaConfig(
     vocab_size=8,
@@ -191,7 +191,9 @@ def test_a_probe_stops_drafts_that_would_fail(standin, plain, fitted):
 
     def with_probe(gamma: float, direction: jax.Array, bias: float) -> tuple[float, float, float]:
         probe = Probe(direction, jnp.float32(bias), jnp.float32(CONFIG.rms_norm_eps))
-        return drafted(standin, LayerSkip(CONFIG, EXIT, ProductBelow(jnp.float32(gamma), probe), 5), plain)
+        return drafted(
+            standin, LayerSkip(CONFIG, EXIT, ProductBelow(FixedGamma(jnp.float32(gamma)), probe), 5), plain
+        )
 
     direction = jnp.asarray(v) * standin.params["norm"]
     fitted_rate, fitted_drafts, length = with_probe(0.6, direction, b)

@@ -156,26 +156,30 @@ def test_every_rule_is_tuned_and_reported_on_other_prompts(model, monkeypatch):
 
 
 def test_a_carried_gamma_is_burnt_in_first(model, monkeypatch):
+    """And each text of a case starts from the γ that the one before it ended with."""
     asked = []
     generate = model.generate
 
     def counted(prompt, **given):
         one = generate(prompt, **given)
-        asked.append((given, one.statistics.num_rounds))
+        asked.append((given, one.statistics.num_rounds, one.gamma))
         return one
 
     monkeypatch.setattr(model, "generate", counted)
     few = dataclasses.replace(FEW, carry=True, burn_in=25, exit_layers=(1,), gammas=(0.9,), repeats=1)
     assert measure(few)["carry"]
-    carried = [(given, rounds) for given, rounds in asked if given.get("carry_gamma")]
-    assert {given["method"] for given, _ in carried} == {"layerskip", "adaspeed"}
-    first = [rounds for given, rounds in asked if given.get("method") == "adaspeed"]
-    plain = next(at for at, (given, _) in enumerate(asked) if "method" not in given)
-    assert sum(rounds for given, rounds in asked[:plain] if given.get("method") == "adaspeed") >= 25
-    assert len(first) > 4
-    constant = [given for given, _ in asked if "num_draft_tokens" in given and "gamma" not in given]
-    assert constant
-    assert not any("carry_gamma" in given for given in constant)
+    for method in ("layerskip", "adaspeed"):
+        texts = [one for one in asked if one[0].get("method") == method and "gamma" in one[0]]
+        assert len(texts) > 4
+        first = [0.9] + [ended for _, _, ended in texts[:-1]]
+        assert [given["gamma"] for given, _, _ in texts] == first
+        assert len(set(first)) > 1
+    plain = next(at for at, (given, _, _) in enumerate(asked) if "method" not in given)
+    assert sum(rounds for given, rounds, _ in asked[:plain] if given.get("method") == "adaspeed") >= 25
+    assert any("num_draft_tokens" in given and "gamma" not in given for given, _, _ in asked)
+    asked.clear()
+    measure(dataclasses.replace(few, carry=False))
+    assert {given["gamma"] for given, _, _ in asked if "gamma" in given} == {0.9}
 
 
 def test_the_oracle_drafts_what_is_accepted_and_no_more(model):

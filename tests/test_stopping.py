@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from jaxspec.stopping import (
     AnyOf,
     ConfidenceBelow,
     Constant,
+    FixedGamma,
     Probe,
     ProductBelow,
 )
@@ -46,7 +46,7 @@ def test_constant_never_stops():
 def test_confidence_is_that_of_the_drafted_token(token):
     """Not the largest one; and each row may have its own γ."""
     for gamma in (0.3, np.array([0.8, 0.2, 0.3], np.float32)):
-        rule = ConfidenceBelow(jnp.asarray(gamma))
+        rule = ConfidenceBelow(FixedGamma(jnp.asarray(gamma)))
         stopped, _ = rule.stop(rule.init(B), signal(0, token))
         expected = [PROBS[row, token[row]] < np.broadcast_to(gamma, B)[row] for row in range(B)]
         assert stopped.tolist() == expected
@@ -67,7 +67,7 @@ def test_adaptive_length_counts_and_learns():
 
 
 def test_any_of_stops_with_the_first_and_teaches_all():
-    rule = AnyOf((ConfidenceBelow(0.3), AdaptiveLength(first=2, rise=1, fall=1)))
+    rule = AnyOf((ConfidenceBelow(FixedGamma(0.3)), AdaptiveLength(first=2, rise=1, fall=1)))
     state = rule.init(B)
     assert rule.stop(state, signal(0))[0].tolist() == [False, True, True]
     assert rule.stop(state, signal(1))[0].all()
@@ -135,7 +135,7 @@ def test_a_rule_compares_with_the_gamma_that_has_moved(make):
 
 def test_product_runs_until_the_next_verification():
     """Each row multiplies its own tokens' probabilities; a verification, even of nothing, starts again from 1."""
-    rule = ProductBelow(jnp.array([0.3, 0.05, 0.3]))
+    rule = ProductBelow(FixedGamma(jnp.array([0.3, 0.05, 0.3])))
     state, product = rule.init(B), np.ones(B)
     for token in [(0, 1, 3), (0, 2, 3), (0, 0, 1), (0, 0, 3)]:
         stopped, state = rule.stop(state, signal(0, token))
@@ -158,35 +158,13 @@ def test_a_probe_sees_what_the_head_sees():
         found = jnp.exp(probe.log_probability(flow(hidden, token)))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
         for gamma in expected:
-            stopped, _ = ConfidenceBelow(gamma + 1e-6, probe).stop(
-                ConfidenceBelow(gamma, probe).init(B), flow(hidden, token)
+            stopped, _ = ConfidenceBelow(FixedGamma(gamma + 1e-6), probe).stop(
+                ConfidenceBelow(FixedGamma(gamma), probe).init(B), flow(hidden, token)
             )
             assert stopped.tolist() == (expected < gamma + 1e-6).tolist()
-    rule = ProductBelow(float(expected[0] ** 2.5), probe)
+    rule = ProductBelow(FixedGamma(float(expected[0] ** 2.5)), probe)
     state, verdicts = rule.init(B), []
     for _ in range(3):
         stopped, state = rule.stop(state, flow(hidden))
         verdicts.append(bool(stopped[0]))
     assert verdicts == [False, False, True]
-
-
-def test_what_carries_over_to_the_next_text():
-    """γ alone, only if asked; not AR, not the product, not a length."""
-    for make in (ConfidenceBelow, ProductBelow):
-        rule = AnyOf((make(AdaptiveGamma(beta2=0.0, carries=True)), AdaptiveLength(2)))
-        state = rule.init(1)
-        one = Outcome(*(jnp.array([n]) for n in (0, 1, 2, 0)))
-        _, state = rule.stop(
-            state, Signal(jnp.int32(0), jnp.array([0]), jnp.zeros((1, V)), jnp.zeros((1, D)))
-        )
-        state = rule.observe(rule.observe(state, one), one)
-        carried = rule.carry(state)
-        assert jax.tree.structure(carried) == jax.tree.structure(rule)
-        np.testing.assert_allclose(carried.rules[0].gamma.first, 0.62, rtol=1e-6)
-        gamma, product = carried.init(2)[0]
-        np.testing.assert_allclose(gamma[0], [0.62, 0.62], rtol=1e-6)
-        assert (gamma[1].tolist(), product.tolist()) == ([0, 0], [0, 0])
-        assert carried.rules[1] == rule.rules[1]
-        stays = make(AdaptiveGamma(beta2=0.0))
-        assert stays.carry(stays.observe(stays.init(1), one)).gamma.first == 0.6
-        assert make(0.3).carry(make(0.3).init(1)).gamma == 0.3

@@ -40,6 +40,7 @@ class Fake:
         self._stopped_at = stopped_at
 
     def generate(self, prompt, *, method, stream=False, **options):
+        method = method.name
         if stream:
             self.checked.append((prompt, method, options))
             return iter(())
@@ -141,7 +142,7 @@ def test_a_run_that_a_target_cannot_do_ends_the_suite_before_it_begins(monkeypat
     able, unable = Fake("able"), Fake("unable")
 
     def refuse(*args, method, **options):
-        if method == "ngram":
+        if method.name == "ngram":
             raise ValueError("not with me")
 
     monkeypatch.setattr(unable, "generate", refuse)

@@ -37,6 +37,7 @@ from jaxspec.stopping import (
     AnyOf,
     ConfidenceBelow,
     Constant,
+    FixedGamma,
     Probe,
     ProductBelow,
 )
@@ -81,13 +82,13 @@ def probe(width: int = TARGET.hidden_size) -> Probe:
 def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
     """The paper's rule, or that of its code; faster, so that a short text moves it."""
     numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
-    return AdaptiveGamma(*numbers, most=None if most is None else jnp.int32(most), carries=True)
+    return AdaptiveGamma(*numbers, most=None if most is None else jnp.int32(most))
 
 
 # By the width of the draft's hidden states.
 RULES: dict[str, Callable[[int], Any]] = {
     "constant": lambda width: Constant(),
-    "confidence": lambda width: ConfidenceBelow(jnp.float32(0.3)),
+    "confidence": lambda width: ConfidenceBelow(FixedGamma(jnp.float32(0.3))),
     "adaptive": lambda width: AdaptiveLength(*map(jnp.int32, (2, 2, 1, K))),
     "any_of": lambda width: AnyOf((ConfidenceBelow(gamma(0.2)), RULES["adaptive"](width))),
     "product": lambda width: ProductBelow(gamma(0.3)),
@@ -429,3 +430,17 @@ def chi_square(samples: Sequence[Any], law: dict[Any, float]) -> float:
         pooled[-1][1] += count
     statistic = sum((count - expected) ** 2 / expected for expected, count in pooled)
     return float(stats.chi2.sf(statistic, max(len(pooled) - 1, 1)))
+
+
+# Each method's drafter and stop rule among those above: what the conformance suite tries of it.
+OF_METHOD = {
+    "adaspeed": ("layerskip", "product"),
+    "adaspeed-probe": ("layerskip", "probe"),
+    "asd": ("asd", "adaptive"),
+    "autoregressive": ("autoregressive", "-"),
+    "draft-model": ("draft-model", "constant"),
+    "draft-verify": ("draft-verify", "adaptive"),
+    "layerskip": ("layerskip", "constant"),
+    "ngram": ("ngram", "-"),
+    "s2d": ("s2d", "adaptive"),
+}

@@ -265,7 +265,9 @@ def read(
         except ValueError as error:
             said = f"{place}: {error}"
             if not skip:
-                raise Malformed(f"{said}; fix the record, or skip such records with --skip-malformed") from None
+                raise Malformed(
+                    f"{said}; fix the record, or skip such records with --skip-malformed"
+                ) from None
             skipped += 1
             report(f"skipped {said}")
     if not documents:

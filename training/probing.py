@@ -27,7 +27,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
-from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from training.estimates import cross_entropy, quality
 
@@ -88,10 +88,6 @@ class Recording:
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
         """Lets the drafter within learn."""
         return self.inner.observe(params, state[0], outcome), state[1]
-
-    def carry(self, state: State) -> Drafter:
-        """Nothing is carried over."""
-        return self
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -41,10 +41,6 @@ class Oracle:
         """Counts what was committed."""
         return state + outcome.count
 
-    def carry(self, state: State) -> Oracle:
-        """Nothing to carry over: the next text is another."""
-        return self
-
 
 def oracle(
     lm: LanguageModel, prompt: Sequence[int], text: Sequence[int], exit_layer: int, size: int

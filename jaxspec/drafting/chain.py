@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import (
-    Drafter,
     Outcome,
     Prefill,
     Proposal,
@@ -131,7 +129,9 @@ class ChainState(NamedTuple):
 
 
 class ChainDrafter:
-    """A drafter with a stop rule; it supplies `propose`, most of which is `draft`.
+    """A base for drafters with a stop rule: a subclass adds `propose`, most of which is `draft`.
+
+    Not a subclass of `protocol.Drafter`, for the reason given at `protocol.StatelessDrafter`.
 
     Attributes:
       rule: when to stop before K tokens.
@@ -175,7 +175,3 @@ class ChainDrafter:
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
         """Lets the stop rule learn."""
         return state._replace(rule=self.rule.observe(state.rule, outcome))
-
-    def carry(self, state: ChainState) -> Drafter:
-        """With the rule for the next text."""
-        return dataclasses.replace(cast(Any, self), rule=self.rule.carry(state.rule))

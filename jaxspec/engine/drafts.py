@@ -30,7 +30,12 @@ class Drafts:
     """
 
     def __init__(
-        self, config: LlamaConfig, tokenizer: Tokenizer | None, dtype: Any, device: jax.Device, mesh: Mesh | None
+        self,
+        config: LlamaConfig,
+        tokenizer: Tokenizer | None,
+        dtype: Any,
+        device: jax.Device,
+        mesh: Mesh | None,
     ) -> None:
         self._config, self._tokenizer, self._dtype = config, tokenizer, dtype
         self._device, self._mesh = device, mesh

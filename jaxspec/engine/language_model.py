@@ -9,32 +9,23 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine import compilation_cache as persistent_cache
-from jaxspec.engine.executables import Executables
 from jaxspec.engine.drafts import Drafts, place
-from jaxspec.engine.keywords import Keywords
+from jaxspec.engine.executables import Executables
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
-from jaxspec.engine.requests import (
-    Conversation,
-    Prompt,
-    batch_of,
-    check_text,
-    flag,
-    requests_of,
-    shown,
-    whole,
-)
+from jaxspec.engine.requests import Conversation, Prompt, batch_of, check_text, requests_of
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
 from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, memory
+from jaxspec.io.arguments import flag, shown, whole
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
@@ -141,8 +132,6 @@ class LanguageModel:
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers))
         self.executables = Executables()
         self._drafts = Drafts(config, tokenizer, params["embed"].dtype, self.device, mesh)
-        # By method and options: the drafter that the last text left, where something is carried over.
-        self._carried: dict[Any, Drafter] = {}
 
     def __repr__(self) -> str:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -193,11 +182,11 @@ class LanguageModel:
         prompts: Prompt | Conversation,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[Keywords],
+        **options: Any,
     ) -> Result: ...
     @overload
     def generate(
-        self, *, messages: Conversation, stream: Literal[False] = False, **options: Unpack[Keywords]
+        self, *, messages: Conversation, stream: Literal[False] = False, **options: Any
     ) -> Result: ...
     @overload
     def generate(
@@ -205,7 +194,7 @@ class LanguageModel:
         prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation],
         *,
         stream: Literal[False] = False,
-        **options: Unpack[Keywords],
+        **options: Any,
     ) -> list[Result]: ...
     @overload
     def generate(
@@ -213,7 +202,7 @@ class LanguageModel:
         *,
         messages: Sequence[Conversation],
         stream: Literal[False] = False,
-        **options: Unpack[Keywords],
+        **options: Any,
     ) -> list[Result]: ...
     @overload
     def generate(
@@ -227,10 +216,10 @@ class LanguageModel:
         *,
         messages: Conversation | Sequence[Conversation] | None = None,
         stream: Literal[True],
-        **options: Unpack[Keywords],
+        **options: Any,
     ) -> Iterator[Piece]: ...
     @overload
-    def generate(self, prompts: np.ndarray | jax.Array, **options: Unpack[Keywords]) -> Any: ...
+    def generate(self, prompts: np.ndarray | jax.Array, **options: Any) -> Any: ...
 
     def generate(
         self,
@@ -306,10 +295,6 @@ class LanguageModel:
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         accepts = build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._method(method, options, laws, self.directory)
-        # What is carried over belongs to a method, its options and its laws.
-        carried = (method, chosen, frozenset(laws)) if chosen.carry_gamma else None
-        if carried is not None:
-            drafter = methods.carried_over(drafter, self._carried.get(carried))
         self._check_memory(requests, rows, drafter.reach)
         session = Session(
             self.executables,
@@ -320,12 +305,11 @@ class LanguageModel:
             requests,
             max_batch=rows,
             log_probs=logprobs,
-            carries=methods.carries(drafter),
             mesh=self.mesh,
             device=self.device,
         )
         rounds = STREAM_ROUNDS if stream or stops else QUIET_ROUNDS
-        pieces = self._run(session, requests, stops, rounds, carried)
+        pieces = self._run(session, requests, stops, rounds)
         if stream:
             return pieces
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
@@ -335,7 +319,9 @@ class LanguageModel:
                 warnings.warn(result.error, RuntimeWarning, stacklevel=2)
         return ordered[0] if single else ordered
 
-    def drafter(self, method: str | Method, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:
+    def drafter(
+        self, method: str | Method, *, beside: bool = True, **method_options: Any
+    ) -> tuple[Drafter, Any]:
         """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
 
         `beside`: whether the files that lie beside the model count.
@@ -399,7 +385,6 @@ class LanguageModel:
         requests: Sequence[RowRequest],
         stops: tuple[str, ...],
         rounds: int,
-        carried: Any,
     ) -> Iterator[Piece]:
         began, variants = time.perf_counter(), self.executables.variants
         waited = self.executables.blocked_ms
@@ -415,11 +400,10 @@ class LanguageModel:
             for update in session.step(rounds):
                 counts = self.executables.variants - variants
                 blocked_ms = self.executables.blocked_ms - waited
-                piece = rows[update.index].take(update, blocked_ms, counts)
+                gamma = functools.partial(session.gamma, update.row)
+                piece = rows[update.index].take(update, blocked_ms, counts, gamma)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
-                if piece.result is not None and carried is not None:
-                    self._carried[carried] = session.drafter
                 yield piece
 
 

@@ -70,6 +70,10 @@ class Result:
       drafted: for each token, whether it was an accepted draft.
       log_probs: for each token, under the model's raw law; None if not asked for.
       proposed: for each token, how many draft tokens its round verified.
+      gamma: the γ of its adaptive stop rule when the text ended, cut to [0, 1]; of several such rules that of the
+        first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from
+        text to text as Draft & Verify does, generate one after another with `gamma=result.gamma`. The rounds that ran
+        before the host found a stop string have moved it too.
     """
 
     text: str | None
@@ -79,6 +83,7 @@ class Result:
     drafted: list[bool]
     log_probs: list[float] | None = None
     proposed: list[int] = dataclasses.field(default_factory=list)
+    gamma: float | None = None
 
     def __str__(self) -> str:
         return self.text if self.text is not None else " ".join(map(str, self.tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,16 @@ class Row:
         self._proposed: list[int] = []
         self._log_probs: list[float] | None = None
 
-    def take(self, update: Update, blocked_ms: float, variants: VariantCounts) -> Piece:
+    def take(
+        self,
+        update: Update,
+        blocked_ms: float,
+        variants: VariantCounts,
+        gamma: Callable[[], float | None],
+    ) -> Piece:
         """One update becomes one piece; the last one carries the result.
 
-        `blocked_ms`: how long the batch has waited for programs since it began.
+        `blocked_ms`: how long the batch has waited for programs since it began; `gamma`: reads `Result.gamma`.
         """
         now = time.perf_counter()
         if self._first is None:
@@ -64,7 +70,7 @@ class Row:
         )
         text = self._text.text if self._text.has_text else None
         result = Result(
-            text, self._tokens, reason, statistics, self._drafted, self._log_probs, self._proposed
+            text, self._tokens, reason, statistics, self._drafted, self._log_probs, self._proposed, gamma()
         )
         return Piece(update.index, gained, tokens, drafted, statistics, result)
 

@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine.executables import Executables
-from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import state_shardings
 from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.stopping import GammaState
 
 # Below this many tokens in all a batch starts in the bucket it ends in; above, it grows as it goes.
 START_CAPACITY = 512
@@ -62,6 +62,7 @@ class Update:
 
     Attributes:
       index: which request.
+      row: which row of the batch holds it until the next step.
       tokens: new token ids.
       drafted: for each, whether it was an accepted draft.
       proposed: for each, how many draft tokens its round verified.
@@ -72,6 +73,7 @@ class Update:
     """
 
     index: int
+    row: int
     tokens: list[int]
     drafted: list[bool]
     proposed: list[int]
@@ -107,14 +109,8 @@ class Session:
       requests: the texts.
       max_batch: most rows at once.
       log_probs: whether to report them.
-      static_plans: of a drafter with masks, compile a program for the rows' mask in the background, and use it
-        from the next look of the host on after it is there.
-      carries: a row that comes in place of another takes over what the drafter carries from text to text.
       mesh: where params live; None for one device.
       device: that one device.
-
-    Attributes:
-      drafter: as the next text should find it.
     """
 
     def __init__(
@@ -128,19 +124,17 @@ class Session:
         *,
         max_batch: int = 8,
         log_probs: bool = False,
-        static_plans: bool = False,
-        carries: bool = False,
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
     ) -> None:
         self._call, self._prepare = executables.call, executables.prepare
         self._compiled = executables.compiled
-        self._variant, self._static_plans, self._carries = executables.variant, static_plans, carries
+        self._variant = executables.variant
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = _filters_used(requests) if needs_sampling(requests) else None
-        self.drafter, self._acceptor = self._put((drafter, acceptor))
+        self._drafter, self._acceptor = self._put((drafter, acceptor))
         # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
         self._specialised: Drafter | None = None
         self._rows_changed = True
@@ -169,6 +163,16 @@ class Session:
             if held is not None and held[0] == index:
                 self._halt[row] = True
                 self._end(row)
+
+    def gamma(self, row: int) -> float | None:
+        """The adaptive γ of a row as the last step left it, cut to [0, 1]; None where the stop rule has none.
+
+        Of several stop rules with one, the first counts. Row: `Update.row`.
+        """
+        assert self._state is not None
+        nodes = jax.tree.leaves(self._state.drafter_state, is_leaf=lambda node: isinstance(node, GammaState))
+        state = next((node for node in nodes if isinstance(node, GammaState)), None)
+        return None if state is None else float(np.clip(np.asarray(state.gamma)[row], 0, 1))
 
     def step(self, max_rounds: int) -> list[Update]:
         """One look: prefills what waits and fits, else runs up to `max_rounds` rounds."""
@@ -212,12 +216,12 @@ class Session:
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
-        if self._lengths.max() + self.drafter.reach > self.capacity:
+        if self._lengths.max() + self._drafter.reach > self.capacity:
             self._grow(2 * self.capacity)
         elif 2 * self._lengths.max() > self.capacity:
             self._prepare_next()
         arguments, static, compiled = self._chunk_arguments(max_rounds), self._chunk_static(), None
-        if self._static_plans and self._rows_changed:
+        if self._rows_changed and getattr(self._drafter, "static", False):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments
@@ -234,19 +238,15 @@ class Session:
         assert self._state is not None
         self._rows_changed = False
         live = jnp.array([held is not None for held in self._rows])
-        drafter = cast(MaskedDrafter, self.drafter)
+        drafter = cast(MaskedDrafter, self._drafter)
         plans = np.asarray(drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
         alike = len(plans) > 0 and bool((plans == plans[0]).all())
         self._specialised = drafter.specialised(LayerPlan.of(plans[0])) if alike else None
 
     def _end(self, row: int) -> None:
-        """Frees a row, and keeps what the drafter carries over from its text."""
+        """Frees a row."""
         self._rows[row] = None
         self._rows_changed = True
-        if self._carries:
-            assert self._state is not None
-            state = self._state.drafter_state
-            self.drafter = self._call(_carry, self.drafter, state, self._put(np.int32(row)))
 
     def _prefill_arguments(
         self, requests: list[RowRequest], capacity: int, parts: Parts
@@ -291,7 +291,7 @@ class Session:
         held = [row[1] for row in self._rows if row is not None]
         waiting = [request for _, request in self._waiting]
         limits = [len(request.prompt) + request.max_new_tokens for request in held + waiting]
-        if self._mesh is not None or max(limits) + self.drafter.reach <= state.capacity:
+        if self._mesh is not None or max(limits) + self._drafter.reach <= state.capacity:
             return
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
@@ -309,7 +309,7 @@ class Session:
         return (self._params, self._parts, self._state, *limits)
 
     def _chunk_static(self) -> dict[str, Any]:
-        window = WINDOW + self.drafter.num_draft_tokens + 1
+        window = WINDOW + self._drafter.num_draft_tokens + 1
         return {
             "config": self._config,
             "window": window,
@@ -318,7 +318,7 @@ class Session:
         }
 
     def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
-        reach = self.drafter.reach
+        reach = self._drafter.reach
         total = max(len(r.prompt) + r.max_new_tokens for r in requests) + reach
         prompt = max(len(r.prompt) for r in requests) + 1 + reach
         return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
@@ -333,7 +333,7 @@ class Session:
                 for name in self._filters
             }
             law = Sampling(**self._put(numbers))
-        return Parts(self.drafter, self._acceptor, law)
+        return Parts(self._drafter, self._acceptor, law)
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
@@ -353,6 +353,7 @@ class Session:
             updates.append(
                 Update(
                     held[0],
+                    row,
                     host.tokens[at, :count].tolist(),
                     host.drafted[at, :count].tolist(),
                     host.proposed[at, :count].tolist(),
@@ -400,14 +401,6 @@ def _chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs,
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted
-
-
-@jax.jit
-def _carry(drafter, state, row):
-    def one(node):
-        return node if isinstance(node, KVCache) else node[row][None]
-
-    return drafter.carry(jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, KVCache)))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")

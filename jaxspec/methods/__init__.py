@@ -19,8 +19,8 @@ from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
 
 __all__ = [
-    "METHODS",
     "ASD",
+    "METHODS",
     "S2D",
     "AdaSPEED",
     "AdaSPEEDProbe",

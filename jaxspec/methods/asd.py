@@ -1,4 +1,4 @@
-"""Adaptive self-speculation: what to skip follows from the prompt's cosine similarities (ASD/ADMG, Metel et al. 2024)."""
+"""ASD (Metel et al. 2024): what a draft skips follows from the cosine similarities of its prompt."""
 
 from __future__ import annotations
 
@@ -55,18 +55,22 @@ class ASD(MaskedMethod):
         )
         depth = target.config.num_layers
         if not 0 < alpha <= 1:
-            raise ValueError(f"alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)")
-        if not 0 <= every <= MAX_LAYERS:
-            raise ValueError(f"every is {every}; give 0 (rule off) or a number of layers, at most {MAX_LAYERS}")
-        if not 0 <= keep_last <= depth:
             raise ValueError(
-                f"keep_last is {keep_last}; give a number from 0 to {depth}, the model's layers"
+                f"alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)"
             )
+        if not 0 <= every <= MAX_LAYERS:
+            raise ValueError(
+                f"every is {every}; give 0 (rule off) or a number of layers, at most {MAX_LAYERS}"
+            )
+        if not 0 <= keep_last <= depth:
+            raise ValueError(f"keep_last is {keep_last}; give a number from 0 to {depth}, the model's layers")
         if every == 1 and keep_last == 0:
             raise ValueError("every=1 with keep_last=0 skips every layer; a draft must run at least one")
         rule, length = self.stopping()
         numbers = jnp.float32(alpha), jnp.int32(every), jnp.int32(keep_last)
-        return Drafting(target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)), None
+        return Drafting(
+            target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)
+        ), None
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
         """The numbers in the file named, else in the one beside the model, else the paper's for models of this name."""

@@ -187,7 +187,9 @@ class Method:
         cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
+        )
 
     def __str__(self) -> str:
         return " ".join((self.name, *(f"{name}={value!r}" for name, value in self.given.items())))

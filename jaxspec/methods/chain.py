@@ -10,7 +10,7 @@ from jaxspec.methods.base import DraftingMethod
 
 if TYPE_CHECKING:
     from jaxspec.protocol import StopRule
-    from jaxspec.stopping import Probe
+    from jaxspec.stopping import Gamma, Probe
 
 StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
 GammaEdge = Literal["paper", "code"]
@@ -84,9 +84,7 @@ class ChainMethod(DraftingMethod):
         """What to say of options that the method does not read with its stop rules."""
         rules = ",".join(self.rules(self.given))
         options = ", ".join(foreign)
-        return (
-            f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"
-        )
+        return f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"
 
     def stopping(self, probe: Callable[[], Probe] | None = None) -> tuple[StopRule, int]:
         """Makes the stop rule, and K: a rule that ends drafts early has room for those that go well.
@@ -122,15 +120,15 @@ class ChainMethod(DraftingMethod):
             return Constant(), length
         return rules[0] if len(rules) == 1 else AnyOf(tuple(rules)), length
 
-    def _gamma(self, rule: StopName, length: int) -> Any:
+    def _gamma(self, rule: StopName, length: int) -> Gamma:
         """γ, fixed or adaptive."""
         import jax.numpy as jnp
 
-        from jaxspec.stopping import AdaptiveGamma
+        from jaxspec.stopping import AdaptiveGamma, FixedGamma
 
         first = jnp.float32(_THRESHOLDS[rule] if self.gamma is None else self.gamma)
         if not self.adaptive_gamma:
-            return first
+            return FixedGamma(first)
         paper = AdaptiveGamma()
         constants = {}
         for name in ("alpha", "beta1", "beta2", "epsilon"):

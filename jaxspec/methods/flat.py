@@ -38,9 +38,10 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
             kind = plain_type(hints[field.name])
             before = fields.setdefault(field.name, field)
             if types.setdefault(field.name, kind) != kind or before.default != field.default:
+                others = ", ".join(name for names in readers[field.name].values() for name in names)
                 raise ValueError(
-                    f"the option {field.name} of method {method.name} has another type or default than "
-                    f"{', '.join(sum(readers[field.name].values(), []))}'s; give it another name"
+                    f"the option {field.name} of method {method.name} has another type or default than {others}'s; "
+                    "give it another name"
                 )
             text = helps.get(field.name, "")
             readers.setdefault(field.name, {}).setdefault(text, []).append(method.name)
@@ -55,9 +56,13 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
         if types[option] == bool | None:  # two flags; neither is what leaving the option out means
             lines.append(f"  no_{option}: the opposite of `{option}`.")
             made.append((option, bool, dataclasses.field(default=False)))
-            made.append((f"no_{option}", bool, dataclasses.field(default=False, metadata={"negates": option})))
+            made.append(
+                (f"no_{option}", bool, dataclasses.field(default=False, metadata={"negates": option}))
+            )
         else:
-            made.append((option, types[option], dataclasses.field(default=field.default, metadata=field.metadata)))
+            made.append(
+                (option, types[option], dataclasses.field(default=field.default, metadata=field.metadata))
+            )
     return dataclasses.make_dataclass(
         name, made, frozen=True, kw_only=True, namespace={"__doc__": doc + "\n".join(lines) + "\n"}
     )

@@ -67,9 +67,7 @@ class S2D(ChainMethod):
 
         numbers, path = [_THRESHOLD] * (len(exits) - 1), None
         if self.thresholds is not None or resources.directory is not None:
-            path = found(
-                self.thresholds, target, resources, method_files.thresholds_name(draft.fingerprint)
-            )
+            path = found(self.thresholds, target, resources, method_files.thresholds_name(draft.fingerprint))
         if path is not None:
             numbers = method_files.read_thresholds(path, target.fingerprint, draft.fingerprint, exits)
         return jnp.asarray(numbers, jnp.float32)
