@@ -29,7 +29,8 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model import llama
 from jaxspec.selection.fitness import Texts
-from training import data, formats, job, tokenizer
+from training import job
+from training.data import formats, packing, tokenizer
 from training.options import DataOptions, parse
 
 
@@ -68,7 +69,7 @@ def held_out_texts(
     marks = job.document_marks(lm.config)
     return {
         kind: Texts(
-            **data.spread(
+            **packing.spread(
                 _packed(part[: options.documents], words, marks, options), options.data.held_out_rows
             )
         )
@@ -78,8 +79,8 @@ def held_out_texts(
 
 def _packed(
     documents: Sequence[formats.Document], words: Tokenizer, marks: tuple[int, int], options: Options
-) -> data.Windows:
-    return data.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
+) -> packing.Windows:
+    return packing.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
 
 
 def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from training import command, metrics
+from training import command
 from training.options import parse_plain
+from training.reports import metrics
 
 LOSS_FILE, ACCEPTANCE_FILE = "loss.png", "acceptance.png"
 
