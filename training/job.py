@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.io import files, hf_config, huggingface, method_files
 from jaxspec.io import tokenizer as tokenizer_files
+from jaxspec.io.extras import require
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -271,6 +272,8 @@ def train(
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
+    if options.plot:
+        require("plot", "matplotlib")
     documents = read_kinds(options.data, chat_of(options), console.print)
     with lock.exclusive(options.run_directory, console.print):
         return _train(options, objective, documents, module, typed, console)

@@ -11,6 +11,7 @@ from jaxspec.cli.bar import Bar
 from jaxspec.cli.options import ModelOptions
 from jaxspec.cli.output import output_file
 from jaxspec.cli.status import INTERRUPTED
+from jaxspec.io.extras import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Search:
 
     def run(self) -> int:
         """Searches; returns the exit status."""
+        if not self.random:
+            require("search", "bayes_opt")
         with Bar() as bar:
             bar("loading the model")
             from jaxspec.bench.calibration import read_prompts
