@@ -103,7 +103,9 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
         raise ValueError(f"repeats is {options.repeats}; give at least 1")
     if not options.runs:
         raise ValueError("there is nothing to measure; give at least one of `runs`, such as 'ngram'")
-    runs = {words: {"method": parse_run(words)} for words in (BASELINE, *options.runs)}
+    runs: dict[str, dict[str, Any]] = {
+        words: {"method": parse_run(words)} for words in (BASELINE, *options.runs)
+    }
     top_p = options.top_p if options.temperature else 1.0
     # Not the model's own defaults: the law is the one that is named.
     law: dict[str, Any] = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}

@@ -8,9 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from training import data, formats, options, tasks, tokenizer
-from training.tasks import code, edits, sums
-from training.tasks import task as task_words
+from training import options
+from training.data import formats, packing, tasks, tokenizer
+from training.data.tasks import code, edits, sums
+from training.data.tasks import task as task_words
 
 COUNT = 400
 
@@ -202,7 +203,7 @@ def test_what_is_asked_of_boxes_has_one_answer():
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_a_held_out_task_is_no_task_of_the_training_with_other_names(family):
     documents = formats.read(f"tasks:{family}:3000", formats.AUTO, formats.Chat(), False)
-    training, held_out = data.split(documents, 20)
+    training, held_out = packing.split(documents, 20)
     if family in ("code", "sums"):
         assert len({one.origin for one in documents}) < len(documents)
     things = "|".join(sorted(map(sums._plural, task_words.THINGS), key=len, reverse=True))

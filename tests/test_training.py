@@ -18,7 +18,10 @@ from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import data, formats, induction, job, losses, step, tokenizer
+from training import induction, job
+from training.data import formats, packing, tokenizer
+from training.loop import step
+from training.losses import base
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -42,23 +45,25 @@ def words():
     return tokenizer.train(STORIES, 300)
 
 
-def documents(rng: np.random.Generator, lengths) -> list[data.Encoded]:
+def documents(rng: np.random.Generator, lengths) -> list[packing.Encoded]:
     """Random tokens, of which about one in six is only read."""
     return [
-        data.Encoded(rng.integers(0, CONFIG.vocab_size, length).astype(np.int32), rng.random(length) > 1 / 6)
+        packing.Encoded(
+            rng.integers(0, CONFIG.vocab_size, length).astype(np.int32), rng.random(length) > 1 / 6
+        )
         for length in lengths
     ]
 
 
-def given(step: int = 0, seed: int = 0) -> losses.Given:
-    return losses.Given(jnp.int32(step), jax.random.key(seed))
+def given(step: int = 0, seed: int = 0) -> base.Given:
+    return base.Given(jnp.int32(step), jax.random.key(seed))
 
 
-def batch_of(windows: data.Windows) -> losses.Batch:
+def batch_of(windows: packing.Windows) -> base.Batch:
     return {name: jnp.asarray(array) for name, array in windows.items()}
 
 
-hidden_states = jax.jit(lambda params, batch: losses.layer_outputs(CONFIG, params, batch)[-1])
+hidden_states = jax.jit(lambda params, batch: base.layer_outputs(CONFIG, params, batch)[-1])
 
 
 # Packing
@@ -68,7 +73,7 @@ hidden_states = jax.jit(lambda params, batch: losses.layer_outputs(CONFIG, param
 @hypothesis_given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), window=st.integers(2, 17))
 def test_packing_loses_and_repeats_no_token(lengths, window):
     originals = documents(np.random.default_rng(0), lengths)
-    windows = data.pack(originals, window)
+    windows = packing.pack(originals, window)
     packed = []
     for row in range(len(windows["tokens"])):
         for segment in range(1, windows["segments"][row].max() + 1):
@@ -87,13 +92,13 @@ def test_packing_loses_and_repeats_no_token(lengths, window):
 def test_packed_documents_do_not_see_each_other(params):
     rng = np.random.default_rng(1)
     originals = documents(rng, [5, 7, 4])
-    windows = data.pack(originals, 16)
+    windows = packing.pack(originals, 16)
     assert windows["tokens"].shape == (1, 16)
     hidden = hidden_states(params, batch_of(windows))[0]
     for segment, document in enumerate(
         sorted(originals, key=lambda one: len(one.tokens), reverse=True), start=1
     ):
-        alone = data.pack([document], 16)
+        alone = packing.pack([document], 16)
         expected = hidden_states(params, batch_of(alone))[0]
         here = np.flatnonzero(windows["segments"][0] == segment)
         np.testing.assert_allclose(hidden[here], expected[: len(document.tokens)], atol=1e-5)
@@ -101,19 +106,19 @@ def test_packed_documents_do_not_see_each_other(params):
 
 def test_split_depends_on_the_origin_alone():
     stories = [formats.plain(story)[0] for story in STORIES]
-    training, held_out = data.split(stories, 5)
+    training, held_out = packing.split(stories, 5)
     assert sorted(one.text for one in training + held_out) == sorted(STORIES)
     shuffled = random.Random(0).sample(stories, len(stories))
-    assert {one.text for one in data.split(shuffled, 5)[1]} == {one.text for one in held_out}
+    assert {one.text for one in packing.split(shuffled, 5)[1]} == {one.text for one in held_out}
     made_of_them = [formats.Document((formats.Span("task"),), story) for story in STORIES]
-    assert {one.origin for one in data.split(made_of_them, 5)[1]} == {one.text for one in held_out}
+    assert {one.origin for one in packing.split(made_of_them, 5)[1]} == {one.text for one in held_out}
     with pytest.raises(ValueError, match="held out"):
-        data.split(stories[:1], 5)
+        packing.split(stories[:1], 5)
 
 
 def test_fixed_batches_cover_all_windows_once():
-    windows = data.pack(documents(np.random.default_rng(2), [6, 5, 6, 3, 6]), 6)
-    parts = data.fixed_batches(windows, 2, 100)
+    windows = packing.pack(documents(np.random.default_rng(2), [6, 5, 6, 3, 6]), 6)
+    parts = packing.fixed_batches(windows, 2, 100)
     stacked = np.concatenate([part["tokens"] for part in parts])
     assert np.array_equal(stacked[: len(windows["tokens"])], windows["tokens"])
     assert all(part["tokens"].shape == (2, 6) for part in parts)
@@ -121,15 +126,15 @@ def test_fixed_batches_cover_all_windows_once():
 
 
 def test_batches_resume_where_they_stopped_and_cover_every_epoch():
-    windows = data.pack(documents(np.random.default_rng(3), [4] * 6), 4)
-    stream = data.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
+    windows = packing.pack(documents(np.random.default_rng(3), [4] * 6), 4)
+    stream = packing.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
     epochs = [np.concatenate([next(stream)["tokens"][:, 0] for _ in range(3)]) for _ in range(2)]
     for epoch in epochs:
         assert sorted(map(tuple, epoch)) == sorted(map(tuple, windows["tokens"]))
     assert not np.array_equal(epochs[0], epochs[1])
     state = json.loads(json.dumps(stream.get_state()))
     following = [next(stream) for _ in range(4)]
-    again = data.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
+    again = packing.batches({"a": windows}, {"a": 1.0}, batch=1, accumulate=2, seed=7)
     again.set_state(state)
     for expected in following:
         assert np.array_equal(next(again)["tokens"], expected["tokens"])
@@ -137,8 +142,11 @@ def test_batches_resume_where_they_stopped_and_cover_every_epoch():
 
 def test_kinds_are_mixed_by_weight_and_each_covers_its_epochs():
     rng = np.random.default_rng(9)
-    kinds = {"rare": data.pack(documents(rng, [4] * 3), 4), "often": data.pack(documents(rng, [4] * 9), 4)}
-    stream = data.batches(kinds, {"rare": 1.0, "often": 3.0}, batch=4, accumulate=1, seed=0)
+    kinds = {
+        "rare": packing.pack(documents(rng, [4] * 3), 4),
+        "often": packing.pack(documents(rng, [4] * 9), 4),
+    }
+    stream = packing.batches(kinds, {"rare": 1.0, "often": 3.0}, batch=4, accumulate=1, seed=0)
     drawn = np.concatenate([next(stream)["tokens"][0] for _ in range(6)])
     rows = {kind: [tuple(row) for row in windows["tokens"]] for kind, windows in kinds.items()}
     counts = {kind: [list(map(tuple, drawn)).count(row) for row in own] for kind, own in rows.items()}
@@ -146,7 +154,7 @@ def test_kinds_are_mixed_by_weight_and_each_covers_its_epochs():
 
 
 def test_cache_is_used_while_its_key_stands(tmp_path):
-    windows = data.pack(documents(np.random.default_rng(4), [3, 4]), 4)
+    windows = packing.pack(documents(np.random.default_rng(4), [3, 4]), 4)
     calls = []
 
     def make():
@@ -154,7 +162,7 @@ def test_cache_is_used_while_its_key_stands(tmp_path):
         return {"training": {"a": windows}, "held_out": {"a": windows}}
 
     for key in ("a", "a", "b"):
-        got = data.cached(tmp_path / "tokens.npz", key, make)
+        got = packing.cached(tmp_path / "tokens.npz", key, make)
         assert np.array_equal(got["training"]["a"]["learn"], windows["learn"])
     assert len(calls) == 2
 
@@ -163,9 +171,9 @@ def test_cache_is_used_while_its_key_stands(tmp_path):
 
 
 def test_loss_is_the_one_numpy_computes(params):
-    windows = data.pack(documents(np.random.default_rng(5), [9, 4, 3, 6]), 12)
+    windows = packing.pack(documents(np.random.default_rng(5), [9, 4, 3, 6]), 12)
     batch = batch_of(windows)
-    total, weight = jax.jit(losses.next_token(CONFIG))(params, batch, given())
+    total, weight = jax.jit(base.next_token(CONFIG))(params, batch, given())
     hidden = hidden_states(params, batch)
     logits = np.asarray(llama.logits(CONFIG, params, hidden), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -183,11 +191,9 @@ def test_loss_is_the_one_numpy_computes(params):
 
 
 def test_rematerialisation_changes_no_gradient(params):
-    batch = batch_of(data.pack(documents(np.random.default_rng(6), [9, 4]), 12))
+    batch = batch_of(packing.pack(documents(np.random.default_rng(6), [9, 4]), 12))
     kept, again = (
-        jax.jit(jax.grad(lambda p, remat=remat: losses.next_token(CONFIG, remat)(p, batch, given())[0]))(
-            params
-        )
+        jax.jit(jax.grad(lambda p, remat=remat: base.next_token(CONFIG, remat)(p, batch, given())[0]))(params)
         for remat in (False, True)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, again)
@@ -195,14 +201,14 @@ def test_rematerialisation_changes_no_gradient(params):
 
 def test_accumulated_micro_batches_are_one_large_batch(params):
     """Micro-batches with different numbers of tokens: a mean of means would differ."""
-    windows = data.pack(documents(np.random.default_rng(7), [12, 5, 10, 11]), 12)
+    windows = packing.pack(documents(np.random.default_rng(7), [12, 5, 10, 11]), 12)
     options = step.OptimizerOptions(learning_rate=1e-2, warmup=1)
     results = []
     for rows, micro in ((4, 1), (1, 4)):
         transform = step.optimizer(options, 10)
         state = step.init_state(jax.tree.map(jnp.copy, params), transform)
         batch = {name: array.reshape(micro, rows, -1) for name, array in windows.items()}
-        results.append(step.make_step(losses.next_token(CONFIG), transform, 0)(state, batch)[1])
+        results.append(step.make_step(base.next_token(CONFIG), transform, 0)(state, batch)[1])
     for name in ("loss", "gradient_norm", "tokens"):
         assert float(results[0][name]) == pytest.approx(float(results[1][name]), rel=1e-5), name
 
@@ -275,10 +281,10 @@ def test_schedules_warm_up_and_end():
 
 
 def test_a_few_steps_learn(params):
-    windows = data.pack(documents(np.random.default_rng(8), [12] * 2), 12)
+    windows = packing.pack(documents(np.random.default_rng(8), [12] * 2), 12)
     transform = step.optimizer(step.OptimizerOptions(learning_rate=1e-2, warmup=2), 60)
     state = step.init_state(jax.tree.map(jnp.copy, params), transform)
-    step_fn = step.make_step(losses.next_token(CONFIG), transform, 0)
+    step_fn = step.make_step(base.next_token(CONFIG), transform, 0)
     batch = {name: array[None] for name, array in windows.items()}
     seen = []
     for _ in range(60):
@@ -309,7 +315,7 @@ def test_the_circuit_copies_what_it_has_seen_once_and_nothing_before():
     }
 
     def right(params) -> np.ndarray:
-        logits = llama.logits(config, params, losses.layer_outputs(config, params, batch)[-1])
+        logits = llama.logits(config, params, base.layer_outputs(config, params, batch)[-1])
         return (np.asarray(logits).argmax(-1)[:, :-1] == tokens[:, 1:]).mean(axis=0)
 
     laid = right(induction.add_circuit(config, random_params, seed=3))

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from tests.test_training_run import STORIES, arguments, metrics
-from training import checkpoints, formats, lock, sft
-from training.checkpoints import CHECKSUMS, Checkpoints, damage
-from training.step import TrainState
+from training import sft
+from training.data import formats
+from training.loop import checkpoints, lock
+from training.loop.checkpoints import CHECKSUMS, Checkpoints, damage
+from training.loop.step import TrainState
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -271,7 +273,7 @@ def test_a_run_goes_on_from_the_intact_checkpoint_with_the_losses_it_had(folder,
 HOLD = """
 import sys, time
 from pathlib import Path
-from training import lock
+from training.loop import lock
 with lock.exclusive(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(300)

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, trainers
 
 from jaxspec.bench import prompts
-from training import copy_edit, formats, options, sft, tokenizer
+from training import options, sft
+from training.data import copy_edit, formats, tokenizer
 
 STORY = (
     "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "

@@ -13,7 +13,11 @@ import pytest
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import evaluation, exit_losses, growth, losses, step, throughput
+from training import throughput
+from training.loop import growth, step
+from training.losses import base
+from training.losses import exits as exit_losses
+from training.reports import evaluation
 
 LAYERS = 3
 CONFIG = LlamaConfig(
@@ -48,15 +52,15 @@ def batch():
     }
 
 
-def given(at: int = 0, target=None) -> losses.Given:
-    return losses.Given(jnp.int32(at), jax.random.key(0), target)
+def given(at: int = 0, target=None) -> base.Given:
+    return base.Given(jnp.int32(at), jax.random.key(0), target)
 
 
 def loss_at(params, batch, layers: int) -> jax.Array:
     """The plain way: the model cut to its first layers."""
     cut = CONFIG.truncated(layers)
-    logits = llama.logits(cut, params, losses.layer_outputs(cut, llama.truncate(params, layers), batch)[-1])
-    return losses.cross_entropy(logits, *losses.next_token_targets(batch))
+    logits = llama.logits(cut, params, base.layer_outputs(cut, llama.truncate(params, layers), batch)[-1])
+    return base.cross_entropy(logits, *base.next_token_targets(batch))
 
 
 def assert_trees_close(a, b):
@@ -90,13 +94,13 @@ def test_divergence_is_kullback_leibler():
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (wanted, logits))
     mask = np.array([[True, False, True]])
     expected = (p * np.log(p / q)).sum(-1)[mask].sum()
-    assert float(losses.divergence(wanted, logits, mask)) == pytest.approx(expected, rel=1e-5)
+    assert float(base.divergence(wanted, logits, mask)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_bfloat16_products_leave_float32_gradients_close_to_the_exact_ones(params, batch):
     loss = exit_losses.soft(CONFIG, (1, LAYERS))
     (exact, _), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given())
-    rounded = losses.in_dtype(loss, jnp.bfloat16)
+    rounded = base.in_dtype(loss, jnp.bfloat16)
     (total, _), grads = jax.jit(jax.value_and_grad(rounded, has_aux=True))(params, batch, given())
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert total.dtype == jnp.float32
@@ -166,10 +170,10 @@ def test_layer_skip_is_the_weighted_sum_over_the_exits_that_are_on(params, batch
 def test_a_dropped_layer_is_the_identity_for_its_rows_alone(params, batch):
     keep = [jnp.ones(3, bool)] * LAYERS
     keep[1] = jnp.array([True, False, True])
-    got = losses.layer_outputs(CONFIG, params, batch, keep=keep)[-1]
-    whole = losses.layer_outputs(CONFIG, params, batch)[-1]
+    got = base.layer_outputs(CONFIG, params, batch, keep=keep)[-1]
+    whole = base.layer_outputs(CONFIG, params, batch)[-1]
     without = {**params, "layers": [layer for index, layer in enumerate(params["layers"]) if index != 1]}
-    cut = losses.layer_outputs(CONFIG.truncated(LAYERS - 1), without, batch)[-1]
+    cut = base.layer_outputs(CONFIG.truncated(LAYERS - 1), without, batch)[-1]
     np.testing.assert_allclose(got[::2], whole[::2], atol=1e-5)
     np.testing.assert_allclose(got[1], cut[1], atol=1e-5)
 
@@ -224,7 +228,7 @@ def test_stages_that_do_not_rise_are_refused(pairs):
 def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch):
     transform = step.optimizer(step.OptimizerOptions(warmup=1), 10)
     two = step.init_state(llama.truncate(params, 2), transform)
-    stepped, _ = step.make_step(losses.next_token(CONFIG.truncated(2)), transform, 0)(
+    stepped, _ = step.make_step(base.next_token(CONFIG.truncated(2)), transform, 0)(
         jax.tree.map(jnp.copy, two), {name: array[None] for name, array in batch.items()}
     )
     grown = growth.grow(stepped, 5)
@@ -235,8 +239,8 @@ def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch)
             np.testing.assert_array_equal(
                 tree["layers"][layer]["mlp"]["gate_up"], tree["layers"][source]["mlp"]["gate_up"]
             )
-    before = losses.layer_outputs(CONFIG.truncated(2), stepped.params, batch)[-1]
-    after = losses.layer_outputs(dataclasses.replace(CONFIG, num_layers=5), grown.params, batch)
+    before = base.layer_outputs(CONFIG.truncated(2), stepped.params, batch)[-1]
+    after = base.layer_outputs(dataclasses.replace(CONFIG, num_layers=5), grown.params, batch)
     np.testing.assert_array_equal(after[1], before)
     # Nothing is lost by growing: the copies write nothing yet.
     np.testing.assert_allclose(after[-1], before, atol=1e-5)
@@ -248,7 +252,7 @@ def test_what_was_grown_learns_in_all_its_layers(params, batch, kind):
     one = jax.tree.map(jnp.copy, llama.truncate(params, 1))  # the step donates its state
     state = growth.grow(step.init_state(one, transform), 2)
     start = jax.tree.map(np.array, state.params["layers"][1])
-    step_fn = step.make_step(losses.next_token(CONFIG.truncated(2)), transform, 0)
+    step_fn = step.make_step(base.next_token(CONFIG.truncated(2)), transform, 0)
     for _ in range(4):
         state, _ = step_fn(state, {name: array[None] for name, array in batch.items()})
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start, state.params["layers"][1])
@@ -266,10 +270,10 @@ def test_held_out_figures_are_those_of_a_slow_count(params, batch):
     ahead = evaluation.NUM_DRAFT_TOKENS
 
     def counted(batch):
-        mask = np.asarray(losses.next_token_targets(batch)[1])
+        mask = np.asarray(base.next_token_targets(batch)[1])
         chosen = {
             n: np.asarray(jnp.argmax(llama.logits(CONFIG, params, out), -1))
-            for n, out in enumerate(losses.layer_outputs(CONFIG, params, batch), start=1)
+            for n, out in enumerate(base.layer_outputs(CONFIG, params, batch), start=1)
         }
         loss = (loss_at(params, batch, 1) + loss_at(params, batch, 3)) / 2
         figures = {"held_out_loss": float(loss / mask.sum())}
@@ -322,7 +326,7 @@ def test_operations_of_a_step_are_those_that_xla_counts(params, batch):
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s, jnp.float32), llama.param_shapes(config), is_leaf=llama.is_shape
     )
-    loss = losses.next_token(config)
+    loss = base.next_token(config)
     lowered = jax.jit(jax.grad(lambda p, b: loss(p, b, given())[0])).lower(shapes, given_batch)
     counted = lowered.compile().cost_analysis()["flops"]
     ours = sum(throughput.step_flops(config, rows, window, exits=1).values())

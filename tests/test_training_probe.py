@@ -15,7 +15,10 @@ from jaxspec.io import huggingface, method_files
 from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
-from training import estimates, formats, losses, options, probe, probing, tokenizer
+from training import options, probe
+from training.data import formats, tokenizer
+from training.losses import base
+from training.probes import estimates, gather
 
 CONFIG = dataclasses.replace(tiny.TARGET, eos_token_ids=())
 LAW = {"temperature": 0.7, "top_p": 0.8}
@@ -25,7 +28,7 @@ STORIES = [f"Once {name} had a {thing} and {name} was glad." for name in "abcdef
 @jax.jit
 def _states(params, row):
     batch = {"tokens": row, "segments": jnp.ones_like(row), "positions": jnp.arange(row.shape[1])[None]}
-    return [out[0] for out in losses.layer_outputs(CONFIG, params, batch)]
+    return [out[0] for out in base.layer_outputs(CONFIG, params, batch)]
 
 
 def whole_pass(tokens: list[int]) -> list[jax.Array]:
@@ -60,7 +63,7 @@ def greedy_examples():
 
 
 def test_gathered_states_and_labels_are_those_of_whole_passes():
-    got = probing.gather(
+    got = gather.gather(
         CONFIG,
         tiny.params(CONFIG),
         [[1, 5, 2, 9]],
@@ -80,7 +83,7 @@ def test_gathered_states_and_labels_are_those_of_whole_passes():
 def test_sampled_labels_are_acceptance_probabilities():
     """Their mean is the share of first draft tokens that rejection sampling accepts, and they are soft."""
     prompts = [[1, 5, 2, 9], [3, 3], [7, 1, 4]] * 8
-    got = probing.gather(
+    got = gather.gather(
         CONFIG, tiny.params(CONFIG), prompts, 1, LAW, num_draft_tokens=1, new_tokens=20, batch=8, seed=3
     )
     assert ((got.label >= 0) & (got.label <= 1)).all()
@@ -107,15 +110,15 @@ def made_examples(count: int, seed: int):
     v, b = rng.normal(size=6), -0.4
     hidden = rng.normal(size=(count, 6)).astype(np.float32)
     chance = 1 / (1 + np.exp(-(hidden @ v + b)))
-    return probing.Examples(hidden, (rng.random(count) < chance).astype(np.float32), chance), v, b
+    return gather.Examples(hidden, (rng.random(count) < chance).astype(np.float32), chance), v, b
 
 
 def test_the_fit_finds_the_probe_that_made_the_labels():
     examples, v, b = made_examples(8000, 0)
-    found_v, found_b = probing.fit(examples)
+    found_v, found_b = gather.fit(examples)
     np.testing.assert_allclose(found_v, v, atol=0.15)
     assert found_b == pytest.approx(b, abs=0.15)
-    figures = estimates.quality(probing.predict(found_v, found_b, examples.hidden), examples.label)
+    figures = estimates.quality(gather.predict(found_v, found_b, examples.hidden), examples.label)
     assert figures["calibration_error"] < 0.02
     assert figures["cross_entropy"] == pytest.approx(
         estimates.quality(examples.confidence, examples.label)["cross_entropy"], abs=0.01
@@ -123,9 +126,9 @@ def test_the_fit_finds_the_probe_that_made_the_labels():
 
 
 def test_labels_that_are_all_the_same_are_refused():
-    examples = probing.Examples(np.ones((5, 2)), np.ones(5), np.ones(5))
+    examples = gather.Examples(np.ones((5, 2)), np.ones(5), np.ones(5))
     with pytest.raises(ValueError, match="all 5 gathered draft tokens have the same label"):
-        probing.fit(examples)
+        gather.fit(examples)
 
 
 def test_quality_is_what_it_says():
@@ -172,7 +175,7 @@ def test_platt_scaling_finds_the_two_numbers_that_made_the_labels():
     confidence = np.exp(-rng.exponential(0.05, 20_000)).astype(np.float32)  # an over-confident draft's
     chance = 1 / (1 + np.exp(-(30 * np.log(confidence) + 2.5)))
     label = (rng.random(len(chance)) < chance).astype(np.float32)
-    found = probing.fit_scaling(probing.Examples(np.zeros((len(label), 2), np.float32), label, confidence))
+    found = gather.fit_scaling(gather.Examples(np.zeros((len(label), 2), np.float32), label, confidence))
     assert found.slope == pytest.approx(30, rel=0.06)
     assert found.intercept == pytest.approx(2.5, rel=0.06)
     np.testing.assert_allclose(found.predict(confidence), chance, atol=0.02)
@@ -182,16 +185,16 @@ def test_the_estimates_are_compared_on_the_same_held_out_tokens():
     """Labels that follow the draft's probability alone: Platt scaling knows all, a probe of noise nothing."""
     rng = np.random.default_rng(2)
 
-    def made(count: int) -> probing.Examples:
+    def made(count: int) -> gather.Examples:
         confidence = rng.uniform(0.2, 1, count).astype(np.float32)
         chance = 1 / (1 + np.exp(-(5 * np.log(confidence) + 1.5)))
         label = (rng.random(count) < chance).astype(np.float32)
-        return probing.Examples(rng.normal(size=(count, 4)).astype(np.float32), label, confidence)
+        return gather.Examples(rng.normal(size=(count, 4)).astype(np.float32), label, confidence)
 
     training, held_out = made(8000), made(4000)
-    noise = probing.predict(*probing.fit(training), held_out.hidden)
-    report = probing.compared(training, held_out, noise)
-    assert tuple(report) == probing.ESTIMATES
+    noise = gather.predict(*gather.fit(training), held_out.hidden)
+    report = gather.compared(training, held_out, noise)
+    assert tuple(report) == gather.ESTIMATES
     assert report["base_rate"]["rate"] == pytest.approx(training.label.mean())
     assert report["base_rate"]["auroc"] == 0.5
     assert abs(report["base_rate"]["information"]) < 0.005
@@ -288,7 +291,7 @@ def test_ctrl_c_is_one_line(directory, monkeypatch, capsys):
     def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(probing, "fit", pressed)
+    monkeypatch.setattr(gather, "fit", pressed)
     assert probe.main(arguments(directory, "--exit-layers", "1")) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "training.probe: interrupted"

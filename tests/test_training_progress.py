@@ -11,10 +11,11 @@ import yaml
 from rich.console import Console
 
 from tests.test_training_run import STORIES, arguments, metrics
-from training import data, formats, job, layerskip, plots, sft, sizing, soft
+from training import job, layerskip, plots, sft, soft
 from training import options as training_options
-from training.progress import FIRST_S, MOST_S, Pace, Progress, counted, duration
-from training.sizing import AUTO
+from training.data import formats, packing, sizing
+from training.data.sizing import AUTO
+from training.loop.progress import FIRST_S, MOST_S, Pace, Progress, counted, duration
 
 
 class Clock:
@@ -281,5 +282,5 @@ def test_the_data_of_a_small_file_suffice_for_what_is_chosen(folder):
     options, _ = options.settled(characters, {})
     start = job.start_model(options, documents[0], resumed=False)
     encoded = job.tokenizer.encode_documents(start.words, documents[0]["text"], 0, 1)
-    windows = data.pack(encoded, options.data.window)
+    windows = packing.pack(encoded, options.data.window)
     assert len(windows["tokens"]) >= options.data.batch

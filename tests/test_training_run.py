@@ -18,25 +18,13 @@ import pytest
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import (
-    card,
-    checkpoints,
-    data,
-    evaluation,
-    export,
-    formats,
-    job,
-    layerskip,
-    losses,
-    plots,
-    sft,
-    soft,
-    step,
-    throughput,
-    tokenizer,
-)
-from training import metrics as training_metrics
+from training import export, job, layerskip, plots, sft, soft, throughput
 from training import options as training_options
+from training.data import formats, packing, tokenizer
+from training.loop import checkpoints, step
+from training.losses import base
+from training.reports import card, evaluation
+from training.reports import metrics as training_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -172,10 +160,10 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.BOS_ID, (tokenizer.EOS_ID,))
     params = huggingface.load_params(directory, config, jnp.float32)
     words = tokenizer.load(directory)
-    held_out = data.split(formats.read(str(folder / "text.txt"), "text", formats.Chat(), False), 6)[1]
+    held_out = packing.split(formats.read(str(folder / "text.txt"), "text", formats.Chat(), False), 6)[1]
     encoded = tokenizer.encode_documents(words, held_out, tokenizer.BOS_ID, tokenizer.EOS_ID)
-    nothing = losses.Given(jnp.int32(0), jax.random.key(0))
-    total, weight = losses.next_token(config)(params, data.pack(encoded, 32), nothing)
+    nothing = base.Given(jnp.int32(0), jax.random.key(0))
+    total, weight = base.next_token(config)(params, packing.pack(encoded, 32), nothing)
     best = min(one[3] for one in whole if one[3] is not None)
     assert float(total / weight) == pytest.approx(best, abs=2e-2)  # the weights were rounded to bfloat16
     text = (directory / "README.md").read_text()
@@ -238,7 +226,7 @@ def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, caps
 
 def test_models_of_one_shape_are_told_apart(params, words):
     options = training_options.parse(sft.Options, ["--data", "a", "--run", "r", "--start", "s"], "sft")
-    aim = job.Objective(losses.next_token(CONFIG))
+    aim = job.Objective(base.next_token(CONFIG))
     other = llama.init_params(CONFIG, jax.random.key(1))
     starts = [job.Start(CONFIG, weights, words) for weights in (params, params, other)]
     first, again, another = (job.identity(options, start, aim, "training.sft", "") for start in starts)
@@ -381,7 +369,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
 
 def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
     """A token that the vocabulary has not, in every batch after the sixth."""
-    batches = data.batches
+    batches = packing.batches
 
     class Bad:
         def __init__(self, *arguments):
@@ -393,7 +381,7 @@ def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
             batch = next(self.stream)
             return {**batch, "tokens": batch["tokens"] + 1000} if self.count > 6 else batch
 
-    monkeypatch.setattr(data, "batches", Bad)
+    monkeypatch.setattr(packing, "batches", Bad)
     assert sft.main(arguments(folder, "bad", "--steps", "30")) == 1
     assert "step 7" in (message := capsys.readouterr().err)
     assert "the checkpoint of step 5 is intact" in message
@@ -544,7 +532,9 @@ def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(
 
 SHARDED = """
 import jax
-from training import job, options, sharding, soft, step
+from training import job, options, soft
+from training.loop import sharding
+from training.loop import step
 import sys
 arguments = sys.argv[1:]
 assert len(jax.devices()) == 4

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
+from jaxspec.io.extras import MissingExtra
 from training.options import WrongOptions
 
 # Work gets the arguments, the name of the program for its help, and where to speak; it returns the exit status.
@@ -47,5 +48,5 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("JAXSPEC_DEBUG"):
             raise
         # A device out of memory, a bug: what is said needs its type to be understood.
-        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
         return failed(f"error: {kind}{' '.join(str(error).split())}"[:2000], FAILED)

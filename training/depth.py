@@ -30,7 +30,8 @@ from jaxspec.engine.results import Result
 from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
-from training import data, formats, job, tokenizer
+from training import job
+from training.data import formats, packing, tokenizer
 from training.options import DataOptions, parse
 
 
@@ -69,7 +70,7 @@ def held_out_texts(
     marks = job.document_marks(lm.config)
     return {
         kind: Texts(
-            **data.spread(
+            **packing.spread(
                 _packed(part[: options.documents], words, marks, options), options.data.held_out_rows
             )
         )
@@ -79,8 +80,8 @@ def held_out_texts(
 
 def _packed(
     documents: Sequence[formats.Document], words: Tokenizer, marks: tuple[int, int], options: Options
-) -> data.Windows:
-    return data.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
+) -> packing.Windows:
+    return packing.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
 
 
 def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:

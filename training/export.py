@@ -20,9 +20,11 @@ from jaxspec.io import files, huggingface
 from jaxspec.io.tokenizer import copy_files
 from jaxspec.tuning import fitness
 from jaxspec.tuning import fitness_report as fitness_bench
-from training import card, command, data, metrics, tokenizer
-from training.checkpoints import Checkpoints
+from training import command
+from training.data import packing, tokenizer
+from training.loop.checkpoints import Checkpoints
 from training.options import parse_plain
+from training.reports import card, metrics
 
 RUN_FILE = "run.json"
 FITNESS_FILE = "fitness.json"
@@ -85,8 +87,10 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
 
 def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
     """At most `rows` windows of each kind of a run's held-out text."""
-    parts, _ = data.stored(run / data.TOKENS_FILE)
-    return {kind: fitness.Texts(**data.spread(windows, rows)) for kind, windows in parts["held_out"].items()}
+    parts, _ = packing.stored(run / packing.TOKENS_FILE)
+    return {
+        kind: fitness.Texts(**packing.spread(windows, rows)) for kind, windows in parts["held_out"].items()
+    }
 
 
 def read_run(run: Path) -> dict[str, Any]:

@@ -16,29 +16,18 @@ from tokenizers import Tokenizer
 
 from jaxspec.io import files, hf_config, huggingface, method_files
 from jaxspec.io import tokenizer as tokenizer_files
+from jaxspec.io.extras import require
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training import (
-    checkpoints,
-    command,
-    data,
-    evaluation,
-    export,
-    formats,
-    induction,
-    lock,
-    loop,
-    losses,
-    plots,
-    sharding,
-    sizing,
-    step,
-    tokenizer,
-)
-from training.losses import Loss
+from training import command, export, induction, plots
+from training.data import formats, packing, sizing, tokenizer
+from training.loop import checkpoints, lock, loop, sharding, step
+from training.loop.progress import counted
+from training.losses import base
+from training.losses.base import Loss
 from training.options import SCRATCH, DataOptions, JobOptions, chosen_earlier, parse, plain, to_yaml
-from training.progress import counted
+from training.reports import evaluation
 
 OPTIONS_FILE = "options.yaml"
 # Characters of each kind on which a tokenizer is learned, in proportion to the kinds' weights.
@@ -89,7 +78,7 @@ def read_kinds(
     parts: tuple[Kinds, Kinds] = ({}, {})
     for kind, documents in kinds.items():
         try:
-            halves = data.split(documents, options.held_out)
+            halves = packing.split(documents, options.held_out)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from None
         for part, half in zip(parts, halves, strict=True):
@@ -218,19 +207,19 @@ def data_key(
 
 def packed(
     options: JobOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int], key: str
-) -> tuple[dict[str, data.Windows], dict[str, data.Windows]]:
+) -> tuple[dict[str, packing.Windows], dict[str, packing.Windows]]:
     """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory."""
 
-    def make() -> dict[str, dict[str, data.Windows]]:
+    def make() -> dict[str, dict[str, packing.Windows]]:
         return {
             name: {
-                kind: data.pack(tokenizer.encode_documents(words, part, *marks), options.data.window)
+                kind: packing.pack(tokenizer.encode_documents(words, part, *marks), options.data.window)
                 for kind, part in kinds.items()
             }
             for name, kinds in zip(("training", "held_out"), documents, strict=True)
         }
 
-    parts = data.cached(options.run_directory / data.TOKENS_FILE, key, make)
+    parts = packing.cached(options.run_directory / packing.TOKENS_FILE, key, make)
     return parts["training"], parts["held_out"]
 
 
@@ -283,6 +272,8 @@ def train(
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
+    if options.plot:
+        require("plot", "matplotlib")
     documents = read_kinds(options.data, chat_of(options), console.print)
     with lock.exclusive(options.run_directory, console.print):
         return _train(options, objective, documents, module, typed, console)
@@ -320,11 +311,11 @@ def _train(
     transform = step.optimizer(options.optimizer, options.loop.steps)
     measure = evaluation.make_measure(start.config, aim.exits, aim.judged, aim.target)
     parts = {
-        kind: data.fixed_batches(part, options.data.batch, options.data.held_out_rows)
+        kind: packing.fixed_batches(part, options.data.batch, options.data.held_out_rows)
         for kind, part in held_out.items()
     }
     weights = options.data.weights
-    loss = losses.in_dtype(aim.loss, jnp.dtype(options.compute_dtype))
+    loss = base.in_dtype(aim.loss, jnp.dtype(options.compute_dtype))
     step_fn = step.make_step(loss, transform, options.seed)
     target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
     with checkpoints.Checkpoints(run / "checkpoints", options.loop.keep) as kept:
@@ -334,7 +325,7 @@ def _train(
             kept,
             step.init_state(start.params, transform),
             lambda state, batch: step_fn(state, batch, target),
-            data.batches(windows, weights, options.data.batch, options.optimizer.accumulate, options.seed),
+            packing.batches(windows, weights, options.data.batch, options.optimizer.accumulate, options.seed),
             lambda state: measure(state.params, parts, weights),
             console,
             options.model.stages if options.start == SCRATCH else None,
@@ -358,8 +349,8 @@ def record_run(
     config: LlamaConfig,
     aim: Objective,
     same: dict[str, Any],
-    windows: dict[str, data.Windows],
-    held_out: dict[str, data.Windows],
+    windows: dict[str, packing.Windows],
+    held_out: dict[str, packing.Windows],
     documents: tuple[Kinds, Kinds],
     typed: str,
     console: Console,
@@ -368,7 +359,7 @@ def record_run(
     run = options.run_directory
     earlier = export.read_run(run)["commands"] if (run / export.RUN_FILE).is_file() else []
 
-    def tokens(parts: dict[str, data.Windows]) -> dict[str, int]:
+    def tokens(parts: dict[str, packing.Windows]) -> dict[str, int]:
         return {kind: int((part["segments"] > 0).sum()) for kind, part in parts.items()}
 
     record = {

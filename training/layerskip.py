@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from training import job
-from training.exit_losses import LayerSkipOptions, layer_skip
+from training.losses.exits import LayerSkipOptions, layer_skip
 from training.options import SCRATCH, JobOptions
 
 

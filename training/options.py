@@ -15,11 +15,11 @@ import tyro
 import yaml
 
 from jaxspec.console.parsing import one_line_errors
-from training import formats, sizing, tasks
-from training.growth import Stages
-from training.loop import LoopOptions
-from training.sizing import AUTO, Auto, Sized
-from training.step import OptimizerOptions
+from training.data import formats, sizing, tasks
+from training.data.sizing import AUTO, Auto, Sized
+from training.loop.growth import Stages
+from training.loop.loop import LoopOptions
+from training.loop.step import OptimizerOptions
 
 SCRATCH = "scratch"
 # One document in so many is held out: the same in all commands, so that a probe is judged on what its model
@@ -32,10 +32,10 @@ class Source:
     """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.formats.read`.
+      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.formats.read`.
       kind: the kind of work; held-out loss is told by kind. The file's or family's name if not
         given.
-      format: one of `training.formats.FORMATS`, or auto.
+      format: one of `training.data.formats.FORMATS`, or auto.
       weight: how often it is drawn, relative to the other sources.
     """
 
@@ -87,7 +87,7 @@ SourceArgument = Annotated[
 class ModelOptions:
     """The shape of a model trained from scratch; `--start` from a directory takes that model's.
 
-    What is `auto` follows the size of the data; see `training.sizing`.
+    What is `auto` follows the size of the data; see `training.data.sizing`.
 
     Attributes:
       vocab_size: tokens, learned from the training part of the data.

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from training import command, metrics
+from jaxspec.io.extras import require
+from training import command
 from training.options import parse_plain
+from training.reports import metrics
 
 LOSS_FILE, ACCEPTANCE_FILE = "loss.png", "acceptance.png"
 
@@ -47,7 +49,8 @@ def draw(run: Path) -> list[Path]:
     records = metrics.read(run)
     if not records:
         raise ValueError(f"no {metrics.METRICS_FILE} in {run}; give the run directory of a training command")
-    # matplotlib takes a second to import, and training itself does not need it.
+    require("plot", "matplotlib")
+    # It takes a second to import, and training itself does not need it.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -18,9 +18,11 @@ import jaxspec
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
-from training import command, formats, job, probing
+from training import command, job
+from training.data import formats
+from training.loop.progress import Pace, Progress, duration
 from training.options import HELD_OUT, DataOptions, SourceArgument, parse, plain
-from training.progress import Pace, Progress, duration
+from training.probes import gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,9 +177,9 @@ def train_probe(
     def prompts_done(what: str, prompts: list[list[int]]) -> _Prompts:
         return _Prompts(console, f"exit {exit_layer}, {what}: prompt", len(prompts))
 
-    def gathered(number: int, what: str) -> probing.Examples:
+    def gathered(number: int, what: str) -> gather.Examples:
         with prompts_done(f"gathering {what} tokens", parts[number]) as done:
-            return probing.gather(
+            return gather.gather(
                 lm.config,
                 lm.params,
                 parts[number],
@@ -191,7 +193,7 @@ def train_probe(
             )
 
     training, held_out = gathered(0, "training"), gathered(1, "held-out")
-    v, b = probing.fit(training)
+    v, b = gather.fit(training)
     path = method_files.probe_path(options.output or options.model, exit_layer, options.law_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
@@ -206,7 +208,7 @@ def train_probe(
         "options": plain(options),
         "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
         "accepted_share": float(held_out.label.mean()),
-        **probing.compared(training, held_out, probing.predict(v, b, held_out.hidden)),
+        **gather.compared(training, held_out, gather.predict(v, b, held_out.hidden)),
         "decoding": decoding,
     }
     write_json(path.with_suffix(".json"), report)
@@ -248,7 +250,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     # Words that can be broken between: a pipe has 80 columns.
     headings = ("estimate", "accuracy", "cross entropy", "information", "AUROC", "calibration error")
     table = Table(*headings, title=title)
-    for name in probing.ESTIMATES:
+    for name in gather.ESTIMATES:
         table.add_row(name.replace("_", " "), *(figure(report[name][key]) for key in figures))
     console.print(table)
     table = Table("method", "tokens per round", "drafted per round", "acceptance rate")

@@ -6,7 +6,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from training import job, losses
+from training import job
+from training.losses import base
 from training.options import JobOptions
 
 
@@ -17,7 +18,7 @@ class Options(JobOptions):
 
 def objective(options: Options, start: job.Start) -> job.Objective:
     """Cross-entropy of the last layer alone."""
-    return job.Objective(losses.next_token(start.config, options.remat))
+    return job.Objective(base.next_token(start.config, options.remat))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

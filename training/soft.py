@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jaxspec.io import huggingface
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training import exit_losses, job, tokenizer
+from training import job
+from training.data import tokenizer
+from training.data.sizing import Auto
+from training.losses import exits
 from training.options import SCRATCH, JobOptions
-from training.sizing import Auto
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def objective(options: Options, start: job.Start) -> job.Objective:
     target = None
     if options.target is not None:
         target = load_target(options.target, start)
-    loss = exit_losses.soft(
+    loss = exits.soft(
         start.config,
         options.exits,
         options.remat,

@@ -22,7 +22,10 @@ from rich.table import Table
 from jaxspec.bench.timing import interleaved
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import command, exit_losses, job, losses, step
+from training import command, job
+from training.loop import step
+from training.losses import base
+from training.losses.exits import LayerSkipOptions, layer_skip, most_exits
 from training.options import ModelOptions, parse_plain
 
 # Side of the square matrices whose product is the device's rate.
@@ -116,18 +119,18 @@ def measure(options: Options) -> dict[str, Any]:
     params = job.init_params(config, 0)
     batch = _random_batch(config, options)
     exits = 1
-    loss = losses.next_token(config)
+    loss = base.next_token(config)
     if options.objective == "layerskip":
-        recipe = exit_losses.LayerSkipOptions()
-        exits += exit_losses.most_exits(recipe, config.num_layers)
-        loss = exit_losses.layer_skip(config, recipe, 1000)
-    loss = losses.in_dtype(loss, dtype)
+        recipe = LayerSkipOptions()
+        exits += most_exits(recipe, config.num_layers)
+        loss = layer_skip(config, recipe, 1000)
+    loss = base.in_dtype(loss, dtype)
     transform = step.optimizer(step.OptimizerOptions(), 1000)
-    given = losses.Given(jnp.int32(0), jax.random.key(0))
+    given = base.Given(jnp.int32(0), jax.random.key(0))
 
     def blocks(params, batch):
         rounded = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        return jnp.sum(losses.layer_outputs(config, rounded, batch)[-1].astype(jnp.float32) ** 2)
+        return jnp.sum(base.layer_outputs(config, rounded, batch)[-1].astype(jnp.float32) ** 2)
 
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     taken = interleaved(
@@ -160,7 +163,7 @@ def measure(options: Options) -> dict[str, Any]:
     }
 
 
-def _random_batch(config: LlamaConfig, options: Options) -> losses.Batch:
+def _random_batch(config: LlamaConfig, options: Options) -> base.Batch:
     shape = (options.batch, options.window)
     return {
         "tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size),

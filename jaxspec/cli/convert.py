@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -43,8 +44,14 @@ class Convert:
     def run(self) -> int:
         """Converts; returns the exit status."""
         from jaxspec.engine.loading import find_model
-        from jaxspec.io import checkpoint, huggingface, orbax, tokenizer
+        from jaxspec.io import checkpoint, huggingface, tokenizer
         from jaxspec.io.hf_config import config_json
+
+        save: Callable[..., None] = huggingface.save
+        if self.to == "orbax":
+            from jaxspec.io import orbax
+
+            save = orbax.save
 
         destination = Path(self.dst)
         _check_destination(destination)
@@ -56,7 +63,6 @@ class Convert:
             exits = checkpoint.read_exits(source, config.num_layers)
             progress(f"writing {destination}")
             config_json(config, "float32", exits)  # refused before anything is written
-            save = huggingface.save if self.to == "huggingface" else orbax.save
             # Before the model, which ends with config.json: an interrupted conversion never looks whole.
             destination.mkdir(parents=True, exist_ok=True)
             tokenizer.copy_files(source, destination)
@@ -91,11 +97,13 @@ def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
     import jax
     import numpy as np
 
-    from jaxspec.io import checkpoint, huggingface, orbax
+    from jaxspec.io import checkpoint, huggingface
 
     kind = None if dtype is None else np.dtype(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         if huggingface.is_orbax(source):
+            from jaxspec.io import orbax
+
             return orbax.restore(source, kind)
         config = checkpoint.read_config(source)
         kind = checkpoint.stored_dtype(source) if kind is None else kind

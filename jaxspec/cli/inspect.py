@@ -13,6 +13,7 @@ from tyro.conf import Positional
 
 from jaxspec.cli.options import Device, Dtype
 from jaxspec.console.terminal import Progress
+from jaxspec.io.extras import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Inspect:
 
     def run(self) -> int:
         """Inspects; returns the exit status."""
+        require("plot", "matplotlib")
         prompts = self.read_prompts()
         _check_writable(Path(self.output))
         with Progress() as progress:

@@ -11,6 +11,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.io.extras import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Search:
 
     def run(self) -> int:
         """Searches; returns the exit status."""
+        if not self.random:
+            require("search", "bayes_opt")
         with Bar() as bar:
             bar("loading the model")
             from jaxspec.io.method_files import PLAN_NAME, write_plan

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping
 
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
+from jaxspec.io.extras import MissingExtra
 
 
 class Guard:
@@ -59,7 +60,8 @@ class Guard:
         except Exception as error:  # a device out of memory, a backend that does not start, a bug
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
-            return self._say(f"error: {type(error).__name__}: {one_line(error)[:500]}", FAILED)
+            kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
+            return self._say(f"error: {kind}{one_line(error)[:500]}", FAILED)
 
     def _say(self, what: str, status: int) -> int:
         print(f"{self._prog}: {what}", file=sys.stderr)

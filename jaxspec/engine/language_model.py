@@ -177,7 +177,7 @@ class LanguageModel:
 
     # A str is a Sequence[str] too; the first that fits is meant.
     @overload
-    def generate(  # type: ignore[overload-overlap]
+    def generate(
         self,
         prompts: Prompt | Conversation,
         *,

@@ -74,7 +74,7 @@ def flag(name: str, value: Any) -> bool:
       >>> flag("chat", True)
       True
     """
-    if not _is_bool(value) or getattr(value, "ndim", 0):
+    if getattr(value, "ndim", 0) or not _is_bool(value):
         raise ValueError(f"{name} is {shown(value)}; give True or False")
     return bool(value)
 
@@ -105,7 +105,8 @@ def shown(value: Any) -> str:
 
 
 def _is_bool(value: Any) -> bool:
-    return str(getattr(value, "dtype", type(value).__name__)) == "bool"
+    kind: Any = getattr(value, "dtype", type(value).__name__)
+    return str(kind) == "bool"
 
 
 class _Short(reprlib.Repr):

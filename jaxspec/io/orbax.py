@@ -13,13 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
+from jaxspec.io.extras import require
 from jaxspec.io.files import write_json
 from jaxspec.io.hf_config import GENERATION, config_json, generation_json, read_config
 from jaxspec.io.huggingface import ORBAX_PARAMS as _PARAMS
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
+
+require("train", "orbax.checkpoint")
+import orbax.checkpoint as ocp  # noqa: E402  after the check, whose error says what to install
 
 
 def save(

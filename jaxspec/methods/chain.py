@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from jaxspec.methods.base import DraftingMethod
 
@@ -77,8 +77,8 @@ class ChainMethod(DraftingMethod):
     @classmethod
     def rules(cls, given: Mapping[str, Any]) -> tuple[StopName, ...]:
         """Returns the stop rules that are given, else the method's usual one."""
-        rules = given.get("stop_rule") or (cls.usual_rule,)
-        return (rules,) if isinstance(rules, str) else tuple(rules)
+        rules: Any = given.get("stop_rule") or (cls.usual_rule,)
+        return (cast(StopName, rules),) if isinstance(rules, str) else tuple(rules)
 
     def refusal(self, foreign: Sequence[str]) -> str:
         """What to say of options that the method does not read with its stop rules."""

@@ -164,24 +164,22 @@ def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
 
     Args:
       score: float[N].
-      label: bool[N].
+      label: bool[N], or float[N] from 0 to 1: a pair then weighs the label of its one member times 1 − the label of
+        the other.
 
     Returns:
-      0 to 1, 0.5 for a score that says nothing; None where all labels are equal.
+      0 to 1, 0.5 for a score that says nothing; None where all labels are 0 or all are 1.
 
     Example:
       >>> auroc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
       0.75
     """
-    positives = int(label.sum())
-    negatives = len(label) - positives
-    if not positives or not negatives:
-        return None
-    _, rank, counts = np.unique(score, return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - (counts - 1) / 2
-    return float(
-        (middle[rank.ravel()][label].sum() - positives * (positives + 1) / 2) / (positives * negatives)
-    )
+    _, group = np.unique(score, return_inverse=True)
+    positive = np.bincount(group.ravel(), label.astype(np.float64))
+    negative = np.bincount(group.ravel(), 1 - label.astype(np.float64))
+    pairs = positive.sum() * negative.sum()
+    below = np.cumsum(negative) - negative
+    return float((positive * (below + negative / 2)).sum() / pairs) if pairs else None
 
 
 def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
@@ -189,7 +187,7 @@ def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
 
     Args:
       probability: float[N], 0 to 1.
-      label: bool[N].
+      label: bool[N], or float[N] from 0 to 1.
 
     Example:
       >>> calibration_error(np.array([0.75, 0.75, 0.75, 0.75]), np.array([True, True, True, False]))

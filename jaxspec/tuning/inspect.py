@@ -17,7 +17,7 @@ from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel, Prompt
 from jaxspec.engine.session import bucket, prefill_piece
-from jaxspec.methods import MOST_LAYERS
+from jaxspec.methods.asd import MAX_LAYERS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
@@ -134,10 +134,8 @@ def check_mask_options(alpha: float, every: int, keep_last: int) -> None:
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha is {alpha}; give a cosine above 0 and at most 1 (1 skips none for it)")
     for name, layers in (("every", every), ("keep_last", keep_last)):
-        if not 0 <= layers <= MOST_LAYERS:
-            raise ValueError(
-                f"{name} is {layers}; give 0 (none) or a number of layers, at most {MOST_LAYERS}"
-            )
+        if not 0 <= layers <= MAX_LAYERS:
+            raise ValueError(f"{name} is {layers}; give 0 (none) or a number of layers, at most {MAX_LAYERS}")
 
 
 def weights_read(lm: LanguageModel, plan: LayerPlan) -> float:

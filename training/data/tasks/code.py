@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from training.tasks.task import Task
+from training.data.tasks.task import Task
 
 _words = str.split
 

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from jaxspec.io.files import read_json, write_json
-from training.step import TrainState
+from training.loop.step import TrainState
 
 CHECKSUMS = "checksums.json"
 SET_ASIDE = ".damaged"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 
-from training.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
+from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
 
 _words = str.split
 

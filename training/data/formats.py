@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from jaxspec.io.files import read_json, read_text
-from training import copy_edit, tasks
+from training.data import copy_edit, tasks
 
 SEPARATOR = "<|endoftext|>"
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -245,7 +245,7 @@ def read(
 
     Args:
       path: text with `<|endoftext|>` between documents, `.jsonl`, a `.json` list, `hf:NAME[:SPLIT]`, or
-        `tasks:FAMILY[:COUNT]`, tasks made by rule; see `training.tasks`.
+        `tasks:FAMILY[:COUNT]`, tasks made by rule; see `training.data.tasks`.
       form: one of `FORMATS`, or `auto`: by the keys of each record.
       chat: how conversations become text.
       skip: whether a malformed record is reported and left out instead of ending it all.

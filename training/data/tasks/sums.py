@@ -12,7 +12,7 @@ import operator
 import random
 import re
 
-from training.tasks.task import COLORS, NAMES, THINGS, Task
+from training.data.tasks.task import COLORS, NAMES, THINGS, Task
 
 LARGEST = 99
 # Beyond this a factor or a divisor is not learned by heart from a few million tokens.

@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jaxspec.io import files
-from training.data import Encoded
-from training.formats import Document
+from training.data.formats import Document
+from training.data.packing import Encoded
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1

@@ -18,7 +18,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
-# tokens, segments, positions and learn, [B, T] each; see `training.data`.
+# tokens, segments, positions and learn, [B, T] each; see `training.data.packing`.
 Batch = Mapping[str, Any]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training.losses import (
+from training.losses.base import (
     Batch,
     Given,
     Loss,
@@ -42,7 +42,7 @@ def soft(
     Args:
       config: the model.
       exits: how many layers each exit runs.
-      remat: see `training.losses.layer_outputs`.
+      remat: see `training.losses.base.layer_outputs`.
       target: the config of `given.target`, from which the exits may be distilled too.
       distil_weight: the share of the divergence from the target's law in each exit's loss; the rest is the
         cross-entropy with the text.

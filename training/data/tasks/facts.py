@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from training.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
+from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
 
 LINES = 5
 

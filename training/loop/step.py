@@ -13,7 +13,7 @@ from flax import struct
 from optax import contrib
 
 from jaxspec.model.llama import Params
-from training.losses import Batch, Given, Loss
+from training.losses.base import Batch, Given, Loss
 
 # Root mean square of Muon's updates at rate 1: about AdamW's.
 _MUON_RMS = 0.2

@@ -29,7 +29,7 @@ from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
-from training.estimates import cross_entropy, quality
+from training.probes.estimates import cross_entropy, quality
 
 # Weights of |v|² among which the examples choose; none is zero, so that a probe stays finite even where its
 # labels can be told apart without error.

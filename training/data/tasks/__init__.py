@@ -16,8 +16,8 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
-from training.tasks import code, edits, facts, sums
-from training.tasks.task import Task
+from training.data.tasks import code, edits, facts, sums
+from training.data.tasks.task import Task
 
 FAMILIES: dict[str, Callable[[random.Random], Task]] = {
     "sums": sums.make,

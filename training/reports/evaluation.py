@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from training.data import Windows
-from training.losses import Batch, cross_entropy, head_of, layer_outputs, next_token_targets, num_targets
+from training.data.packing import Windows
+from training.losses.base import Batch, cross_entropy, head_of, layer_outputs, next_token_targets, num_targets
 
 # Draft tokens a round for which mean acceptance length is reported; the default of `generate`.
 NUM_DRAFT_TOKENS = 5

@@ -16,13 +16,14 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from training import growth, sharding, sizing
-from training.checkpoints import Checkpoints
-from training.losses import Batch
-from training.metrics import Metrics
-from training.progress import Pace, Progress, duration
-from training.sizing import AUTO, Sized
-from training.step import TrainState
+from training.data import sizing
+from training.data.sizing import AUTO, Sized
+from training.loop import growth, sharding
+from training.loop.checkpoints import Checkpoints
+from training.loop.progress import Pace, Progress, duration
+from training.loop.step import TrainState
+from training.losses.base import Batch
+from training.reports.metrics import Metrics
 
 # (state, batch on the devices) -> (state, metrics); the state given is donated
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
@@ -120,7 +121,7 @@ def train(
       directory: where metrics.jsonl is written.
       checkpoints: of the run.
       state: the initial state; donated.
-      step_fn: see `training.step.make_step`.
+      step_fn: see `training.loop.step.make_step`.
       batches: endless training batches with `get_state` and `set_state`.
       measure: what is measured at each checkpoint: `held_out_loss`, nats a token, and more by name.
       console: where progress is shown.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import grain.python as grain
 import numpy as np
 
-from training.formats import Document
+from training.data.formats import Document
 
 # Windows of packed documents, [N, T] each:
 #   tokens     int32, padded with 0 at the end of a window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-CALIBRATION_BINS = 10
+from jaxspec.tuning.fitness import auroc, calibration_error
 
 
 def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:
@@ -19,16 +19,14 @@ def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:
       tokens, of how far the labels' mean in a token's tenth of [0, 1] is from the estimates' (expected
       calibration error). Where all labels are 0 or all are 1, `information` and `auroc` are None.
     """
-    bins = np.minimum((estimate * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    gaps = [abs((estimate - label)[bins == index].sum()) for index in range(CALIBRATION_BINS)]
     entropy, base = cross_entropy(estimate, label), cross_entropy(np.full(len(label), label.mean()), label)
     varied = 0 < label.mean() < 1
     return {
         "accuracy": float(np.mean(np.where(estimate >= 0.5, label, 1 - label))),
         "cross_entropy": entropy,
         "information": 1 - entropy / base if varied else None,
-        "auroc": _auroc(estimate, label) if varied else None,
-        "calibration_error": float(sum(gaps) / len(label)),
+        "auroc": auroc(estimate, label),
+        "calibration_error": calibration_error(estimate, label),
     }
 
 
@@ -36,12 +34,3 @@ def cross_entropy(estimate: np.ndarray, label: np.ndarray) -> float:
     """The mean binary cross-entropy of estimates [N] with labels [N], nats; estimates of 0 and 1 are 1e-6 off."""
     clipped = np.clip(estimate.astype(np.float64), 1e-6, 1 - 1e-6)
     return float(-np.mean(label * np.log(clipped) + (1 - label) * np.log(1 - clipped)))
-
-
-def _auroc(estimate: np.ndarray, label: np.ndarray) -> float:
-    """Over all pairs: weight label of one token times 1 − label of the other; equal estimates count half."""
-    _, group = np.unique(estimate, return_inverse=True)
-    accepted = np.bincount(group, label.astype(np.float64))
-    rejected = np.bincount(group, 1 - label.astype(np.float64))
-    below = np.cumsum(rejected) - rejected
-    return float((accepted * (below + rejected / 2)).sum() / (accepted.sum() * rejected.sum()))

@@ -16,7 +16,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.tuning import fitness_report as fitness_bench
 from jaxspec.tuning.fitness import Texts
-from training.losses import layer_outputs
+from training.losses.base import layer_outputs
 
 TEMPERATURE = 0.7
 PROMPT = "Once upon a time"

@@ -1,0 +1,40 @@
+"""The optional parts of the distribution: what a command needs beyond the base, and how to install it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+DISTRIBUTION = "jaxspec-decoding"
+
+
+class MissingExtra(ImportError):
+    """A package of an extra is not installed; the message says in one line which, and how to install it."""
+
+
+def require(extra: str, *modules: str) -> None:
+    """Checks that an extra is installed, without importing it.
+
+    Args:
+      extra: its name in the distribution's metadata, such as `train`.
+      modules: modules that come with it, such as `grain` or `orbax.checkpoint`.
+
+    Raises:
+      MissingExtra: one of the modules is not installed.
+
+    Example:
+      >>> require("train", "no_such_module")
+      Traceback (most recent call last):
+      jaxspec.io.extras.MissingExtra: this needs no_such_module; install it with pip install 'jaxspec-decoding[train]'
+    """
+    for name in modules:
+        if not _is_installed(name):
+            raise MissingExtra(
+                f"this needs {name}; install it with pip install '{DISTRIBUTION}[{extra}]'", name=name
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not
+        return False

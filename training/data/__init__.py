@@ -1,0 +1,1 @@
+"""The text: read, split, tokenised, packed."""

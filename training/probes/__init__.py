@@ -1,0 +1,1 @@
+"""Linear probes of early exits: gathered, fitted, judged."""

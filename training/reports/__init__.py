@@ -1,0 +1,1 @@
+"""What is measured, written down and drawn."""
