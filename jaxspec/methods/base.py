@@ -118,7 +118,7 @@ class Method:
     needs: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        hints = _hints(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, _taken(field, value, hints[field.name]))
