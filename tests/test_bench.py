@@ -40,9 +40,13 @@ class Fake:
         self.calls: list = []
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens
 
-    def generate(self, prompt, *, method, stream=False, **options):
-        self.calls.append((method.name, stream, options | {"method": method}))
-        return self._pieces(method.name) if stream else self._result(method.name)
+    def generate(self, prompt, *, method, **options):
+        self.calls.append((method.name, False, options | {"method": method}))
+        return self._result(method.name)
+
+    def stream(self, prompt, *, method, **options):
+        self.calls.append((method.name, True, options | {"method": method}))
+        return self._pieces(method.name)
 
     def _pieces(self, method):
         self.calls.append(f"warm {method}")

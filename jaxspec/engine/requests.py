@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxspec.engine.session import RowRequest
 from jaxspec.io.arguments import listed, real, shown, whole
 from jaxspec.model.config import LlamaConfig
@@ -14,6 +17,10 @@ from jaxspec.model.config import LlamaConfig
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
+Prompts = Prompt | Conversation | Sequence[Prompt | Conversation] | np.ndarray | jax.Array
+# For all prompts, or per prompt; None for the default.
+Integers = int | Sequence[int | None] | None
+Numbers = float | Sequence[float | None] | None
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
