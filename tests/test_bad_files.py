@@ -15,7 +15,7 @@ import pytest
 from jaxspec.io import files, huggingface, method_files, tensors
 from jaxspec.io.method_files import ProbeFile
 from jaxspec.model.config import LlamaConfig
-from tests import reference
+from jaxspec.testing import reference
 from tests.test_huggingface import BASE, write_config
 
 KEYS = (

@@ -42,7 +42,8 @@ from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.methods.flat import all_options
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import num_params
-from tests import caching, reference
+from jaxspec.testing import reference
+from tests import caching
 from tests.test_tokenizer import tokenizer
 
 ROOT = Path(__file__).parents[1]

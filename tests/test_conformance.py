@@ -5,8 +5,6 @@ The ordinary tests run every pair of them at least once; the full product is slo
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -24,13 +22,12 @@ from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.s2d import S2D
 from jaxspec.model.plan import LayerPlan
-from jaxspec.protocol import View, Weights
+from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
-from tests import reference, tiny
-
-PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
-BUDGETS = (12, 9, 14)
+from jaxspec.testing import contracts
+from jaxspec.testing.contracts import BUDGETS, FOUR, PROMPTS, largest_constant, propose
+from tests import tiny
 
 
 def parameters(combinations, ordinary):
@@ -52,34 +49,9 @@ def begin(loop: tiny.Loop, prompts=PROMPTS, budgets=BUDGETS, **options):
 # 1. The loan
 
 
-@functools.partial(jax.jit, static_argnames="draws")
-def propose(drafter, weights, state, law, draws: int):
-    """The proposals and caches of many draws from one state, [draws, B, ...]."""
-    view = View(state.tokens, state.length, state.cache, room=jnp.full_like(state.length, 99))
-    keys = jax.random.split(jax.random.key(9), (draws, len(state.length)))
-
-    def once(keys):
-        proposal, _, cache = drafter.propose(keys, weights, state.drafter_state, view, law)
-        return proposal, cache
-
-    return jax.vmap(once)(keys)
-
-
-DRAWS = 1500
-
-
 @pytest.mark.parametrize("combination", DRAFTERS)
 def test_a_draft_only_borrows_the_cache(combination):
-    """`propose` leaves what the target's cache has committed as it was, to the bit."""
-    loop = tiny.loop(combination)
-    state, _ = begin(loop)
-    _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
-    for row, length in enumerate(np.asarray(state.length)):
-        lent = tiny.committed(state.cache, row, length - 1)
-        back = tiny.committed(jax.tree.map(lambda leaf: leaf[-1], caches), row, length - 1)
-        assert all(array.any() for array in lent)
-        for before, after in zip(lent, back, strict=True):
-            np.testing.assert_array_equal(before, after)
+    contracts.check_loan(tiny.loop(combination))
 
 
 # 2. Stopping time: a drafter and a target that are tables, so that the law of the text is known exactly.
@@ -158,24 +130,12 @@ def test_stop_rules_do_not_bias_the_text(rule, acceptor):
 
 @pytest.mark.parametrize("combination", DRAFTERS)
 def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
-    """For every row, place and token: how often it came, against the sum of its probabilities."""
     loop = tiny.loop(combination)
-    state, _ = begin(loop)
-    proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
-    if proposal.log_probs is None:
-        assert not isinstance(loop.parts.drafter, ChainDrafter)
-        return
-    probs = np.exp(np.asarray(proposal.log_probs, np.float64))
-    for row, place in itertools.product(range(3), range(tiny.K)):
-        there = np.asarray(proposal.count)[:, row] > place
-        if place == 0:
-            assert there.all()
-        q = probs[there, row, place]
-        np.testing.assert_allclose(q.sum(axis=-1), 1, atol=1e-5)
-        drawn = np.eye(q.shape[1])[np.asarray(proposal.tokens)[there, row, place]]
-        assert (drawn[q == 0] == 0).all()
-        spread = np.sqrt((q * (1 - q)).sum(axis=0)) + 1
-        assert np.abs((drawn - q).sum(axis=0) / spread).max() < 4.5
+    contracts.check_log_probs(loop)
+    state = jax.eval_shape(lambda: begin(loop)[0])
+    arguments = (loop.parts.drafter, loop.weights)
+    proposal, _ = jax.eval_shape(lambda s: propose(*arguments, s, loop.parts.law, 1), state)
+    assert (proposal.log_probs is not None) == isinstance(loop.parts.drafter, ChainDrafter)
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d"])
@@ -193,22 +153,7 @@ def test_a_greedy_draft_is_a_point_mass(drafter):
 
 @each
 def test_nothing_recompiles_within_a_bucket(combination):
-    """Another prompt, length, budget, seed, temperature, γ, α, m, n, mask, end, rounds, halted row."""
-    loop = tiny.loop(combination)
-    state, _ = begin(loop)
-    loop.go_on(state)
-    sizes = tiny.prefill._cache_size(), tiny.chunk._cache_size()
-    parts = jax.tree.map(changed, loop.parts)
-    other = dataclasses.replace(loop, parts=parts)
-    prompts = ((4, 4, 9, 1, 12, 0, 3, 3, 3, 2, 1), (2, 1), (11,))
-    state, _ = begin(other, prompts, (3, 20, 8), seeds=(8, 8, 1000), eos=(3, 4))
-    state, _ = other.go_on(state, rounds=2, halt=[False, False, True])
-    other.go_on(state, rounds=50)
-    assert (tiny.prefill._cache_size(), tiny.chunk._cache_size()) == sizes
-
-
-def changed(leaf: jax.Array) -> jax.Array:
-    return jnp.roll(leaf, 1) if leaf.dtype == bool else jnp.asarray(leaf * 0.9, leaf.dtype)
+    contracts.check_no_recompilation(tiny.loop(combination))
 
 
 # 5. Parameters are arguments
@@ -216,29 +161,11 @@ def changed(leaf: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("combination", DRAFTERS)
 def test_parameters_are_arguments(combination):
-    """The largest constant of the whole program is smaller than the smallest matrix."""
     loop = tiny.loop(combination)
-    state, _ = begin(loop)
-    arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(3, bool))
-    traced = tiny.chunk.trace(loop.config, *arguments, window=tiny.CAPACITY)
+    contracts.check_params_are_arguments(loop)
+    closed_over = jax.make_jaxpr(lambda tokens: loop.weights.target["embed"][tokens])(jnp.zeros((1, 4), int))
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
-    assert largest_constant(traced.jaxpr) < smallest
-    closed_over = jax.make_jaxpr(lambda tokens: loop.weights.target["embed"][tokens])(state.tokens)
     assert largest_constant(closed_over) >= smallest
-
-
-def largest_constant(closed: jax.extend.core.ClosedJaxpr) -> int:
-    """The most elements that any constant has, in it and in what it calls."""
-    sizes = [np.size(const) for const in closed.consts]
-    for equation in closed.jaxpr.eqns:
-        for value in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                sizes.append(largest_constant(value))
-    return max(sizes, default=0)
-
-
-def is_jaxpr(value: object) -> bool:
-    return hasattr(value, "consts") and hasattr(value, "jaxpr")
 
 
 # 6. The text is the target's
@@ -247,17 +174,7 @@ def is_jaxpr(value: object) -> bool:
 @each
 def test_greedy_text_is_that_of_the_slow_decoder(combination):
     """Ragged prompts and budgets; under a sampling law, the rows of temperature 0."""
-    loop = tiny.loop(combination)
-    found = loop.texts(PROMPTS, BUDGETS)
-    greedy_rows = range(3) if combination.acceptor == "greedy" else [0]
-    for row in greedy_rows:
-        assert found[row] == tiny.greedy(PROMPTS[row], BUDGETS[row], config=loop.config)
-    ends = tuple(tiny.greedy(PROMPTS[0], 12, config=loop.config)[4:6])
-    state, _ = begin(loop, eos=ends)
-    state, _ = loop.go_on(state)
-    for row in greedy_rows:
-        expected = tiny.greedy(PROMPTS[row], BUDGETS[row], ends, loop.config)
-        assert tiny.generated(state, PROMPTS)[row] == expected
+    contracts.check_greedy_text(tiny.loop(combination))
 
 
 def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
@@ -319,9 +236,6 @@ def test_a_draft_that_is_the_target_is_accepted_whole(drafter, acceptor):
     assert state.stats.num_rounds.tolist() == [3, 2, 4]
 
 
-FOUR = dataclasses.replace(
-    tiny.TARGET, vocab_size=4, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=1
-)
 SAMPLED = [
     tiny.Combination("autoregressive", "-", "rejection"),
     tiny.Combination("ngram-random", "-", "block"),
@@ -337,21 +251,7 @@ LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy
 
 @pytest.mark.parametrize("combination", LAWS)
 def test_sampled_text_follows_the_enumerated_law(combination):
-    """The whole loop over many rows, end of text included, against every text there is after two prompts."""
-    prompts, many, budget, eos = ((1, 3, 1), (2,)), 8_000, 4, (2,)
-    rows = [prompts[row % 3 == 2] for row in range(3 * many // 2)]
-    numbers = {"temperature": 1.5, "top_p": 0.95}
-    law = Sampling(jnp.full(len(rows), numbers["temperature"]), top_p=jnp.full(len(rows), numbers["top_p"]))
-    texts = tiny.loop(combination, law, FOUR).texts(rows, budget, eos=eos, capacity=16)
-    for prompt in prompts:
-
-        def next_probs(prefix: tuple[int, ...], prompt=prompt) -> np.ndarray:
-            return tiny.warp(reference.forward(FOUR, tiny.params(FOUR), [*prompt, *prefix])[-1], **numbers)
-
-        expected = tiny.text_law(next_probs, budget, eos)
-        assert len(expected) > 30
-        found = [tuple(text) for text, row in zip(texts, rows, strict=True) if row == prompt]
-        assert tiny.chi_square(found, expected) > 1e-3
+    contracts.check_sampled_law(lambda law: tiny.loop(combination, law, FOUR))
 
 
 # 7. Rows are independent
@@ -359,17 +259,12 @@ def test_sampled_text_follows_the_enumerated_law(combination):
 
 @each
 def test_a_row_does_not_depend_on_its_neighbours(combination):
-    """The same key gives the same tokens beside other prompts, budgets and seeds, and after other rounds."""
     loop = tiny.loop(combination)
-    one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
-    other = loop.texts(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
     # A shared mask is the batch's: the law stays, but what is drafted and drawn is another.
-    if combination.drafter != "asd-shared" or combination.acceptor == "greedy":
-        assert one[1] == other[1]
-    state, _ = begin(loop, seeds=(3, 4, 5))
-    while not state.done.all():
-        state, _ = loop.go_on(state, 2)
-    assert tiny.generated(state, PROMPTS) == one
+    if combination.drafter == "asd-shared" and combination.acceptor != "greedy":
+        contracts.check_chunks(loop)
+    else:
+        contracts.check_rows_are_independent(loop)
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])

@@ -34,7 +34,8 @@ from jaxspec.stopping import (
     Probe,
     ProductBelow,
 )
-from tests import reference, tiny
+from jaxspec.testing import reference
+from tests import tiny
 
 # N-gram: a small vocabulary, so that much repeats.
 

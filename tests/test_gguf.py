@@ -19,7 +19,8 @@ from jaxspec.io import checkpoint, huggingface
 from jaxspec.io import gguf as models
 from jaxspec.io.gguf_file import BLOCKS, PLAIN, read
 from jaxspec.model.config import LlamaConfig, RopeScaling
-from tests import gguf_files, reference
+from jaxspec.testing import reference
+from tests import gguf_files
 from tests.gguf_files import write
 
 BASE = LlamaConfig(

@@ -14,7 +14,7 @@ import jaxspec
 from jaxspec.cli import main
 from jaxspec.io import checkpoint, huggingface
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from tests import reference
+from jaxspec.testing import reference
 from tests.gguf_files import CHAT_TEMPLATE, CONVERSATION, TEXTS, byte_level, sentencepiece, write
 from tests.test_gguf import BASE
 

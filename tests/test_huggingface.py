@@ -19,7 +19,7 @@ from jaxspec.io import files, hf_config, huggingface, memory, tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
-from tests import reference
+from jaxspec.testing import reference
 
 MODELS = Path(__file__).parents[1].parent / "shared" / "data" / "models"
 

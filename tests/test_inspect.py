@@ -24,12 +24,13 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
+from jaxspec.testing import reference
 from jaxspec.tuning import figures
 from jaxspec.tuning import inspect as home
 from jaxspec.tuning.exits import exit_agreement
 from jaxspec.tuning.figures import save_figures
 from jaxspec.tuning.inspect import inspect_model, sublayer_ms, weights_read
-from tests import reference, tiny
+from tests import tiny
 from tests.test_cli import one_error, write_model, write_tokenizer
 
 # Three layers, so that a mask and an early exit have something to choose; dynamic RoPE, whose base depends on

@@ -26,6 +26,7 @@ LAYERS = (
     "jaxspec.methods",
     "jaxspec.engine",
     "jaxspec",
+    "jaxspec.testing",
     "jaxspec.bench",
     "jaxspec.tuning",
     "jaxspec.cli",
@@ -48,18 +49,18 @@ SHARED = (
         "jaxspec.console",
         "jaxspec.methods",
         "jaxspec.engine",
+        "jaxspec.testing",
         "jaxspec.bench",
-        "jaxspec.tuning",
-        "jaxspec.cli",
     ),
     *(
+        "jaxspec.tuning",
+        "jaxspec.cli",
         "training.data",
         "training.losses",
         "training.reports",
         "training.loop",
-        "training.probes",
-        "benchmarks",
     ),
+    *("training.probes", "benchmarks"),
 )
 # What a module may not import although it stands below.
 NEVER = {
@@ -78,6 +79,7 @@ HOST = (
         "jaxspec.console",
         "jaxspec.methods",
         "jaxspec.engine",
+        "jaxspec.testing",
         "jaxspec.bench",
         "jaxspec.tuning",
     ),

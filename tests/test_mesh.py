@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from jaxspec import LanguageModel
 from jaxspec.model.sharding import param_shardings
-from tests import reference, tiny
+from jaxspec.testing import reference
+from tests import tiny
 
 assert jax.device_count() == 8
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))

@@ -16,7 +16,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.numerics import cosine
 from jaxspec.model.plan import LayerPlan
-from tests import reference
+from jaxspec.testing import reference
 
 TOLERANCE = 1e-4
 CAPACITY = 32

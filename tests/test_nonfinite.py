@@ -15,7 +15,8 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
 from jaxspec.model import cache as kv
 from jaxspec.sampling import Sampling
-from tests import reference, tiny
+from jaxspec.testing import reference
+from tests import tiny
 from tests.test_cli import CONFIG, write_tokenizer
 
 PROMPTS = ((1, 3, 1, 3, 1, 4), (5, 2), (7, 7, 6, 1))

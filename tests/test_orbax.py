@@ -14,7 +14,7 @@ import pytest
 from jaxspec.io import orbax
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import param_shardings
-from tests import reference
+from jaxspec.testing import reference
 
 CONFIG = LlamaConfig(
     vocab_size=11,

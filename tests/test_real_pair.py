@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from tests import reference
+from jaxspec.testing import reference
 
 MODELS = Path(__file__).parents[1].parent / "shared" / "data" / "models"
 TARGET, DRAFT = MODELS / "stories260K", MODELS / "llama2xs"

@@ -24,7 +24,8 @@ from jaxspec.model import llama
 from jaxspec.protocol import Outcome, Prefill, View, Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import AdaptiveLength, Constant
-from tests import reference, tiny
+from jaxspec.testing import reference
+from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 
 CAPACITY, ROUNDS, K = 64, 7, 4

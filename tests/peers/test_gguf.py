@@ -22,7 +22,7 @@ from jaxspec.io import checkpoint, huggingface  # noqa: E402
 from jaxspec.io.gguf_file import BLOCKS, PLAIN  # noqa: E402
 from jaxspec.io.tokenizer import load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
-from tests import reference  # noqa: E402
+from jaxspec.testing import reference  # noqa: E402
 from tests.gguf_files import CONVERSATION, TEXTS, byte_level, sentencepiece, write  # noqa: E402
 from tests.test_gguf import CONFIGS, WIDE  # noqa: E402
 

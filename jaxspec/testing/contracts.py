@@ -1,0 +1,257 @@
+"""The contracts of a drafter, each a function that raises an AssertionError where it is broken.
+
+`check_drafter` checks all of them. The project's own suite, `tests/test_conformance.py`, is these functions over every
+drafter, stop rule and acceptor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.decoding import DecodeState, Parts
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import Acceptor, Drafter, Proposal, View, Weights
+from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.testing import laws, reference
+from jaxspec.testing.loop import Loop, chunk, committed, generated, prefill
+from jaxspec.testing.models import CAPACITY, TARGET, params
+
+# Ragged: prompts and budgets of different lengths, and one that repeats itself.
+PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
+BUDGETS = (12, 9, 14)
+DRAWS = 1500
+# A vocabulary so small that every text can be enumerated.
+FOUR = dataclasses.replace(
+    TARGET, vocab_size=4, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=1
+)
+ACCEPTORS: dict[str, Callable[[], Acceptor]] = {
+    "greedy": GreedyAcceptor,
+    "rejection": RejectionAcceptor,
+    "block": BlockAcceptor,
+}
+# The target's config → a drafter and its parameters, None for a drafter without.
+MakeDrafter = Callable[[LlamaConfig], tuple[Drafter, Any]]
+
+
+def check_drafter(
+    make: Drafter | MakeDrafter,
+    config: LlamaConfig = TARGET,
+    acceptors: Iterable[str] = tuple(ACCEPTORS),
+    report: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Checks every contract of a drafter on small models; about a minute per acceptor on a CPU.
+
+    Args:
+      make: a drafter that fits every model, or what makes one and its parameters for a target's config.
+      config: the target of all checks but the sampled law's, whose vocabulary has four tokens.
+      acceptors: names among greedy, rejection and block.
+      report: called with the name of each check before it begins.
+
+    Raises:
+      AssertionError: a contract is broken; the message says which, and how it shows.
+
+    Example:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_drafter(NGram(num_draft_tokens=3), acceptors=["greedy"])
+    """
+    small = dataclasses.replace(FOUR, num_layers=config.num_layers)
+    for name in acceptors:
+        loop = drafter_loop(make, name, config)
+        for check in CHECKS:
+            report(f"{check.__name__}, {name} acceptor")
+            check(loop)
+        if name != "greedy":
+            report(f"check_sampled_law, {name} acceptor")
+            check_sampled_law(lambda law, name=name: drafter_loop(make, name, small, law))
+
+
+def drafter_loop(
+    make: Drafter | MakeDrafter, acceptor: str, config: LlamaConfig = TARGET, law: Law | None = None
+) -> Loop:
+    """Returns the loop of a drafter on a small model; see `check_drafter`."""
+    drafter, own = (make, None) if hasattr(make, "propose") else make(config)
+    if law is None:
+        law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
+    return Loop(Parts(drafter, ACCEPTORS[acceptor](), law), Weights(params(config), own), config)
+
+
+@functools.partial(jax.jit, static_argnames="draws")
+def propose(
+    drafter: Drafter, weights: Weights, state: DecodeState, law: Law, draws: int
+) -> tuple[Proposal, Any]:
+    """Returns the proposals and the caches of many draws from one state, [draws, B, ...]."""
+    view = View(state.tokens, state.length, state.cache, room=jnp.full_like(state.length, 99))
+    keys = jax.random.split(jax.random.key(9), (draws, len(state.length)))
+
+    def once(keys: jax.Array) -> tuple[Proposal, Any]:
+        proposal, _, cache = drafter.propose(keys, weights, state.drafter_state, view, law)
+        return proposal, cache
+
+    return jax.vmap(once)(keys)
+
+
+def check_loan(loop: Loop) -> None:
+    """`propose` leaves what the target's cache has committed as it was, to the bit."""
+    state, _ = loop.begin(PROMPTS, BUDGETS)
+    _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+    for row, length in enumerate(np.asarray(state.length)):
+        lent = committed(state.cache, row, length - 1)
+        back = committed(jax.tree.map(lambda leaf: leaf[-1], caches), row, length - 1)
+        assert all(array.any() for array in lent), "the cache is empty, so nothing is checked"
+        for before, after in zip(lent, back, strict=True):
+            assert (before == after).all(), f"the draft changed committed slots of row {row}'s cache"
+
+
+def check_log_probs(loop: Loop) -> None:
+    """Draft tokens come as often as the proposal's `log_probs` say, for every row, place and token."""
+    state, _ = loop.begin(PROMPTS, BUDGETS)
+    proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+    if proposal.log_probs is None:
+        # Every token is certain: another draw must give the same.
+        tokens, count = np.asarray(proposal.tokens), np.asarray(proposal.count)
+        assert (count == count[:1]).all(), (
+            "a drafter without log_probs must propose the same number each time"
+        )
+        there = np.arange(tokens.shape[-1]) < count[..., None]
+        same = (tokens == tokens[:1]) | ~there
+        assert same.all(), "a drafter without log_probs must propose the same tokens each time"
+        return
+    probs = np.exp(np.asarray(proposal.log_probs, np.float64))
+    for row, place in itertools.product(range(len(PROMPTS)), range(probs.shape[2])):
+        there = np.asarray(proposal.count)[:, row] > place
+        where = f"row {row}, draft token {place}"
+        assert place > 0 or there.all(), f"{where}: nothing is drafted although there is room"
+        q = probs[there, row, place]
+        assert np.allclose(q.sum(axis=-1), 1, atol=1e-5), f"{where}: the probabilities do not sum to 1"
+        drawn = np.eye(q.shape[1])[np.asarray(proposal.tokens)[there, row, place]]
+        assert (drawn[q == 0] == 0).all(), f"{where}: a token of probability 0 was drawn"
+        spread = np.sqrt((q * (1 - q)).sum(axis=0)) + 1
+        off = np.abs((drawn - q).sum(axis=0) / spread).max()
+        assert off < 4.5, f"{where}: tokens are drawn from another law than log_probs ({off:.1f} deviations)"
+
+
+def check_no_recompilation(loop: Loop) -> None:
+    """Another prompt, length, budget, seed, number, end of text, limit of rounds or halted row compiles nothing."""
+    state, _ = loop.begin(PROMPTS, BUDGETS)
+    loop.go_on(state)
+    sizes = prefill._cache_size(), chunk._cache_size()
+    other = dataclasses.replace(loop, parts=jax.tree.map(_changed, loop.parts))
+    prompts = ((4, 4, 9, 1, 12, 0, 3, 3, 3, 2, 1), (2, 1), (11,))
+    state, _ = other.begin(prompts, (3, 20, 8), seeds=(8, 8, 1000), eos=(3, 4))
+    state, _ = other.go_on(state, rounds=2, halt=[False, False, True])
+    other.go_on(state, rounds=50)
+    assert (prefill._cache_size(), chunk._cache_size()) == sizes, "another number compiled another program"
+
+
+def _changed(leaf: jax.Array) -> jax.Array:
+    return jnp.roll(leaf, 1) if leaf.dtype == bool else jnp.asarray(leaf * 0.9, leaf.dtype)
+
+
+def check_params_are_arguments(loop: Loop) -> None:
+    """No parameter is a constant of the program: the largest constant is smaller than the smallest matrix."""
+    state, _ = loop.begin(PROMPTS, BUDGETS)
+    arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
+    traced = chunk.trace(loop.config, *arguments, window=CAPACITY)
+    smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
+    largest = largest_constant(traced.jaxpr)
+    assert largest < smallest, f"the program holds a constant of {largest} elements; pass it as a parameter"
+
+
+def largest_constant(closed: Any) -> int:
+    """Returns the most elements that any constant of a closed jaxpr has, in it and in what it calls."""
+    sizes = [np.size(const) for const in closed.consts]
+    for equation in closed.jaxpr.eqns:
+        for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                sizes.append(largest_constant(value))
+    return max(sizes, default=0)
+
+
+def _is_jaxpr(value: object) -> bool:
+    return hasattr(value, "consts") and hasattr(value, "jaxpr")
+
+
+def check_greedy_text(loop: Loop) -> None:
+    """Greedy rows have the text of a slow decoder without a cache, with and without an end of text."""
+    found = loop.texts(PROMPTS, BUDGETS)
+    rows = range(len(PROMPTS)) if isinstance(loop.parts.acceptor, GreedyAcceptor) else [0]
+    for row in rows:
+        _same(found[row], _greedy(loop.config, PROMPTS[row], BUDGETS[row]), row)
+    ends = tuple(_greedy(loop.config, PROMPTS[0], 12)[4:6])
+    state, _ = loop.begin(PROMPTS, BUDGETS, eos=ends)
+    state, _ = loop.go_on(state)
+    for row in rows:
+        _same(generated(state, PROMPTS)[row], _greedy(loop.config, PROMPTS[row], BUDGETS[row], ends), row)
+
+
+def _same(found: Sequence[int], expected: Sequence[int], row: int) -> None:
+    assert list(found) == list(expected), f"row {row}: the text is {found}, plain decoding's {expected}"
+
+
+@functools.cache
+def _greedy(
+    config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    return tuple(reference.greedy(config, params(config), prompt, budget, eos))
+
+
+def check_rows_are_independent(loop: Loop) -> None:
+    """A row with the same key has the same text beside other prompts, budgets and seeds, and in shorter chunks."""
+    one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    other = loop.texts(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
+    assert one[1] == other[1], f"beside other rows the text is {other[1]} instead of {one[1]}"
+    check_chunks(loop)
+
+
+def check_chunks(loop: Loop) -> None:
+    """The text is the same in chunks of two rounds as in one."""
+    one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    state, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    while not state.done.all():
+        state, _ = loop.go_on(state, 2)
+    assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into chunks"
+
+
+def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None:
+    """Sampled texts of the whole loop follow the law of every text there is, end of text included.
+
+    Args:
+      loop_of: the sampling law → the loop, on a model of four tokens.
+      rows: how many texts after the rarer of two prompts are drawn, twice; half as many after the other.
+    """
+    prompts, budget, eos = ((1, 3, 1), (2,)), 4, (2,)
+    batch = [prompts[row % 3 == 2] for row in range(3 * rows // 2)]
+    numbers = {"temperature": 1.5, "top_p": 0.95}
+    law = Sampling(jnp.full(len(batch), numbers["temperature"]), top_p=jnp.full(len(batch), numbers["top_p"]))
+    loop = loop_of(law)
+    texts = loop.texts(batch, budget, eos=eos, capacity=16)
+    for prompt in prompts:
+
+        def next_probs(prefix: tuple[int, ...], prompt: tuple[int, ...] = prompt) -> np.ndarray:
+            logits = reference.forward(loop.config, params(loop.config), [*prompt, *prefix])
+            return laws.warp(logits[-1], **numbers)
+
+        expected = laws.text_law(next_probs, budget, eos)
+        assert len(expected) > 30, "too few texts are possible for a test"
+        found = [tuple(text) for text, row in zip(texts, batch, strict=True) if row == prompt]
+        p_value = laws.chi_square(found, expected)
+        assert p_value > 1e-3, f"texts do not follow the target's law (χ² test: p = {p_value:.1e})"
+
+
+CHECKS = (
+    check_loan,
+    check_log_probs,
+    check_no_recompilation,
+    check_params_are_arguments,
+    check_greedy_text,
+    check_rows_are_independent,
+)

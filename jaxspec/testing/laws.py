@@ -1,0 +1,69 @@
+"""The laws of texts, enumerated, and samples compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+
+def warp(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step."""
+    logits = np.asarray(logits, np.float64)
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    probs = _normalised(np.exp((logits - logits.max()) / temperature))
+    if top_k > 0:
+        probs = _normalised(np.where(probs >= np.sort(probs)[::-1][min(top_k, len(probs)) - 1], probs, 0))
+    if top_p < 1:
+        kept, mass = np.zeros(len(probs), bool), 0.0
+        for token in np.argsort(-probs, kind="stable"):
+            if mass < top_p:
+                kept[token] = True
+            mass += probs[token]
+        probs = _normalised(np.where(kept, probs, 0))
+    return _normalised(np.where(probs >= min_p * probs.max(), probs, 0))
+
+
+def _normalised(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum()
+
+
+def text_law(
+    next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The probability of every text of `length` tokens, or ended by one of `eos` before."""
+
+    def texts(prefix: tuple[int, ...], mass: float) -> Iterator[tuple[tuple[int, ...], float]]:
+        if len(prefix) == length or (prefix and prefix[-1] in eos):
+            yield prefix, mass
+            return
+        for token, prob in enumerate(next_probs(prefix)):
+            if prob > 0:
+                yield from texts((*prefix, token), mass * prob)
+
+    return dict(texts((), 1.0))
+
+
+def distance(law: dict[Any, float], other: dict[Any, float]) -> float:
+    """Total variation."""
+    return sum(abs(law.get(text, 0.0) - other.get(text, 0.0)) for text in {*law, *other}) / 2
+
+
+def chi_square(samples: Sequence[Any], law: dict[Any, float]) -> float:
+    """The p-value of samples under a law, rare outcomes taken together."""
+    counts: dict[Any, int] = {}
+    for sample in samples:
+        counts[sample] = counts.get(sample, 0) + 1
+    assert set(counts) <= set(law), "an impossible outcome"
+    cells = sorted((len(samples) * prob, counts.get(text, 0)) for text, prob in law.items())
+    pooled = [[0.0, 0]]
+    for expected, count in cells:
+        if pooled[-1][0] >= 8:
+            pooled.append([0.0, 0])
+        pooled[-1][0] += expected
+        pooled[-1][1] += count
+    statistic = sum((count - expected) ** 2 / expected for expected, count in pooled)
+    return float(stats.chi2.sf(statistic, max(len(pooled) - 1, 1)))

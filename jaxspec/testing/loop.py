@@ -1,0 +1,119 @@
+"""The compiled loop without the engine around it: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import decoding
+from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import View, Weights
+from jaxspec.sampling import Sampling
+from jaxspec.testing import reference
+from jaxspec.testing.models import CAPACITY, TARGET, params
+
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece", "merged", "log_probs"))
+# Not donated: tests look at a state before and after.
+chunk = jax.jit(decoding.chunk, static_argnames=("config", "window", "log_probs"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A method on a model, one row a prompt."""
+
+    parts: Parts
+    weights: Weights
+    config: LlamaConfig = TARGET
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        budgets: int | Sequence[int] = 12,
+        *,
+        eos: Collection[int] = (),
+        seeds: Sequence[int] | None = None,
+        capacity: int = CAPACITY,
+        log_probs: bool = False,
+    ) -> tuple[DecodeState, Emitted]:
+        """Prefills the prompts."""
+        batch = len(prompts)
+        tokens, eos_ids = np.zeros((batch, capacity), np.int32), np.full((batch, 2), -1, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            eos_ids[row, : len(eos)] = list(eos)
+        length = np.array([len(prompt) for prompt in prompts], np.int32)
+        keys = jax.vmap(jax.random.key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
+        limit = np.asarray(length + np.asarray(budgets), np.int32)
+        request = Request(*map(jnp.asarray, (tokens, length, limit, eos_ids)), keys)
+        return prefill(self.config, self.weights, self.parts, request, piece=8, log_probs=log_probs)
+
+    def go_on(
+        self,
+        state: DecodeState,
+        rounds: int = 99,
+        halt: Sequence[bool] | None = None,
+        log_probs: bool = False,
+    ) -> tuple[DecodeState, Emitted]:
+        """One chunk."""
+        stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
+        return chunk(
+            self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
+            window=CAPACITY, log_probs=log_probs,
+        )  # fmt: skip
+
+    def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
+        """What each row generates."""
+        state, _ = self.begin(prompts, *args, **options)
+        state, _ = self.go_on(state)
+        assert state.done.all(), "the rows did not fit the capacity"
+        return generated(state, prompts)
+
+
+def view(state: DecodeState) -> View:
+    """What a round shows the drafter."""
+    room = jnp.where(state.done, 0, state.limit - state.length - 1)
+    return View(state.tokens, state.length, state.cache, room)
+
+
+def mixed_law() -> Sampling:
+    """For three rows, of which the first is greedy."""
+    return Sampling(jnp.array([0.0, 1.0, 0.7]))
+
+
+def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens after each prompt."""
+    rows = zip(np.asarray(state.tokens), np.asarray(state.length), prompts, strict=True)
+    return [row[len(prompt) : length].tolist() for row, length, prompt in rows]
+
+
+def greedy(
+    prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
+) -> list[int]:
+    """What plain greedy decoding of the target must give."""
+    return list(_greedy(config, tuple(prompt), budget, tuple(eos)))
+
+
+@functools.cache
+def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tuple[int, ...]) -> list[int]:
+    return reference.greedy(config, params(config), prompt, budget, eos)
+
+
+def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
+    """Of each token of a text after a prompt, under the target's raw law, by the slow decoder."""
+    logits = reference.forward(TARGET, params(), [*prompt, *text])[len(prompt) - 1 : -1]
+    laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return laws[range(len(text)), text]
+
+
+def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
+    """A copy of what a cache holds of a row's first `length` positions, whatever its layout."""
+    arrays = [np.asarray(array) for array in jax.tree.leaves(cache.layers)]
+    return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]

@@ -1,0 +1,82 @@
+"""Small Llama models with random weights, on which exactness can be checked in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.testing import reference
+
+TARGET = LlamaConfig(
+    vocab_size=13,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_position_embeddings=512,
+)
+# A draft of the same vocabulary.
+SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=20)
+# What drafts for itself.
+DEEP = dataclasses.replace(TARGET, num_layers=3)
+K = 3
+CAPACITY = 32
+
+
+@functools.cache
+def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
+    """Random parameters on the device; what a seed's models share makes their drafts agree now and then."""
+    drawn = reference.random_params(config, seed)
+    shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
+    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.float32([[[1.0]], [[0.6]]])
+    return jax.tree.map(jnp.asarray, drawn)
+
+
+# With a tokenizer
+
+EOS = 10
+TOKENS = ["<s>", " ", "a", "b", "c", "d", "e", "e ", "ba", "cd", "</s>", "ab", "ab "]
+MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
+
+
+def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
+    """As `language_model` has it."""
+    return dataclasses.replace(config, eos_token_ids=(EOS,))
+
+
+def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
+    """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters."""
+    config = dataclasses.replace(engine_config(config), **changes)
+    weights = params(TARGET) if config.num_layers == TARGET.num_layers else params(SMALL)
+    return LanguageModel(config, weights, tokenizer(), name=name)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Merges letters into pairs, so that a text does not tell where its tokens end."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.BPE({token: index for index, token in enumerate(TOKENS)}, MERGES))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+
+
+@functools.cache
+def small_model() -> LanguageModel:
+    """The draft of `draft-model`."""
+    return language_model(SMALL, "small")
