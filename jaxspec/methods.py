@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxspec.io.user_data import has_user_data, home, model_data
 from jaxspec.method_options import (
     ADAPTIVE,
     METHODS,
+    AcceptorName,
     Method,
     MethodOptions,
     check_method,
@@ -130,13 +131,17 @@ def build(method: str, options: MethodOptions, target: Model, resources: Resourc
     return _BUILDERS[name](options, target, resources)
 
 
-def build_acceptor(options: MethodOptions, sampling: bool) -> Acceptor:
-    """The acceptor: as asked, else greedy for greedy text and block for sampled.
+def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
+    """The acceptor of this name; of none greedy for greedy text and block for sampled.
 
     Raises:
-      ValueError: the greedy acceptor is asked for where texts are drawn at random.
+      ValueError: there is no such acceptor, or the greedy one is asked for where texts are drawn at random.
     """
-    name = options.acceptor or ("block" if sampling else "greedy")
+    known = get_args(AcceptorName)
+    if name is None:
+        name = "block" if sampling else "greedy"
+    if name not in known:
+        raise ValueError(f"unknown acceptor {name!r}; give one of {', '.join(known)}")
     if name == "greedy":
         if sampling:
             raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,8 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
         ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
         ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
-        ({"stream": "no"}, "stream is 'no'; give True or False"),
+        ({"stream": True}, r"generate has no option stream; call LanguageModel\.stream"),
+        ({"method": NGram(), "acceptor": "typical"}, "unknown acceptor 'typical'"),
         ({"logprobs": 1}, "logprobs is 1; give True or False"),
         ({"chat": None}, "chat is None; give True or False"),
         ({"stop_sequences": ["a"]}, "unknown option stop_sequences; perhaps you meant stop$"),
@@ -209,18 +212,41 @@ def test_only_public_names_are_listed():
     assert all(getattr(jaxspec, name) is not None for name in dir(jaxspec))
 
 
+def test_stream_is_checked_when_it_is_called(lm):
+    """Not when the first piece is asked for."""
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        lm.stream([3, 4], max_batch=0)
+
+
+def test_editors_and_the_methods_that_do_the_work_know_the_same_arguments(lm):
+    kinds = inspect.signature(type(lm).stream).parameters
+    shown = {name: kind.default for name, kind in kinds.items()}
+    taken = inspect.signature(type(lm)._start).parameters
+    assert shown == {name: kind.default for name, kind in taken.items() if name != "rounds"} | {
+        "prompts": None
+    }
+    for overload in typing.get_overloads(type(lm).generate)[:2]:
+        kinds = inspect.signature(overload).parameters
+        assert {name: kind.default for name, kind in kinds.items()} == shown
+    documented = type(lm).generate.__doc__
+    assert all(re.search(rf"\b{name}\b", documented) for name in shown if name != "self")
+
+
+def test_an_acceptor_belongs_to_every_method(lm):
+    options = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.0}
+    for method in ("autoregressive", "ngram", NGram()):
+        rows = [lm.generate([3, 4], method=method, acceptor=name, **options) for name in (None, "block")]
+        assert rows[0].tokens == rows[1].tokens
+        with pytest.raises(ValueError, match="acceptor='greedy' would not follow the law"):
+            lm.generate([3, 4], method=method, acceptor="greedy", **options)
+
+
 def test_keywords_are_the_options(lm):
     """What editors complete is what `generate` takes."""
     fields = {field.name for field in dataclasses.fields(jaxspec.MethodOptions)}
     assert set(keywords.MethodKeywords.__annotations__) == fields
-    taken = set(inspect.signature(type(lm).generate).parameters) - {
-        "self",
-        "prompts",
-        "messages",
-        "stream",
-        "options",
-    }
-    assert set(keywords.Keywords.__annotations__) - fields == taken
+    taken = set(inspect.signature(type(lm).stream).parameters) - {"self", "prompts", "messages", "options"}
+    assert set(keywords.Keywords.__annotations__) - fields == taken - {"acceptor"}
 
 
 @pytest.mark.parametrize("model", [3, b"small", ["small"]])

@@ -40,9 +40,13 @@ class Fake:
         self.calls: list = []
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens
 
-    def generate(self, prompt, *, method, stream=False, **options):
-        self.calls.append((method, stream, options))
-        return self._pieces(method) if stream else self._result(method)
+    def generate(self, prompt, *, method, **options):
+        self.calls.append((method, False, options))
+        return self._result(method)
+
+    def stream(self, prompt, *, method, **options):
+        self.calls.append((method, True, options))
+        return self._pieces(method)
 
     def _pieces(self, method):
         self.calls.append(f"warm {method}")

@@ -19,6 +19,10 @@ def generate(lm, prompts, method="autoregressive", **options):
     return lm.generate(prompts, **tiny.options(method), max_new_tokens=BUDGET, **options)
 
 
+def stream(lm, prompts, method, **options):
+    return lm.stream(prompts, **tiny.options(method), max_new_tokens=BUDGET, **options)
+
+
 @pytest.fixture(scope="module")
 def plain(lm):
     """The texts without stop strings, by plain decoding."""
@@ -33,7 +37,7 @@ def plain(lm):
 @each_method
 def test_pieces_add_up_to_the_text(lm, plain, method):
     texts = ["", ""]
-    for piece in generate(lm, PROMPTS, method, ignore_eos=True, stream=True):
+    for piece in stream(lm, PROMPTS, method, ignore_eos=True):
         texts[piece.index] += piece.text
         if piece.result is not None:
             assert piece.result.text == texts[piece.index] == plain[piece.index].text
@@ -41,14 +45,15 @@ def test_pieces_add_up_to_the_text(lm, plain, method):
 
 
 @each_method
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_across_token_borders(lm, plain, method, stream):
+@pytest.mark.parametrize("streams", [False, True])
+def test_stop_strings_across_token_borders(lm, plain, method, streams):
     """The text ends before the first of them; the tokens with the one that completes it."""
     for at, size in [(3, 1), (4, 3), (7, 5), (9, 2)]:
         stops = [plain[0].text[at : at + size], plain[1].text[at + 1 : at + 1 + size], "nowhere"]
-        found = generate(lm, PROMPTS, method, ignore_eos=True, stop=stops, stream=stream)
-        if stream:
-            pieces = list(found)
+        if not streams:
+            found = generate(lm, PROMPTS, method, ignore_eos=True, stop=stops)
+        else:
+            pieces = list(stream(lm, PROMPTS, method, ignore_eos=True, stop=stops))
             found = [next(p.result for p in pieces if p.index == index and p.result) for index in range(2)]
             for index, row in enumerate(found):
                 assert "".join(piece.text for piece in pieces if piece.index == index) == row.text

@@ -159,7 +159,7 @@ def test_a_result_says_that_its_text_ended_in_an_error(dtype, temperature):
         assert (result.finish_reason, result.tokens, result.text) == ("error", [], "")
         assert result.statistics.num_tokens == 0
         assert result.statistics.tokens_per_second is None
-    pieces = list(lm.generate("ab", stream=True, logprobs=True))
+    pieces = list(lm.stream("ab", logprobs=True))
     assert [piece.result.finish_reason for piece in pieces] == ["error"]
 
 

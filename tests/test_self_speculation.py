@@ -232,7 +232,7 @@ def test_another_mask_compiles_nothing(beside):
 
 def looks(lm, count: int, **options: Any):
     """The result of a text that the host looks at between rounds."""
-    pieces = list(lm.generate(PROMPTS[0], max_new_tokens=count, ignore_eos=True, stream=True, **options))
+    pieces = list(lm.stream(PROMPTS[0], max_new_tokens=count, ignore_eos=True, **options))
     return pieces[-1].result
 
 

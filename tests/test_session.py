@@ -25,6 +25,10 @@ def generate(lm, prompts, method="autoregressive", **options):
     return lm.generate([list(prompt) for prompt in prompts], **tiny.options(method), **options)
 
 
+def stream(lm, prompts, method, **options):
+    return lm.stream([list(prompt) for prompt in prompts], **tiny.options(method), **options)
+
+
 @pytest.fixture
 def small_buckets(monkeypatch):
     """Batches start in the smallest bucket instead of the one they end in."""
@@ -40,7 +44,7 @@ def test_alone_in_a_batch_and_streamed(lm, method):
         assert row.tokens == tiny.greedy(prompt, budget)
         alone = generate(lm, [prompt], method, max_new_tokens=budget, ignore_eos=True)[0]
         assert (alone.tokens, alone.finish_reason) == (row.tokens, "length")
-    pieces = list(generate(lm, PROMPTS, method, max_new_tokens=budgets, ignore_eos=True, stream=True))
+    pieces = list(stream(lm, PROMPTS, method, max_new_tokens=budgets, ignore_eos=True))
     for index, row in enumerate(batch):
         mine = [piece for piece in pieces if piece.index == index]
         assert [token for piece in mine for token in piece.tokens] == row.tokens
@@ -80,11 +84,12 @@ def test_statistics(lm, method):
         assert stats.decode_compile_ms <= stats.compile_ms <= stats.elapsed_ms
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_first_text_counts_what_compiles_before_its_first_token(stream):
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_first_text_counts_what_compiles_before_its_first_token(streams):
     lm = tiny.language_model()
-    found = lm.generate([3, 4], max_new_tokens=4, ignore_eos=True, stream=stream)
-    stats = (list(found)[-1] if stream else found).statistics
+    options = {"max_new_tokens": 4, "ignore_eos": True}
+    found = list(lm.stream([3, 4], **options))[-1] if streams else lm.generate([3, 4], **options)
+    stats = found.statistics
     assert stats.compile_ms > 0
     assert stats.decode_compile_ms == 0
     assert stats.tokens_per_second == 3e3 / stats.decode_ms
@@ -225,7 +230,7 @@ def test_nothing_recompiles_within_a_bucket(lm, method):
         generate(
             lm, ((9,), (3, 3)), method, max_new_tokens=[1, 20], seed=5, temperature=[0.0, 1.3], stop="ab"
         )
-        list(generate(lm, ((9,), (3, 3)), method, max_new_tokens=3, ignore_eos=True, stream=True))
+        list(stream(lm, ((9,), (3, 3)), method, max_new_tokens=3, ignore_eos=True))
         assert lm.executables.num_compilations == count
         assert not events
         jax.jit(lambda x: x + math.pi)(jnp.zeros(17))
@@ -249,7 +254,7 @@ def test_requests_are_values():
 def test_a_text_that_has_begun_goes_on(lm, method, budget):
     """The loop is compiled, once, before a first token is given out."""
     fresh = tiny.language_model()
-    pieces = generate(fresh, PROMPTS, method, max_new_tokens=budget, ignore_eos=True, stream=True)
+    pieces = stream(fresh, PROMPTS, method, max_new_tokens=budget, ignore_eos=True)
     next(pieces)
     fresh.executables.wait()
     before, blocked = fresh.executables.num_compilations, fresh.executables.blocked_ms

@@ -37,10 +37,11 @@ class Fake:
         self.checked: list = []
         self._stopped_at = stopped_at
 
-    def generate(self, prompt, *, method, stream=False, **options):
-        if stream:
-            self.checked.append((prompt, method, options))
-            return iter(())
+    def stream(self, prompt, *, method, **options):
+        self.checked.append((prompt, method, options))
+        return iter(())
+
+    def generate(self, prompt, *, method, **options):
         if len(self.calls) == self._stopped_at:
             raise KeyboardInterrupt
         self.calls.append((prompt, method, options["seed"]))
@@ -146,7 +147,7 @@ def test_a_run_that_a_target_cannot_do_ends_the_suite_before_it_begins(monkeypat
         if method == "ngram":
             raise ValueError("not with me")
 
-    monkeypatch.setattr(unable, "generate", refuse)
+    monkeypatch.setattr(unable, "stream", refuse)
     take(monkeypatch, able, unable)
     with pytest.raises(ValueError, match="not with me"):
         measure(Options(models=("able", "unable"), runs=("ngram",), prompts=1))

@@ -19,11 +19,11 @@ CALLS = {
     "lm.generate([[1, 2], [3]])": "list[jaxspec.engine.results.Result]",
     "lm.generate(messages=talk)": "jaxspec.engine.results.Result",
     "lm.generate(messages=[talk, talk])": "list[jaxspec.engine.results.Result]",
-    'lm.generate("a", stream=True)': "typing.Iterator[jaxspec.engine.results.Piece]",
-    'lm.generate(["a"], stream=True)': "typing.Iterator[jaxspec.engine.results.Piece]",
+    'lm.stream("a")': "typing.Iterator[jaxspec.engine.results.Piece]",
+    'lm.stream(["a"], max_batch=1)': "typing.Iterator[jaxspec.engine.results.Piece]",
     'lm.generate("a").text': "str | None",
 }
-WRONG = {'lm.generate("a", exit_layr=3)': "exit_layr", 'lm.generate("a", exit_layer="x")': "No overload"}
+WRONG = {'lm.generate("a", max_new_tokens="x")': "max_new_tokens", 'lm.stream("a", chat=3)': "chat"}
 
 
 def test_the_package_says_that_it_has_types():

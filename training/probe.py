@@ -130,13 +130,12 @@ def decoded(
 ) -> dict[str, Any]:
     """What a method does with the prompts: mean acceptance length, and tokens drafted and accepted per round."""
     settings: dict[str, Any] = {"temperature": 0.0, **options.law, **more}
-    pieces = lm.generate(
+    pieces = lm.stream(
         prompts,
         method=method,
         max_new_tokens=options.new_tokens,
         num_draft_tokens=options.num_draft_tokens,
         max_batch=options.batch,
-        stream=True,  # each text as it ends
         **settings,
     )
     statistics = []

@@ -71,9 +71,7 @@ def compare(
         results[name].append(lm.generate(prompt, method=name, **generation, **chosen[name]))
 
     # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
-    warm = {
-        name: lm.generate(prompt, method=name, stream=True, **generation, **chosen[name]) for name in names
-    }
+    warm = {name: lm.stream(prompt, method=name, **generation, **chosen[name]) for name in names}
     for number, (name, pieces) in enumerate(warm.items(), 1):
         on_progress(f"compiling {name}, method {number} of {len(warm)}")
         collections.deque(pieces, maxlen=0)

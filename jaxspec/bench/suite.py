@@ -112,7 +112,7 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
         on_progress(f"loading {model or 'the embedded model'}")
         lm = load(model, dtype=options.dtype, device=options.device)
         for chosen in runs.values():  # what is wrong with any of them is told here; nothing runs yet
-            lm.generate([prompt for _, prompt in tasks], stream=True, max_batch=1, **given, **chosen)
+            lm.stream([prompt for _, prompt in tasks], max_batch=1, **given, **chosen)
         measured.append((lm, []))
     interrupted = False
     try:

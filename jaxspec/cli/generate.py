@@ -48,9 +48,7 @@ class Generate(TextOptions):
         with Progress() as progress:
             progress("loading the model")
             lm = self.model.load()
-            pieces = lm.generate(
-                prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
-            )
+            pieces = lm.stream(prompt, method=self.method, **self.generation(), **self.method_options())
             progress("compiling")
             return _Output(self, prompt, lm, progress).write(pieces)
 

@@ -1,4 +1,4 @@
-"""The public face: `load` a model, `generate` text."""
+"""The public face: `load` a model, `generate` or `stream` text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -17,11 +17,14 @@ from jax.sharding import Mesh
 from jaxspec import methods
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.keywords import Keywords, method_options
+from jaxspec.engine.keywords import method_options
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
 from jaxspec.engine.requests import (
     Conversation,
+    Integers,
+    Numbers,
     Prompt,
+    Prompts,
     batch_of,
     check_text,
     flag,
@@ -37,6 +40,7 @@ from jaxspec.io import checkpoint, memory
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.method_options import AcceptorName
 from jaxspec.methods import METHODS, MethodOptions, Model
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -44,6 +48,8 @@ from jaxspec.protocol import Drafter, Weights
 
 # Rounds between two looks of the host: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+# A name, or a drafter, alone or with its parameters.
+AnyMethod = str | Drafter | tuple[Drafter, Any]
 
 
 def load(
@@ -179,70 +185,51 @@ class LanguageModel:
 
     # A str is a Sequence[str] too; the first that fits is meant.
     @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompts: Prompt | Conversation,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[Keywords],
-    ) -> Result: ...
-    @overload
-    def generate(
-        self, *, messages: Conversation, stream: Literal[False] = False, **options: Unpack[Keywords]
-    ) -> Result: ...
-    @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation],
+        prompts: Prompt | Conversation | None = None,
         *,
-        stream: Literal[False] = False,
-        **options: Unpack[Keywords],
-    ) -> list[Result]: ...
-    @overload
-    def generate(
-        self,
-        *,
-        messages: Sequence[Conversation],
-        stream: Literal[False] = False,
-        **options: Unpack[Keywords],
-    ) -> list[Result]: ...
-    @overload
-    def generate(
-        self,
-        prompts: Prompt
-        | Conversation
-        | Sequence[Prompt | Conversation]
-        | np.ndarray
-        | jax.Array
-        | None = None,
-        *,
-        messages: Conversation | Sequence[Conversation] | None = None,
-        stream: Literal[True],
-        **options: Unpack[Keywords],
-    ) -> Iterator[Piece]: ...
-    @overload
-    def generate(self, prompts: np.ndarray | jax.Array, **options: Unpack[Keywords]) -> Any: ...
-
-    def generate(
-        self,
-        prompts: Any = None,
-        *,
-        messages: Any = None,
-        method: str | Drafter | tuple[Drafter, Any] = "autoregressive",
-        max_new_tokens: Any = None,
-        temperature: Any = None,
-        top_k: Any = None,
-        top_p: Any = None,
-        min_p: Any = None,
-        seed: Any = 0,
+        messages: Conversation | None = None,
+        method: AnyMethod = "autoregressive",
+        acceptor: AcceptorName | None = None,
+        max_new_tokens: Integers = None,
+        temperature: Numbers = None,
+        top_k: Integers = None,
+        top_p: Numbers = None,
+        min_p: Numbers = None,
+        seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
-        stream: bool = False,
         max_batch: int = 8,
         **options: Any,
-    ) -> Result | list[Result] | Iterator[Piece]:
+    ) -> Result: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation] | None = None,
+        *,
+        messages: Sequence[Conversation] | None = None,
+        method: AnyMethod = "autoregressive",
+        acceptor: AcceptorName | None = None,
+        max_new_tokens: Integers = None,
+        temperature: Numbers = None,
+        top_k: Integers = None,
+        top_p: Numbers = None,
+        min_p: Numbers = None,
+        seed: Integers = 0,
+        stop: str | Sequence[str] | None = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+        chat: bool = False,
+        max_batch: int = 8,
+        **options: Any,
+    ) -> list[Result]: ...
+    @overload
+    def generate(self, prompts: np.ndarray | jax.Array, **options: Any) -> Any: ...
+
+    def generate(self, prompts: Any = None, **options: Any) -> Any:
         """Generates a text after each prompt.
 
         Args:
@@ -250,6 +237,8 @@ class LanguageModel:
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
             chat template, or a list of such conversations.
           method: a name in `methods.METHODS`, or a drafter (with its parameters, if it has some).
+          acceptor: how drafts are accepted: greedy, rejection or block; the text keeps its law with each. None for
+            greedy at temperature 0, else block.
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
@@ -260,21 +249,110 @@ class LanguageModel:
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
           chat: put each prompt as a user's message through the chat template.
-          stream: yield pieces as they come, instead of returning results.
           max_batch: most prompts at once; the others take the rows that become free.
           **options: of the method, see `jaxspec.MethodOptions`.
 
         Returns:
-          A `Result` for one prompt, a list for a list; with `stream` an iterator of `Piece`s, of which the
-          last of each prompt carries the result. A text whose logits become NaN or infinite ends there:
-          its `finish_reason` is "error", and a `RuntimeWarning` says so unless it is streamed.
+          A `Result` for one prompt, a list for a list. A text whose logits become NaN or infinite ends there: its
+          `finish_reason` is "error", and a `RuntimeWarning` says so.
 
         Raises:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
         """
+        if "stream" in options:
+            raise ValueError(
+                "generate has no option stream; call LanguageModel.stream, which yields pieces as they come"
+            )
+        pieces, single = self._start(QUIET_ROUNDS, prompts, **options)
+        results = {piece.index: piece.result for piece in pieces if piece.result is not None}
+        ordered = [results[index] for index in range(len(results))]
+        for result in ordered:
+            if result.error is not None:
+                warnings.warn(result.error, RuntimeWarning, stacklevel=2)
+        return ordered[0] if single else ordered
+
+    def stream(
+        self,
+        prompts: Prompts | None = None,
+        *,
+        messages: Conversation | Sequence[Conversation] | None = None,
+        method: AnyMethod = "autoregressive",
+        acceptor: AcceptorName | None = None,
+        max_new_tokens: Integers = None,
+        temperature: Numbers = None,
+        top_k: Integers = None,
+        top_p: Numbers = None,
+        min_p: Numbers = None,
+        seed: Integers = 0,
+        stop: str | Sequence[str] | None = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+        chat: bool = False,
+        max_batch: int = 8,
+        **options: Any,
+    ) -> Iterator[Piece]:
+        """Generates a text after each prompt, and yields its pieces as they come.
+
+        Args:
+          prompts, messages, method, acceptor, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
+            ignore_eos, logprobs, chat, max_batch, **options: as in `generate`. All are checked before this returns.
+
+        Returns:
+          An iterator of `Piece`s, of which the last of each prompt carries the result: the one that `generate`
+          returns. Nothing runs before the first is asked for.
+
+        Raises:
+          ValueError, FileNotFoundError: as `generate`.
+        """
+        pieces, _ = self._start(
+            STREAM_ROUNDS,
+            prompts,
+            messages=messages,
+            method=method,
+            acceptor=acceptor,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            chat=chat,
+            max_batch=max_batch,
+            **options,
+        )
+        return pieces
+
+    def _start(
+        self,
+        rounds: int,
+        prompts: Any,
+        *,
+        messages: Any = None,
+        method: AnyMethod = "autoregressive",
+        acceptor: AcceptorName | None = None,
+        max_new_tokens: Any = None,
+        temperature: Any = None,
+        top_k: Any = None,
+        top_p: Any = None,
+        min_p: Any = None,
+        seed: Any = 0,
+        stop: Any = (),
+        ignore_eos: bool = False,
+        logprobs: bool = False,
+        chat: bool = False,
+        max_batch: int = 8,
+        **options: Any,
+    ) -> tuple[Iterator[Piece], bool]:
+        """Checks the arguments of `generate`; its pieces, and whether there is a single prompt.
+
+        `rounds`: between two looks of the host, where there is no stop string.
+        """
         chosen = self._options(options)
         ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
-        chat, stream = flag("chat", chat), flag("stream", stream)
+        chat = flag("chat", chat)
         batch, single = batch_of(prompts, messages)
         stops = self._stops(stop)
         rows = whole("max_batch", max_batch)
@@ -292,7 +370,7 @@ class LanguageModel:
             name="prompts" if messages is None else "messages",
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
-        acceptor = methods.build_acceptor(chosen, needs_sampling(requests))
+        accept = methods.build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._method(method, chosen, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
         session = Session(
@@ -300,7 +378,7 @@ class LanguageModel:
             self.config,
             weights,
             drafter,
-            acceptor,
+            accept,
             requests,
             max_batch=rows,
             log_probs=logprobs,
@@ -308,16 +386,7 @@ class LanguageModel:
             mesh=self.mesh,
             device=self.device,
         )
-        rounds = STREAM_ROUNDS if stream or stops else QUIET_ROUNDS
-        pieces = self._run(session, requests, stops, rounds)
-        if stream:
-            return pieces
-        results = {piece.index: piece.result for piece in pieces if piece.result is not None}
-        ordered = [results[index] for index in range(len(batch))]
-        for result in ordered:
-            if result.error is not None:
-                warnings.warn(result.error, RuntimeWarning, stacklevel=2)
-        return ordered[0] if single else ordered
+        return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds), single
 
     def drafter(self, method: str, *, beside: bool = True, **method_options: Any) -> tuple[Drafter, Any]:
         """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.engine.session import RowRequest
@@ -17,6 +18,10 @@ from jaxspec.model.config import LlamaConfig
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
+Prompts = Prompt | Conversation | Sequence[Prompt | Conversation] | np.ndarray | jax.Array
+# For all prompts, or per prompt; None for the default.
+Integers = int | Sequence[int | None] | None
+Numbers = float | Sequence[float | None] | None
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
 # Integers beyond this are never meant, and Python does not write out those of more than 4300 digits.
