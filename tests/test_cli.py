@@ -189,7 +189,7 @@ def test_a_terminal_shows_accepted_drafts_in_colour(model, monkeypatch, no_colou
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1" if no_colour else "")
-    monkeypatch.setattr(LanguageModel, "generate", canned)
+    monkeypatch.setattr(LanguageModel, "stream", canned)
     assert main(["generate", PROMPT, "--model", str(model)]) == 0
     plain = "a bear"
     if no_colour:
@@ -243,7 +243,7 @@ def test_painted_text_is_the_text(model):
 
 @pytest.mark.parametrize("json_too", [False, True])
 def test_an_interruption_keeps_what_was_generated(run, model, monkeypatch, json_too):
-    monkeypatch.setattr(LanguageModel, "generate", canned)
+    monkeypatch.setattr(LanguageModel, "stream", canned)
     arguments = ["generate", PROMPT, "--model", model, "--max-new-tokens", 1]
     status, out, err = run(*arguments, *(["--json"] if json_too else []))
     assert (status, err) == (130, "jaxspec: interrupted\n")
