@@ -156,7 +156,7 @@ def test_agreement_is_that_of_drafts_token_by_token_and_no_mask_compiles(deep):
     score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
     compiled = objectives._agreement._cache_size()
     step = jax.jit(llama.forward, static_argnums=0)
-    parts = tiny.Parts(Autoregressive(), tiny.GreedyAcceptor(), tiny.Greedy())
+    parts = tiny.Parts(Autoregressive(), tiny.ACCEPTORS["greedy"](), tiny.Greedy())
     plain = tiny.Loop(parts, Weights(deep.params), DEEP)
     rates = []
     for plan in PLANS:
