@@ -128,8 +128,8 @@ def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]
       ValueError: an unknown method, an option that none of them reads, or what a method says of its options.
 
     Example:
-      >>> [str(one) for one in share(["ngram", "layerskip"], {"exit_layer": 3}).values()]
-      ['ngram', 'layerskip exit_layer=3']
+      >>> share(["ngram", "layerskip"], {"exit_layer": 3})["layerskip"]
+      LayerSkip(exit_layer=3)
     """
     classes = {name: find(name) for name in methods}
     read = {name: cls.known(given) & given.keys() for name, cls in classes.items()}

@@ -81,7 +81,10 @@ def drafter_loop(
     drafter, own = (make, None) if hasattr(make, "propose") else make(config)
     if law is None:
         law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
-    return Loop(Parts(drafter, ACCEPTORS[acceptor](), law), Weights(params(config), own), config)
+    parts = Parts(drafter, ACCEPTORS[acceptor](), law)
+    # Python's numbers become arrays, so that another number is of the same type.
+    parts = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), parts)
+    return Loop(parts, Weights(params(config), own), config)
 
 
 @functools.partial(jax.jit, static_argnames="draws")
@@ -152,7 +155,8 @@ def check_no_recompilation(loop: Loop) -> None:
     assert (prefill._cache_size(), chunk._cache_size()) == sizes, "another number compiled another program"
 
 
-def _changed(leaf: jax.Array) -> jax.Array:
+def _changed(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
     return jnp.roll(leaf, 1) if leaf.dtype == bool else jnp.asarray(leaf * 0.9, leaf.dtype)
 
 

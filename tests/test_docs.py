@@ -1,0 +1,54 @@
+"""The documentation's code runs, and the pages it names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def code(page: str) -> str:
+    """The Python blocks of a page, one after another."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+def test_the_code_of_adding_a_drafter_runs(capsys, monkeypatch):
+    from jaxspec.methods import registry
+
+    script = code("add_a_drafter.md").replace("check_drafter(Repeat(period=2), report=print)", CHECK)
+    names: dict = {"__name__": "page"}
+    exec(compile(script, "add_a_drafter.md", "exec"), names)
+    assert "check_greedy_text, greedy acceptor" in capsys.readouterr().out
+    method = names["RepeatMethod"]
+    monkeypatch.setattr(registry, "built_in", lambda: {"repeat": method})
+    assert registry.make("repeat", {"period": 6}) == method(period=6)
+    lm = names["lm"]
+    typed = lm.generate("One, two,", method=method(period=6), max_new_tokens=8)
+    assert typed.tokens == lm.generate("One, two,", method="repeat", period=6, max_new_tokens=8).tokens
+    assert typed.tokens == lm.generate("One, two,", method=names["Repeat"](6), max_new_tokens=8).tokens
+
+
+# All acceptors take two minutes; the slow tier has them.
+CHECK = "check_drafter(Repeat(period=2), acceptors=['greedy'], report=print)"
+
+
+@pytest.mark.slow
+def test_the_drafter_of_the_page_keeps_all_contracts(capsys):
+    exec(compile(code("add_a_drafter.md"), "add_a_drafter.md", "exec"), {"__name__": "page"})
+    assert "check_sampled_law, block acceptor" in capsys.readouterr().out
+
+
+def test_the_code_of_the_python_page_runs():
+    script = code("python.md").replace('load("large")', 'load("small")').replace("=64", "=8")
+    exec(compile(script, "python.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text("utf-8")):
+        assert (page.parent / target).exists(), target
