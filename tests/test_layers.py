@@ -36,8 +36,10 @@ LAYERS = (
     "training.loop",
     "training.probes",
     "training.options",
-    "training.command training.induction",
-    "training.export training.plots",
+    "training.parsing training.induction",
+    "training.command training.start",
+    "training.run",
+    "training.export",
     "training.job",
     "training",
 )
