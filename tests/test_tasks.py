@@ -8,8 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from training import options
-from training.data import formats, packing, tasks, tokenizer
+from training.data import formats, packing, sources, tasks, tokenizer
 from training.data.tasks import code, edits, sums
 from training.data.tasks import task as task_words
 
@@ -220,7 +219,7 @@ def test_a_held_out_task_is_no_task_of_the_training_with_other_names(family):
 
 def test_a_kind_that_is_not_named_is_the_family():
     """The gate of the fitness test knows the families by name."""
-    assert [options.Source.parse(text).kind for text in ("tasks:sums", "tasks:edits:30", "tasks:code,kind=c")] == [
+    assert [sources.Source.parse(text).kind for text in ("tasks:sums", "tasks:edits:30", "tasks:code,kind=c")] == [
         "sums", "edits", "c",
     ]  # fmt: skip
-    assert options.Source.parse("hf:some/set:train").kind == "set:train"
+    assert sources.Source.parse("hf:some/set:train").kind == "set:train"

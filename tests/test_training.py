@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import induction, job
+from training import induction
 from training.data import formats, packing, tokenizer
-from training.loop import step
+from training.loop import optimizer, step
 from training.losses import base
+from training.start import init_params
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -202,10 +203,10 @@ def test_rematerialisation_changes_no_gradient(params):
 def test_accumulated_micro_batches_are_one_large_batch(params):
     """Micro-batches with different numbers of tokens: a mean of means would differ."""
     windows = packing.pack(documents(np.random.default_rng(7), [12, 5, 10, 11]), 12)
-    options = step.OptimizerOptions(learning_rate=1e-2, warmup=1)
+    options = optimizer.OptimizerOptions(learning_rate=1e-2, warmup=1)
     results = []
     for rows, micro in ((4, 1), (1, 4)):
-        transform = step.optimizer(options, 10)
+        transform = optimizer.make_optimizer(options, 10)
         state = step.init_state(jax.tree.map(jnp.copy, params), transform)
         batch = {name: array.reshape(micro, rows, -1) for name, array in windows.items()}
         results.append(step.make_step(base.next_token(CONFIG), transform, 0)(state, batch)[1])
@@ -215,7 +216,7 @@ def test_accumulated_micro_batches_are_one_large_batch(params):
 
 def test_weight_decay_spares_norms_and_biases():
     config = LlamaConfig(31, 8, 12, 1, 2, 1, 4, qkv_bias=True, mlp_bias=True)
-    chosen = step.decayed(llama.init_params(config, jax.random.key(0)))
+    chosen = optimizer.decayed(llama.init_params(config, jax.random.key(0)))
     assert all((chosen["embed"], chosen["head"], chosen["layers"][0]["mlp"]["down"]))
     attention, mlp = chosen["layers"][0]["attention"], chosen["layers"][0]["mlp"]
     spared = (chosen["norm"], attention["norm"], attention["qkv_bias"], mlp["norm"], mlp["gate_up_bias"])
@@ -224,8 +225,8 @@ def test_weight_decay_spares_norms_and_biases():
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_without_a_gradient_matrices_decay_and_norms_stay(kind, params):
-    options = step.OptimizerOptions(kind, learning_rate=0.1, weight_decay=0.5, warmup=1)
-    transform = step.optimizer(options, 10)
+    options = optimizer.OptimizerOptions(kind, learning_rate=0.1, weight_decay=0.5, warmup=1)
+    transform = optimizer.make_optimizer(options, 10)
     state, still = transform.init(params), jax.tree.map(jnp.zeros_like, params)
     for _ in range(2):  # the first step of the warm-up has rate 0
         moved, state = transform.update(still, state, params)
@@ -233,16 +234,18 @@ def test_without_a_gradient_matrices_decay_and_norms_stay(kind, params):
     def check(on, change, leaf):
         np.testing.assert_allclose(change, -0.05 * leaf if on else 0 * leaf, rtol=1e-5, atol=1e-9)
 
-    jax.tree.map(check, step.decayed(params), moved, params)
+    jax.tree.map(check, optimizer.decayed(params), moved, params)
 
 
 def test_muon_moves_each_matrix_of_a_layer_alike_in_all_directions_and_the_rest_as_adamw_does(params):
     gradient = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
-    options = step.OptimizerOptions("muon", learning_rate=0.5, weight_decay=0, warmup=1)
-    plain = optax.adamw(step.schedule(options, 10), options.b1, options.b2, weight_decay=0, nesterov=True)
+    options = optimizer.OptimizerOptions("muon", learning_rate=0.5, weight_decay=0, warmup=1)
+    plain = optax.adamw(
+        optimizer.schedule(options, 10), options.b1, options.b2, weight_decay=0, nesterov=True
+    )
     clipped = optax.chain(optax.clip_by_global_norm(options.clip), plain)
     moved = {}
-    for kind, transform in (("adamw", clipped), ("muon", step.optimizer(options, 10))):
+    for kind, transform in (("adamw", clipped), ("muon", optimizer.make_optimizer(options, 10))):
         state = transform.init(params)
         for _ in range(2):  # the first step of the warm-up has rate 0
             moved[kind], state = transform.update(gradient, state, params)
@@ -270,19 +273,19 @@ def test_muon_moves_each_matrix_of_a_layer_alike_in_all_directions_and_the_rest_
 
 
 def test_schedules_warm_up_and_end():
-    options = step.OptimizerOptions(learning_rate=0.5, final_fraction=0.1, warmup=10)
-    rate = step.schedule(options, 100)
+    options = optimizer.OptimizerOptions(learning_rate=0.5, final_fraction=0.1, warmup=10)
+    rate = optimizer.schedule(options, 100)
     rates = [float(rate(i)) for i in (0, 10, 100)]
     assert rates == pytest.approx([0, 0.5, 0.05])
     assert all(float(rate(i)) > float(rate(i + 1)) for i in range(10, 100, 7))
     flat = dataclasses.replace(options, schedule="constant", decay_steps=20)
-    rate = step.schedule(flat, 100)
+    rate = optimizer.schedule(flat, 100)
     assert [float(rate(i)) for i in (5, 10, 80, 90, 100)] == pytest.approx([0.25, 0.5, 0.5, 0.275, 0.05])
 
 
 def test_a_few_steps_learn(params):
     windows = packing.pack(documents(np.random.default_rng(8), [12] * 2), 12)
-    transform = step.optimizer(step.OptimizerOptions(learning_rate=1e-2, warmup=2), 60)
+    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(learning_rate=1e-2, warmup=2), 60)
     state = step.init_state(jax.tree.map(jnp.copy, params), transform)
     step_fn = step.make_step(base.next_token(CONFIG), transform, 0)
     batch = {name: array[None] for name, array in windows.items()}
@@ -305,7 +308,7 @@ def shape_of_copier(**changes) -> LlamaConfig:
 
 def test_the_circuit_copies_what_it_has_seen_once_and_nothing_before():
     config = shape_of_copier()
-    random_params = job.init_params(config, 0)
+    random_params = init_params(config, 0)
     half = np.random.default_rng(0).permuted(np.tile(np.arange(500), (8, 1)), axis=1)[:, :40]
     tokens = np.concatenate([half, half], axis=1)
     batch = {
@@ -329,7 +332,7 @@ def test_the_circuit_copies_what_it_has_seen_once_and_nothing_before():
 def test_a_model_without_room_for_the_circuit_is_refused(changes):
     config = shape_of_copier(**changes)
     with pytest.raises(ValueError, match="wants a head apart from the embedding, 2 layers"):
-        induction.add_circuit(config, job.init_params(config, 0), seed=0)
+        induction.add_circuit(config, init_params(config, 0), seed=0)
 
 
 # Tokenizer

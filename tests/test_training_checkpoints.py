@@ -228,6 +228,23 @@ def test_what_cannot_be_read_for_another_reason_is_not_taken_for_damage(director
     assert sorted(path.name for path in directory.iterdir()) == ["10", "15", "5"]
 
 
+def test_what_closing_raises_does_not_hide_why_the_run_ended(directory, monkeypatch):
+    def full():
+        raise OSError(errno.EFBIG, "File too large")
+
+    def leave(error: Exception | None) -> None:
+        with Checkpoints(directory, keep=3) as kept:
+            close = kept._manager.close
+            monkeypatch.setattr(kept._manager, "close", lambda: (close(), full()))
+            if error is not None:
+                raise error
+
+    with pytest.raises(ValueError, match="the checkpoint of step 5 is intact"):
+        leave(ValueError("the checkpoint of step 5 is intact"))
+    with pytest.raises(OSError, match="File too large"):
+        leave(None)
+
+
 def test_a_full_disk_is_an_error_without_a_logged_traceback(directory, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

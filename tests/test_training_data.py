@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, trainers
 
 from jaxspec.bench import prompts
-from training import options, sft
-from training.data import copy_edit, formats, tokenizer
+from training import parsing, sft
+from training.data import copy_edit, formats, sources, tokenizer
 
 STORY = (
     "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
@@ -302,27 +302,27 @@ def test_digits_are_tokens_of_their_own():
 
 
 def test_a_source_is_read_as_it_is_written():
-    source = options.Source.parse("data/a.jsonl,weight=0.5,kind=code,format=mbpp")
-    assert source == options.Source("data/a.jsonl", "code", "mbpp", 0.5)
-    assert options.Source.parse(str(source)) == source
-    assert options.Source.parse("data/a.txt").kind == "a"
-    fine = options.Source.parse("a.txt,weight=0.123456789")
-    assert options.Source.parse(str(fine)) == fine
+    source = sources.Source.parse("data/a.jsonl,weight=0.5,kind=code,format=mbpp")
+    assert source == sources.Source("data/a.jsonl", "code", "mbpp", 0.5)
+    assert sources.Source.parse(str(source)) == source
+    assert sources.Source.parse("data/a.txt").kind == "a"
+    fine = sources.Source.parse("a.txt,weight=0.123456789")
+    assert sources.Source.parse(str(fine)) == fine
     for wrong in ("a.txt,colour=red", "a.txt,weight", "a.txt,weight=0"):
         with pytest.raises(ValueError, match=r"expected PATH|give a number"):
-            options.Source.parse(wrong)
+            sources.Source.parse(wrong)
 
 
 def test_sources_of_one_kind_have_one_weight():
-    same = options.DataOptions(tuple(map(options.Source.parse, ("a.txt,kind=x", "b.txt,kind=x", "c.txt"))))
+    same = sources.DataOptions(tuple(map(sources.Source.parse, ("a.txt,kind=x", "b.txt,kind=x", "c.txt"))))
     assert same.weights == {"x": 1.0, "c": 1.0}
     with pytest.raises(ValueError, match=r"kind x weigh 1\.0 and 2\.0"):
-        options.DataOptions((options.Source("a.txt", "x"), options.Source("b.txt", "x", weight=2.0)))
+        sources.DataOptions((sources.Source("a.txt", "x"), sources.Source("b.txt", "x", weight=2.0)))
 
 
 def test_data_given_several_times_is_put_together(tmp_path):
     def data(*arguments):
-        parsed = options.parse(sft.Options, [*arguments, "--run", "r"], "sft")
+        parsed = parsing.parse(sft.Options, [*arguments, "--run", "r"], "sft")
         return [source.path for source in parsed.data.data]
 
     assert data("--data", "a", "b", "--batch", "2") == ["a", "b"]

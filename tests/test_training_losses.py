@@ -14,7 +14,7 @@ import pytest
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from training import throughput
-from training.loop import growth, step
+from training.loop import growth, optimizer, step
 from training.losses import base
 from training.losses import exits as exit_losses
 from training.reports import evaluation
@@ -73,17 +73,17 @@ def test_soft_is_the_mean_over_exits_and_so_is_its_gradient(params, batch):
     def plain(p):
         return sum(loss_at(p, batch, layers) for layers in exits) / len(exits)
 
-    soft = exit_losses.soft(CONFIG, exits)
+    soft = exit_losses.soft_loss(CONFIG, exits)
     got = jax.jit(jax.value_and_grad(lambda p: soft(p, batch, given())[0]))(params)
     assert_trees_close(got, jax.jit(jax.value_and_grad(plain))(params))
 
 
 def test_distillation_vanishes_at_the_target_itself_and_only_there(params, batch):
     other = llama.init_params(CONFIG, jax.random.key(2))
-    distilled = jax.jit(exit_losses.soft(CONFIG, (LAYERS,), target=CONFIG, distil_weight=1.0))
+    distilled = jax.jit(exit_losses.soft_loss(CONFIG, (LAYERS,), target=CONFIG, distil_weight=1.0))
     assert float(distilled(params, batch, given(target=params))[0]) == pytest.approx(0, abs=1e-4)
     assert float(distilled(params, batch, given(target=other))[0]) > 1
-    mixed = jax.jit(exit_losses.soft(CONFIG, (LAYERS,), target=CONFIG, distil_weight=0.25))
+    mixed = jax.jit(exit_losses.soft_loss(CONFIG, (LAYERS,), target=CONFIG, distil_weight=0.25))
     expected = 0.75 * loss_at(params, batch, LAYERS) + 0.25 * distilled(params, batch, given(target=other))[0]
     assert float(mixed(params, batch, given(target=other))[0]) == pytest.approx(float(expected), rel=1e-5)
 
@@ -98,7 +98,7 @@ def test_divergence_is_kullback_leibler():
 
 
 def test_bfloat16_products_leave_float32_gradients_close_to_the_exact_ones(params, batch):
-    loss = exit_losses.soft(CONFIG, (1, LAYERS))
+    loss = exit_losses.soft_loss(CONFIG, (1, LAYERS))
     (exact, _), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given())
     rounded = base.in_dtype(loss, jnp.bfloat16)
     (total, _), grads = jax.jit(jax.value_and_grad(rounded, has_aux=True))(params, batch, given())
@@ -154,7 +154,7 @@ def test_layer_skip_is_the_weighted_sum_over_the_exits_that_are_on(params, batch
     )
     steps = 10
     got = jax.jit(
-        jax.value_and_grad(lambda p, g: exit_losses.layer_skip(CONFIG, options, steps)(p, batch, g)[0])
+        jax.value_and_grad(lambda p, g: exit_losses.layerskip_loss(CONFIG, options, steps)(p, batch, g)[0])
     )
     for at in (1, 4):
         on = np.asarray(exit_losses.enabled_exits(options, LAYERS, jnp.int32(at), steps))
@@ -193,7 +193,7 @@ def test_layers_are_dropped_as_often_as_their_rates_say(params):
         patch.setattr(exit_losses, "layer_outputs", record)
         rows = {name: jnp.zeros((4000, 2), jnp.int32) for name in ("tokens", "segments", "positions")}
         rows["learn"] = jnp.ones((4000, 2), bool)
-        exit_losses.layer_skip(CONFIG, options, 10)(params, rows, given())
+        exit_losses.layerskip_loss(CONFIG, options, 10)(params, rows, given())
     np.testing.assert_allclose(1 - seen[0].mean(axis=1), rates, atol=0.03)
 
 
@@ -226,7 +226,7 @@ def test_stages_that_do_not_rise_are_refused(pairs):
 
 
 def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch):
-    transform = step.optimizer(step.OptimizerOptions(warmup=1), 10)
+    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(warmup=1), 10)
     two = step.init_state(llama.truncate(params, 2), transform)
     stepped, _ = step.make_step(base.next_token(CONFIG.truncated(2)), transform, 0)(
         jax.tree.map(jnp.copy, two), {name: array[None] for name, array in batch.items()}
@@ -248,7 +248,7 @@ def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch)
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_was_grown_learns_in_all_its_layers(params, batch, kind):
-    transform = step.optimizer(step.OptimizerOptions(kind, learning_rate=1e-2, warmup=1), 10)
+    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(kind, learning_rate=1e-2, warmup=1), 10)
     one = jax.tree.map(jnp.copy, llama.truncate(params, 1))  # the step donates its state
     state = growth.grow(step.init_state(one, transform), 2)
     start = jax.tree.map(np.array, state.params["layers"][1])

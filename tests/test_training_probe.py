@@ -15,10 +15,10 @@ from jaxspec.io import huggingface, method_files
 from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
-from training import options, probe
-from training.data import formats, tokenizer
+from training import probe
+from training.data import formats, sources, tokenizer
 from training.losses import base
-from training.probes import estimates, gather
+from training.probes import estimates, fit, gather
 
 CONFIG = dataclasses.replace(tiny.TARGET, eos_token_ids=())
 LAW = {"temperature": 0.7, "top_p": 0.8}
@@ -115,10 +115,10 @@ def made_examples(count: int, seed: int):
 
 def test_the_fit_finds_the_probe_that_made_the_labels():
     examples, v, b = made_examples(8000, 0)
-    found_v, found_b = gather.fit(examples)
+    found_v, found_b = fit.fit(examples)
     np.testing.assert_allclose(found_v, v, atol=0.15)
     assert found_b == pytest.approx(b, abs=0.15)
-    figures = estimates.quality(gather.predict(found_v, found_b, examples.hidden), examples.label)
+    figures = estimates.quality(fit.predict(found_v, found_b, examples.hidden), examples.label)
     assert figures["calibration_error"] < 0.02
     assert figures["cross_entropy"] == pytest.approx(
         estimates.quality(examples.confidence, examples.label)["cross_entropy"], abs=0.01
@@ -128,7 +128,7 @@ def test_the_fit_finds_the_probe_that_made_the_labels():
 def test_labels_that_are_all_the_same_are_refused():
     examples = gather.Examples(np.ones((5, 2)), np.ones(5), np.ones(5))
     with pytest.raises(ValueError, match="all 5 gathered draft tokens have the same label"):
-        gather.fit(examples)
+        fit.fit(examples)
 
 
 def test_quality_is_what_it_says():
@@ -175,7 +175,7 @@ def test_platt_scaling_finds_the_two_numbers_that_made_the_labels():
     confidence = np.exp(-rng.exponential(0.05, 20_000)).astype(np.float32)  # an over-confident draft's
     chance = 1 / (1 + np.exp(-(30 * np.log(confidence) + 2.5)))
     label = (rng.random(len(chance)) < chance).astype(np.float32)
-    found = gather.fit_scaling(gather.Examples(np.zeros((len(label), 2), np.float32), label, confidence))
+    found = fit.fit_scaling(gather.Examples(np.zeros((len(label), 2), np.float32), label, confidence))
     assert found.slope == pytest.approx(30, rel=0.06)
     assert found.intercept == pytest.approx(2.5, rel=0.06)
     np.testing.assert_allclose(found.predict(confidence), chance, atol=0.02)
@@ -192,9 +192,9 @@ def test_the_estimates_are_compared_on_the_same_held_out_tokens():
         return gather.Examples(rng.normal(size=(count, 4)).astype(np.float32), label, confidence)
 
     training, held_out = made(8000), made(4000)
-    noise = gather.predict(*gather.fit(training), held_out.hidden)
-    report = gather.compared(training, held_out, noise)
-    assert tuple(report) == gather.ESTIMATES
+    noise = fit.predict(*fit.fit(training), held_out.hidden)
+    report = fit.compared(training, held_out, noise)
+    assert tuple(report) == fit.ESTIMATES
     assert report["base_rate"]["rate"] == pytest.approx(training.label.mean())
     assert report["base_rate"]["auroc"] == 0.5
     assert abs(report["base_rate"]["information"]) < 0.005
@@ -226,14 +226,14 @@ def directory(tmp_path_factory):
 
 
 def test_the_same_documents_are_held_out_as_in_training():
-    assert probe.Options.held_out == options.DataOptions.held_out
+    assert probe.Options.held_out == sources.DataOptions.held_out
 
 
 def test_the_prompt_of_an_answer_is_its_whole_question(directory):
     """Half a question would be continued by what the model never learned to write."""
     lm = jaxspec.load(directory)
     given = probe.Options(
-        model=directory, exit_layers=(1,), data=(options.Source("x", "x"),), prompt_tokens=3, new_tokens=8
+        model=directory, exit_layers=(1,), data=(sources.Source("x", "x"),), prompt_tokens=3, new_tokens=8
     )
     question = "Who had a u? Answer:"
     spans = (formats.Span(question, learn=False), formats.Span(" a had a u, and was glad."))
@@ -291,7 +291,7 @@ def test_ctrl_c_is_one_line(directory, monkeypatch, capsys):
     def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gather, "fit", pressed)
+    monkeypatch.setattr(fit, "fit", pressed)
     assert probe.main(arguments(directory, "--exit-layers", "1")) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "training.probe: interrupted"

@@ -11,11 +11,12 @@ import yaml
 from rich.console import Console
 
 from tests.test_training_run import STORIES, arguments, metrics
-from training import job, layerskip, plots, sft, soft
-from training import options as training_options
-from training.data import formats, packing, sizing
+from training import job, layerskip, parsing, sft, soft
+from training.data import formats, packing, sizing, sources, tokenizer
 from training.data.sizing import AUTO
 from training.loop.progress import FIRST_S, MOST_S, Pace, Progress, counted, duration
+from training.reports import curves
+from training.start import start_model
 
 
 class Clock:
@@ -123,7 +124,7 @@ def test_ctrl_c_outside_of_the_steps_is_one_line(folder, monkeypatch, capsys):
     def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "read_kinds", pressed)
+    monkeypatch.setattr(sources, "read_kinds", pressed)
     assert sft.main(arguments(folder, "early", "--steps", "9")) == 130
     assert capsys.readouterr().err == "training.sft: interrupted\n"
 
@@ -180,7 +181,7 @@ def test_a_given_model_keeps_its_shape_and_sees_the_data_less_often():
 
 
 def options_of(kind, *given: str):
-    return training_options.parse(kind, ["--data", "a", "--run", "r", *given], "x")
+    return parsing.parse(kind, ["--data", "a", "--run", "r", *given], "x")
 
 
 def test_only_what_is_not_given_is_chosen():
@@ -214,7 +215,7 @@ SHAPES = ["--heads 0", "--hidden-size -1", "--vocab-size 0", "--head-dim 1", "--
 def test_an_impossible_shape_is_refused_before_sizes_are_chosen(given):
     option, value = given.split()
     said = f"^{option[2:].replace('-', '_')} is {value}; give a whole number of at least"
-    with pytest.raises(training_options.WrongOptions, match=said):
+    with pytest.raises(parsing.WrongOptions, match=said):
         options_of(sft.Options, option, value)
 
 
@@ -233,7 +234,7 @@ def test_a_sorted_draft_is_as_deep_as_its_last_exit():
 def test_recipes_leave_nothing_to_choose(recipe):
     root = job.__file__.rpartition("/")[0]
     files = [f"--config={root}/recipes/{name}.yaml" for name in ("mixture", recipe)]
-    options = training_options.parse(layerskip.Options, [*files, "--output", "o"], "x")
+    options = parsing.parse(layerskip.Options, [*files, "--output", "o"], "x")
     assert options.settled(10**6, {})[1] == {}
 
 
@@ -264,7 +265,7 @@ def test_layer_skip_measures_a_quarter_and_a_half_of_the_depth(folder, capsys):
     assert layerskip.main(given) == 0
     record = metrics(folder, "exits")[-1]
     assert {"acceptance/1", "acceptance/2"} <= record.keys()
-    assert (folder / "run-exits" / plots.ACCEPTANCE_FILE).is_file()
+    assert (folder / "run-exits" / curves.ACCEPTANCE_FILE).is_file()
 
 
 def test_a_plot_without_exits_says_why_there_is_no_acceptance(folder, capsys):
@@ -274,13 +275,13 @@ def test_a_plot_without_exits_says_why_there_is_no_acceptance(folder, capsys):
 
 def test_the_data_of_a_small_file_suffice_for_what_is_chosen(folder):
     """The smallest rung, on a text of a few kilobytes: no step asks for more windows than there are."""
-    options = training_options.parse(
+    options = parsing.parse(
         sft.Options, ["--data", str(folder / "text.txt"), "--output", "o", "--held-out", "6"], "x"
     )
-    documents = job.read_kinds(options.data, formats.Chat(), print)
+    documents = sources.read_kinds(options.data, formats.Chat(), print)
     characters = sum(len(one.text) for one in documents[0]["text"])
     options, _ = options.settled(characters, {})
-    start = job.start_model(options, documents[0], resumed=False)
-    encoded = job.tokenizer.encode_documents(start.words, documents[0]["text"], 0, 1)
+    start = start_model(options, documents[0], resumed=False)
+    encoded = tokenizer.encode_documents(start.words, documents[0]["text"], 0, 1)
     windows = packing.pack(encoded, options.data.window)
     assert len(windows["tokens"]) >= options.data.batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -16,15 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxspec
+from jaxspec import cli
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import export, job, layerskip, plots, sft, soft, throughput
-from training import options as training_options
-from training.data import formats, packing, tokenizer
+from tests import gguf_files
+from training import export, layerskip, parsing, plots, sft, soft, throughput
+from training import run as run_record
+from training.data import formats, packing, sources, tokenizer
 from training.loop import checkpoints, step
 from training.losses import base
-from training.reports import card, evaluation
+from training.options import SCRATCH
+from training.reports import card, curves, evaluation
 from training.reports import metrics as training_metrics
+from training.start import Objective, Start, chat_of, start_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = LlamaConfig(
@@ -175,7 +181,7 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
 
 def test_curves_are_drawn_and_events_written(folder, whole):
     run = folder / "run-whole"
-    for name in (plots.LOSS_FILE, plots.ACCEPTANCE_FILE):
+    for name in (curves.LOSS_FILE, curves.ACCEPTANCE_FILE):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
     assert plots.main(["--run", str(run)]) == 0
     assert plots.main(["--run", str(folder)]) == 1
@@ -225,11 +231,11 @@ def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, caps
 
 
 def test_models_of_one_shape_are_told_apart(params, words):
-    options = training_options.parse(sft.Options, ["--data", "a", "--run", "r", "--start", "s"], "sft")
-    aim = job.Objective(base.next_token(CONFIG))
+    options = parsing.parse(sft.Options, ["--data", "a", "--run", "r", "--start", "s"], "sft")
+    aim = Objective(base.next_token(CONFIG))
     other = llama.init_params(CONFIG, jax.random.key(1))
-    starts = [job.Start(CONFIG, weights, words) for weights in (params, params, other)]
-    first, again, another = (job.identity(options, start, aim, "training.sft", "") for start in starts)
+    starts = [Start(CONFIG, weights, words) for weights in (params, params, other)]
+    first, again, another = (run_record.identity(options, start, aim, "training.sft", "") for start in starts)
     assert first == again != another
 
 
@@ -238,7 +244,7 @@ def test_a_first_command_that_failed_can_be_corrected(folder, capsys):
     assert sft.main(arguments(folder, "corrected", "--batch", "5000")) == 1
     assert sft.main(arguments(folder, "corrected", "--vocab-size", "280", "--steps", "1", "--seed", "1")) == 0
     assert json.loads((folder / "corrected" / "config.json").read_text())["vocab_size"] == 280
-    assert len(export.read_run(folder / "run-corrected")["commands"]) == 1
+    assert len(run_record.read_run(folder / "run-corrected")["commands"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_a_first_command_that_failed_can_be_corrected(folder, capsys):
 )
 def test_a_run_is_named_after_the_whole_path_of_its_output(output, run):
     given = ["--data", "a", "--output", output.format(Path.cwd())]
-    assert training_options.parse(sft.Options, given, "sft").run_directory == Path("runs") / run
+    assert parsing.parse(sft.Options, given, "sft").run_directory == Path("runs") / run
 
 
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(folder, monkeypatch, capsys):
@@ -476,13 +482,13 @@ def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_pat
         remat: true
         """
     )
-    options = training_options.parse(sft.Options, ["--config", str(file), "--layers", "3"], "sft")
-    assert options.data.data == (training_options.Source(str(folder / "text.txt"), "stories", "auto", 2.0),)
+    options = parsing.parse(sft.Options, ["--config", str(file), "--layers", "3"], "sft")
+    assert options.data.data == (sources.Source(str(folder / "text.txt"), "stories", "auto", 2.0),)
     assert (options.model.layers, options.model.growth, options.model.vocab_size) == (3, ((1, 3),), 300)
     assert (options.optimizer.learning_rate, options.remat, options.run) == (0.25, True, tmp_path / "run")
     resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(training_options.to_yaml(options))
-    assert training_options.parse(sft.Options, [f"--config={resolved}"], "sft") == options
+    resolved.write_text(parsing.to_yaml(options))
+    assert parsing.parse(sft.Options, [f"--config={resolved}"], "sft") == options
 
 
 @pytest.mark.parametrize(
@@ -504,13 +510,13 @@ def test_a_shape_beside_a_given_model_is_refused(capsys):
 def test_the_recipe_of_the_draft_serves_both_jobs():
     recipes = [f"--config={ROOT / 'training' / 'recipes' / name}.yaml" for name in ("mixture", "draft")]
     given = [*recipes, "--output", "d"]
-    sorted_draft = training_options.parse(soft.Options, [*given, "--exits", "2", "4", "6"], "soft")
-    plain = training_options.parse(sft.Options, [*given, "--start-layers", "6"], "sft")
-    assert sorted_draft.start == plain.start != training_options.SCRATCH
+    sorted_draft = parsing.parse(soft.Options, [*given, "--exits", "2", "4", "6"], "soft")
+    plain = parsing.parse(sft.Options, [*given, "--start-layers", "6"], "sft")
+    assert sorted_draft.start == plain.start != SCRATCH
 
 
 def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
-    options = training_options.parse(
+    options = parsing.parse(
         layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
     )
     assert (options.model.growth, options.exits, options.layerskip.rotation) == (((1, 22),), (1,), 2)
@@ -523,7 +529,7 @@ def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(
         (["--start", "somewhere"], "constant"),
         (["--start", "somewhere", "--dropout-over-time", "exponential"], "exponential"),
     ):
-        options = training_options.parse(layerskip.Options, [*places, *more], "layerskip")
+        options = parsing.parse(layerskip.Options, [*places, *more], "layerskip")
         assert layerskip.recipe(options).dropout_over_time == expected
 
 
@@ -532,7 +538,7 @@ def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(
 
 SHARDED = """
 import jax
-from training import job, options, soft
+from training import soft
 from training.loop import sharding
 from training.loop import step
 import sys
@@ -625,3 +631,34 @@ def test_the_command_line_is_refused_in_one_line(capsys):
     for command in (export, plots, throughput):
         assert command.main(["--nonsense"]) == 2
         assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
+
+
+def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, vocab_size=700, num_layers=2, bos_token_id=1, eos_token_ids=(2,), max_position_embeddings=64
+    )
+    params = llama.init_params(config, jax.random.key(0))
+    source = gguf_files.write(tmp_path / "m.gguf", config, params, changes=gguf_files.byte_level("smollm"))
+    assert cli.main(["convert", str(source), str(tmp_path / "converted")]) == 0
+    places = ["--data", "a", "--run", str(tmp_path / "run"), "--start-layers", "1"]
+    starts = []
+    for given in (source, tmp_path / "converted"):
+        options = parsing.parse(sft.Options, [*places, "--start", str(given)], "sft")
+        starts.append((start_model(options, {}, resumed=False), chat_of(options)))
+    (ours, our_chat), (theirs, their_chat) = starts
+    assert ours.config == theirs.config
+    assert ours.config.num_layers == 1
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
+    assert ours.words.to_str() == theirs.words.to_str()
+    assert our_chat == their_chat != formats.Chat()
+
+
+def test_training_goes_on_from_a_gguf_file(folder, tmp_path):
+    config = dataclasses.replace(
+        CONFIG, vocab_size=700, bos_token_id=1, eos_token_ids=(2,), max_position_embeddings=64
+    )
+    params = llama.init_params(config, jax.random.key(0))
+    source = gguf_files.write(tmp_path / "m.gguf", config, params, changes=gguf_files.byte_level("smollm"))
+    assert sft.main(arguments(folder, "from-gguf", "--start", str(source), "--steps", "5")) == 0
+    lm = jaxspec.load(folder / "from-gguf")
+    assert lm.generate("Once upon a time", max_new_tokens=3).tokens

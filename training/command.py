@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from jaxspec.console.errors import one_line
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.io.extras import MissingExtra
-from training.options import WrongOptions
+from training.parsing import WrongOptions
 
 # Work gets the arguments, the name of the program for its help, and where to speak; it returns the exit status.
 Work = Callable[[list[str], str, Console], int]
@@ -25,7 +26,7 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
       arguments: by default those of the process.
 
     Returns:
-      the exit status: that of `work`; 2 where the options are wrong; 1 where the work failed, told in one line
+      the exit status: that of `work`; 2 where the options are wrong; 1 where the work failed, reported in one line
       on standard error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C.
     """
     # transformers: that PyTorch is missing, and that a text is longer than a model's context. XLA: details.
@@ -34,8 +35,8 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
 
-    def failed(said: str, status: int) -> int:
-        console.print(f"{module}: {said}", markup=False)
+    def failed(message: str, status: int) -> int:
+        console.print(f"{module}: {message}", markup=False)
         return status
 
     try:
@@ -47,6 +48,6 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):
             raise
-        # A device out of memory, a bug: what is said needs its type to be understood.
+        # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        return failed(f"error: {kind}{' '.join(str(error).split())}"[:2000], FAILED)
+        return failed(f"error: {kind}{one_line(error)}"[:2000], FAILED)

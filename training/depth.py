@@ -30,9 +30,10 @@ from jaxspec.engine.results import Result
 from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
-from training import job
-from training.data import formats, packing, tokenizer
-from training.options import DataOptions, parse
+from training.data import formats, packing, sources, tokenizer
+from training.data.sources import DataOptions
+from training.parsing import parse
+from training.start import document_marks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ def held_out_texts(
     lm: LanguageModel, options: Options, words: Tokenizer, console: Console
 ) -> dict[str, Texts]:
     """Held-out texts by kind, packed as training packs them."""
-    _, held_out = job.read_kinds(options.data, formats.chat_of(options.model), console.print)
-    marks = job.document_marks(lm.config)
+    _, held_out = sources.read_kinds(options.data, formats.chat_of(options.model), console.print)
+    marks = document_marks(lm.config)
     return {
         kind: Texts(
             **packing.spread(

@@ -6,11 +6,9 @@ Works beside a run in progress, on the checkpoints it has finished.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -23,10 +21,10 @@ from jaxspec.tuning import fitness_report as fitness_bench
 from training import command
 from training.data import packing, tokenizer
 from training.loop.checkpoints import Checkpoints
-from training.options import parse_plain
+from training.parsing import parse_plain
 from training.reports import card, metrics
+from training.run import read_run
 
-RUN_FILE = "run.json"
 FITNESS_FILE = "fitness.json"
 
 
@@ -57,7 +55,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
       report: is given a line for damaged checkpoints, which are passed over.
 
     Returns:
-      its step and held-out loss (nats a token).
+      its step and held-out loss (nats per token).
 
     Raises:
       ValueError: `run` is no run directory, or has no checkpoint yet.
@@ -91,18 +89,6 @@ def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
     return {
         kind: fitness.Texts(**packing.spread(windows, rows)) for kind, windows in parts["held_out"].items()
     }
-
-
-def read_run(run: Path) -> dict[str, Any]:
-    """The record that a training command leaves in its run directory: commands, options, data.
-
-    Raises:
-      ValueError: there is none.
-    """
-    file = run / RUN_FILE
-    if not file.is_file():
-        raise ValueError(f"no {RUN_FILE} in {run}; give the run directory of a training command")
-    return json.loads(file.read_text())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

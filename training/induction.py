@@ -43,7 +43,7 @@ def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
     Args:
       config: the model, with a head of its own: what is copied is written where the embedding says nothing and
         the head reads, or each token would predict itself.
-      params: as `training.job.init_params` draws them; at least two layers.
+      params: as `training.start.init_params` draws them; at least two layers.
       seed: of the embedding.
 
     Raises:
@@ -63,7 +63,7 @@ def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
             f"{len(params['layers'])} layers, heads of {head}, width {width}"
         )
     # Coordinates of the residual stream: a constant, the token before, what is copied; the present token is
-    # told by all the others.
+    # given by all the others.
     constant, before, copied, present = np.split(np.arange(width), [1, 1 + count, 1 + count + head])
     embed = np.random.default_rng(seed).normal(size=params["embed"].shape).astype(np.float32) * _EMBEDDING
     embed[:, constant] = _CONSTANT

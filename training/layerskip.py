@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from training import job
-from training.losses.exits import LayerSkipOptions, layer_skip
+from training.losses.exits import LayerSkipOptions, layerskip_loss
 from training.options import SCRATCH, JobOptions
+from training.start import Objective, Start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ def recipe(options: Options) -> LayerSkipOptions:
 
 
 def usual_exits(layers: int) -> tuple[int, ...]:
-    """After a quarter and a half of so many layers: where a draft is cheap, and where it is good."""
+    """Exits after a quarter and a half of the layers: where a draft is cheap, and where it is good."""
     return tuple(sorted({max(1, layers // 4), layers // 2})) if layers > 1 else ()
 
 
-def objective(options: Options, start: job.Start) -> job.Objective:
+def objective(options: Options, start: Start) -> Objective:
     """The LayerSkip loss; the exits draft for the model itself.
 
     Raises:
@@ -52,8 +53,8 @@ def objective(options: Options, start: job.Start) -> job.Objective:
             f"exits {outside} of a model with {config.num_layers} layers; give layers from 1 to "
             f"{config.num_layers - 1}"
         )
-    loss = layer_skip(config, recipe(options), options.loop.steps, options.remat)
-    return job.Objective(loss, options.exits or usual_exits(config.num_layers))
+    loss = layerskip_loss(config, recipe(options), options.loop.steps, options.remat)
+    return Objective(loss, options.exits or usual_exits(config.num_layers))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,86 +1,22 @@
-"""The options of the training commands: frozen dataclasses, from the command line, a YAML file, or both."""
+"""The options that all training commands share, but for those of the data, the optimiser and the loop."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Literal, Self
 
 import jax
-import tyro
-import yaml
 
-from jaxspec.console.parsing import one_line_errors
-from training.data import formats, sizing, tasks
+from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
+from training.data.sources import DataOptions
 from training.loop.growth import Stages
 from training.loop.loop import LoopOptions
-from training.loop.step import OptimizerOptions
+from training.loop.optimizer import OptimizerOptions
 
 SCRATCH = "scratch"
-# One document in so many is held out: the same in all commands, so that a probe is judged on what its model
-# has not seen.
-HELD_OUT = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
-
-    Attributes:
-      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.formats.read`.
-      kind: the kind of work; held-out loss is told by kind. The file's or family's name if not
-        given.
-      format: one of `training.data.formats.FORMATS`, or auto.
-      weight: how often it is drawn, relative to the other sources.
-    """
-
-    path: str
-    kind: str = ""
-    format: str = formats.AUTO
-    weight: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str) -> Source:
-        """Reads the written form.
-
-        Raises:
-          ValueError: it is not of that form.
-        """
-        path, *settings = text.split(",")
-        values: dict[str, Any] = {}
-        for setting in settings:
-            name, equals, value = setting.partition("=")
-            if not equals or name not in ("kind", "format", "weight"):
-                raise ValueError(f"{setting!r} in {text!r}; expected PATH[,kind=K][,format=F][,weight=W]")
-            values[name] = value
-        if "weight" in values:
-            values["weight"] = float(values["weight"])
-            if not values["weight"] > 0:
-                raise ValueError(f"weight is {values['weight']} in {text!r}; give a number above 0")
-        name = path.partition(":")[2] if path.startswith(("hf:", tasks.PREFIX)) else path
-        usual = name.partition(":")[0] if path.startswith(tasks.PREFIX) else Path(name).stem
-        kind = values.pop("kind", "") or usual
-        return cls(path, kind, **values)
-
-    def __str__(self) -> str:
-        return f"{self.path},kind={self.kind},format={self.format},weight={self.weight!r}"
-
-
-SourceArgument = Annotated[
-    Source,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH[,kind=K][,format=F][,weight=W]",
-        instance_from_str=lambda words: Source.parse(words[0]),
-        is_instance=lambda value: isinstance(value, Source),
-        str_from_instance=lambda source: [str(source)],
-    ),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +31,7 @@ class ModelOptions:
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated MLP.
       layers: number of layers.
-      growth: pairs LAYERS STEP: so many layers until that step; after the last pair, `layers`. New layers are
+      growth: pairs LAYERS STEP: the number of layers until that step; after the last pair, `layers`. New layers are
         copies of the lower ones.
       heads: query heads.
       kv_heads: key/value heads; `heads` is a multiple of it.
@@ -132,43 +68,6 @@ class ModelOptions:
         return Stages(self.growth, self.layers)
 
 
-@dataclasses.dataclass(frozen=True)
-class DataOptions:
-    """Which text, and how it is laid into batches.
-
-    Attributes:
-      data: the sources; those of the same kind are put together, and have the same weight.
-      window: tokens per packed row; longer documents are cut. `auto` follows the size of the data.
-      batch: rows per micro-batch. `auto` follows the size of the data.
-      held_out: one document in so many is held out, chosen by its hash.
-      held_out_rows: how many packed held-out rows of each kind are measured at each checkpoint.
-      skip_malformed: report and leave out records that do not fit their format, instead of ending.
-    """
-
-    data: tuple[SourceArgument, ...]
-    window: Sized = AUTO
-    batch: Sized = AUTO
-    held_out: int = HELD_OUT
-    held_out_rows: int = 64
-    skip_malformed: bool = False
-
-    def __post_init__(self):
-        sizing.check(self, window=2, batch=1, held_out=2, held_out_rows=1)
-        if not self.data:
-            raise ValueError("no data is given; name at least one source with --data")
-        for source in self.data:
-            if source.weight != self.weights[source.kind]:
-                raise ValueError(
-                    f"sources of kind {source.kind} weigh {source.weight} and {self.weights[source.kind]}; give "
-                    "them one weight, or kinds of their own with kind=NAME"
-                )
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weight of each kind."""
-        return {source.kind: source.weight for source in self.data}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """What all training commands share.
@@ -177,8 +76,8 @@ class JobOptions:
 
     Attributes:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
-      start: a Hugging Face directory to start from, or `scratch`.
-      start_layers: keep only so many first layers of the given model; all if not given.
+      start: a Hugging Face directory or a GGUF file to start from, or `scratch`.
+      start_layers: keep only this many first layers of the given model; all if not given.
       run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
         runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
@@ -260,155 +159,3 @@ class JobOptions:
         output, here = self.output.resolve(), Path.cwd().resolve()
         inside = output.relative_to(here if output.is_relative_to(here) else output.anchor)
         return Path("runs") / "-".join(inside.parts)
-
-
-Options = TypeVar("Options")
-
-
-class WrongOptions(ValueError):
-    """The options of a command cannot be understood, or do not fit each other."""
-
-
-_CONFIG = "--config"
-_CONFIG_HELP = (
-    "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
-    "command line wins."
-)
-
-
-def parse(kind: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
-    """Options from `--config FILE.yaml`, given any number of times, and the command line, which wins.
-
-    A YAML file holds what the command line does: option names (with _ or -) and values; sections are free. Of
-    several files the later ones win.
-
-    Raises:
-      WrongOptions: a file cannot be read, or an option is unknown or impossible; one line.
-      SystemExit: help was asked for, and is printed.
-    """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    words: list[str] = []
-    rest: list[str] = []
-    while given:
-        word = given.pop(0)
-        if word == _CONFIG or word.startswith(_CONFIG + "="):
-            file = word[len(_CONFIG) + 1 :] or (given.pop(0) if given else "")
-            words += yaml_words(Path(file))
-        else:
-            rest.append(word)
-    rest = _collected(rest, "--data")
-    # tyro takes the attributes' part itself, for each option, unless a description is given.
-    about = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip()
-    return parse_plain(kind, [*words, *rest], prog, f"{about}\n\n{_CONFIG_HELP}")
-
-
-def parse_plain(
-    kind: type[Options], arguments: Sequence[str] | None, prog: str, description: str | None = None
-) -> Options:
-    """Options from the command line alone.
-
-    Raises:
-      WrongOptions, SystemExit: as `parse`.
-    """
-    try:
-        with one_line_errors(prog):
-            return tyro.cli(
-                kind,
-                args=arguments,
-                prog=prog,
-                description=description,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except ValueError as error:
-        # What the dataclasses themselves refuse comes with their names, which a user does not know.
-        raise WrongOptions(re.sub(r"^error parsing (?!-)\S+: ", "", str(error))) from None
-
-
-def _collected(words: list[str], option: str) -> list[str]:
-    """All values of an option that is given several times behind one; tyro would take the last ones alone."""
-    others: list[str] = []
-    values: list[str] = []
-    ours = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            ours = name == option
-        if not ours:
-            others.append(word)
-        elif not word.startswith("--"):
-            values.append(word)
-        elif equals:
-            values.append(value)
-    return [*others, option, *values] if values else words
-
-
-def yaml_words(file: Path) -> list[str]:
-    """A YAML file as words of the command line.
-
-    Raises:
-      WrongOptions: it cannot be read, or is no mapping of options.
-    """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WrongOptions(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise WrongOptions(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise WrongOptions(f"{file} holds a {type(content).__name__}, expected options by name")
-    return _words(content)
-
-
-def _words(options: dict[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in options.items():
-        option = "--" + str(name).replace("_", "-")
-        if isinstance(value, dict):
-            words += _words(value)
-        elif isinstance(value, bool):
-            words.append(option if value else f"--no-{option[2:]}")
-        elif isinstance(value, list):
-            words += [option, *map(_word, _flat(value))]
-        else:
-            words += [option, _word(value)]
-    return words
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _flat(item)] if isinstance(value, list) else [value]
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, dict):
-        path, settings = value.get("path"), [f"{k}={v}" for k, v in value.items() if k != "path"]
-        return ",".join([str(path), *settings])
-    return str(value)
-
-
-def plain(options: Any) -> Any:
-    """Options as dictionaries, lists, texts and numbers, as they are written into YAML and JSON."""
-    if isinstance(options, (Source, Auto, Path)):
-        return str(options)
-    if dataclasses.is_dataclass(options) and not isinstance(options, type):
-        return {field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)}
-    return [plain(item) for item in options] if isinstance(options, tuple) else options
-
-
-def to_yaml(options: JobOptions) -> str:
-    """The resolved options as a file that `--config` reads."""
-    return yaml.safe_dump(plain(options), sort_keys=False)
-
-
-def chosen_earlier(file: Path) -> dict[str, int]:
-    """The numbers in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        sections = [part for part in content.values() if isinstance(part, dict)]
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return {}
-    return {
-        name: value
-        for section in sections
-        for name, value in section.items()
-        if name in sizing.NAMES and isinstance(value, int)
-    }

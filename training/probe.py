@@ -18,11 +18,12 @@ import jaxspec
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
-from training import command, job
-from training.data import formats
+from training import command
+from training.data import formats, sources
+from training.data.sources import HELD_OUT, DataOptions, SourceArgument
 from training.loop.progress import Pace, Progress, duration
-from training.options import HELD_OUT, DataOptions, SourceArgument, parse, plain
-from training.probes import gather
+from training.parsing import parse, plain
+from training.probes import fit, gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,12 @@ class Options:
       exit_layers: layers after which the draft exits; one probe each.
       data: sources of prompts, as of the other training commands; weights say how many of each kind.
       temperature: of the texts; 0 for greedy.
-      top_k: keep only so many tokens; 0 for all.
+      top_k: keep only this many of the likeliest tokens; 0 for all.
       top_p: keep only the likeliest tokens up to this probability; 1 for all.
       min_p: keep only tokens of at least this fraction of the likeliest one's probability; 0 for all.
       prompts: how many texts to learn from.
       held_out_prompts: how many texts, of held-out documents, to report on.
-      held_out: one document in so many is held out, chosen by its hash; as in the model's training.
+      held_out: N, for one of N documents is held out, chosen by its hash; as in the model's training.
       prompt_tokens: longest prompt; it is the first half of a document. Where only an answer is learned, the
         prompt is the whole question, however long.
       new_tokens: generated after each prompt.
@@ -192,7 +193,7 @@ def train_probe(
             )
 
     training, held_out = gathered(0, "training"), gathered(1, "held-out")
-    v, b = gather.fit(training)
+    v, b = fit.fit(training)
     path = method_files.probe_path(options.output or options.model, exit_layer, options.law_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
@@ -207,7 +208,7 @@ def train_probe(
         "options": plain(options),
         "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
         "accepted_share": float(held_out.label.mean()),
-        **gather.compared(training, held_out, gather.predict(v, b, held_out.hidden)),
+        **fit.compared(training, held_out, fit.predict(v, b, held_out.hidden)),
         "decoding": decoding,
     }
     write_json(path.with_suffix(".json"), report)
@@ -249,7 +250,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     # Words that can be broken between: a pipe has 80 columns.
     headings = ("estimate", "accuracy", "cross entropy", "information", "AUROC", "calibration error")
     table = Table(*headings, title=title)
-    for name in gather.ESTIMATES:
+    for name in fit.ESTIMATES:
         table.add_row(name.replace("_", " "), *(figure(report[name][key]) for key in figures))
     console.print(table)
     table = Table("method", "tokens per round", "drafted per round", "acceptance rate")
@@ -266,7 +267,7 @@ def train(options: Options, console: Console) -> None:
     """
     lm = jaxspec.load(options.model)
     given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    documents = job.read_kinds(given, formats.chat_of(Path(options.model)), console.print)
+    documents = sources.read_kinds(given, formats.chat_of(Path(options.model)), console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
         prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from training import job
-from training.losses import base
+from training.losses.base import next_token
 from training.options import JobOptions
+from training.start import Objective, Start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,9 +17,9 @@ class Options(JobOptions):
     """Trains a Llama by next-token prediction and writes the best checkpoint as a Hugging Face directory."""
 
 
-def objective(options: Options, start: job.Start) -> job.Objective:
+def objective(options: Options, start: Start) -> Objective:
     """Cross-entropy of the last layer alone."""
-    return job.Objective(base.next_token(start.config, options.remat))
+    return Objective(next_token(start.config, options.remat))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxspec.io import huggingface
+from jaxspec.io import checkpoint
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import job
 from training.data import tokenizer
 from training.data.sizing import Auto
-from training.losses import exits
+from training.losses.exits import soft_loss
 from training.options import SCRATCH, JobOptions
+from training.start import Objective, Start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,29 +68,29 @@ class Options(JobOptions):
         super().__post_init__()
 
 
-def load_target(directory: Path, draft: job.Start) -> tuple[LlamaConfig, Params]:
-    """A target's config and float32 parameters.
+def load_target(source: Path, draft: Start) -> tuple[LlamaConfig, Params]:
+    """A target's config and float32 parameters, from a Hugging Face directory or a GGUF file.
 
     Raises:
       ValueError: it has another vocabulary than the draft.
     """
-    target = huggingface.read_config(directory)
-    same = tokenizer.load(directory).get_vocab() == draft.words.get_vocab()
+    target = checkpoint.read_config(source)
+    same = tokenizer.load(source).get_vocab() == draft.words.get_vocab()
     if not same or target.vocab_size != draft.config.vocab_size:
         raise ValueError(
-            f"{directory} has another vocabulary ({target.vocab_size} tokens) than the draft "
+            f"{source} has another vocabulary ({target.vocab_size} tokens) than the draft "
             f"({draft.config.vocab_size}); a draft serves targets of its own tokenizer: train it with --tokenizer "
-            f"{directory}"
+            f"{source}"
         )
-    return target, huggingface.load_params(directory, target, jnp.float32)
+    return target, checkpoint.load_params(source, target, jnp.float32)
 
 
-def objective(options: Options, start: job.Start) -> job.Objective:
+def objective(options: Options, start: Start) -> Objective:
     """The mean of the exits' losses."""
     target = None
     if options.target is not None:
         target = load_target(options.target, start)
-    loss = exits.soft(
+    loss = soft_loss(
         start.config,
         options.exits,
         options.remat,
@@ -97,7 +98,7 @@ def objective(options: Options, start: job.Start) -> job.Objective:
         options.distil_weight,
     )
     extra = {"exits": list(options.exits)}
-    return job.Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra)
+    return Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

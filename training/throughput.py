@@ -22,11 +22,13 @@ from rich.table import Table
 from jaxspec.bench.timing import interleaved
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import command, job
-from training.loop import step
+from training import command
+from training.loop import optimizer
 from training.losses import base
-from training.losses.exits import LayerSkipOptions, layer_skip, most_exits
-from training.options import ModelOptions, parse_plain
+from training.losses.exits import LayerSkipOptions, layerskip_loss, most_exits
+from training.options import ModelOptions
+from training.parsing import parse_plain
+from training.start import init_params
 
 # Side of the square matrices whose product is the device's rate.
 SIDE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
@@ -51,8 +53,8 @@ class Options:
     """Times a training step and its parts.
 
     Attributes:
-      model: the shape; vocabulary as asked, growth left aside.
-      window: tokens a row.
+      model: the shape; the vocabulary is as given, growth is not timed.
+      window: tokens per row.
       batch: rows.
       objective: the loss.
       compute: of the products.
@@ -72,13 +74,13 @@ class Options:
 def step_flops(config: LlamaConfig, rows: int, window: int, exits: int) -> dict[str, float]:
     """Floating-point operations of the products of one step, forward and backward.
 
-    A weight takes part in 2 operations a token forwards and 4 backwards. Attention is counted as it is
+    A weight takes part in 2 operations per token forwards and 4 backwards. Attention is counted as it is
     computed, over the whole square: masked scores are computed too.
 
     Args:
       config: the model.
       rows: of the batch.
-      window: tokens a row.
+      window: tokens per row.
       exits: how often the head is applied.
     """
     tokens = rows * window
@@ -108,7 +110,7 @@ def _ready(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Times the step, its parts and a large matrix product; times in ms, rates in operations a second."""
+    """Times the step, its parts and a large matrix product; times in ms, rates in operations per second."""
     shape, dtype = options.model, jnp.dtype(options.compute)
     config = LlamaConfig(
         shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,
@@ -116,16 +118,16 @@ def measure(options: Options) -> dict[str, Any]:
     )  # fmt: skip
     side = SIDE.get(jax.default_backend(), 2048)
     square = jnp.ones((side, side), dtype)
-    params = job.init_params(config, 0)
+    params = init_params(config, 0)
     batch = _random_batch(config, options)
     exits = 1
     loss = base.next_token(config)
     if options.objective == "layerskip":
         recipe = LayerSkipOptions()
         exits += most_exits(recipe, config.num_layers)
-        loss = layer_skip(config, recipe, 1000)
+        loss = layerskip_loss(config, recipe, 1000)
     loss = base.in_dtype(loss, dtype)
-    transform = step.optimizer(step.OptimizerOptions(), 1000)
+    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(), 1000)
     given = base.Given(jnp.int32(0), jax.random.key(0))
 
     def blocks(params, batch):

@@ -183,7 +183,7 @@ def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from None
         if not answered.startswith(asked) or not asked.startswith(done):
-            raise ValueError("the chat template rewrites earlier turns; the answers cannot be told apart")
+            raise ValueError("the chat template rewrites earlier turns; the answers cannot be separated")
         spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :])]
         done = answered
     return [Document(tuple(spans), done, chat=True)] if spans else []

@@ -58,7 +58,7 @@ NAMES = (
     *("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "context"),
     *("window", "batch", "steps", "every"),
 )
-# From so many characters of training text on: vocabulary, layers, width, and how often the text is gone through.
+# Characters of training text from which a row holds: vocabulary, layers, width, and how often the text is gone through.
 # More passes than about four teach little more (Muennighoff et al. 2023, "Scaling Data-Constrained Language
 # Models"), but a small text needs them to be learned at all: 300 KB of stories were best after five to six.
 _SIZES = (

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from jaxspec.console.errors import one_line
 from jaxspec.io import files
+from jaxspec.io.gguf_file import is_gguf
+from jaxspec.io.tokenizer import copy_files
 from training.data.formats import Document
 from training.data.packing import Encoded
 
@@ -18,6 +23,8 @@ BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 # 256 bytes and the two special tokens: below this some text could not be written.
 SMALLEST_VOCABULARY = 258
+# Characters of each kind on which a tokenizer is learned, in proportion to the kinds' weights.
+TOKENIZER_CHARACTERS = 12_000_000
 
 
 def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -52,6 +59,24 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def learn(
+    kinds: Mapping[str, Sequence[Document]], weights: Mapping[str, float], vocab_size: int
+) -> Tokenizer:
+    """A tokenizer learned from a share of each kind that follows its weight."""
+    total = sum(weights.values())
+
+    def texts() -> Iterator[str]:
+        for kind, documents in kinds.items():
+            left = TOKENIZER_CHARACTERS * weights[kind] / total
+            for document in documents:
+                if left <= 0:
+                    break
+                yield document.text[: int(left)]
+                left -= len(document.text)
+
+    return train(texts(), vocab_size)
+
+
 def save(
     tokenizer: Tokenizer, directory: Path, context_length: int, chat_template: str | None = None
 ) -> None:
@@ -72,19 +97,31 @@ def save(
     files.write_atomic(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
-def load(directory: Path) -> Tokenizer:
-    """Reads tokenizer.json of a checkpoint or run directory.
+def load(source: Path) -> Tokenizer:
+    """Reads the tokenizer of a model's directory, a run directory, or a GGUF file.
 
     Raises:
       ValueError: there is none, or a broken one.
     """
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"no tokenizer.json in {directory}; give a directory that has one")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"{file} is no tokenizer: {' '.join(str(error).split())}") from None
+    with files_of(source) as directory:
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"no tokenizer.json in {source}; give a directory that has one")
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises nothing more special
+            raise ValueError(f"{file} is no tokenizer: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def files_of(source: Path) -> Iterator[Path]:
+    """The directory of a model's tokenizer files: of a GGUF file, one that lasts as long as the context."""
+    if not is_gguf(source):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy_files(source, directory)
+        yield Path(directory)
 
 
 def encode_documents(

@@ -21,6 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from jaxspec.console.errors import one_line
 from jaxspec.io.files import read_json, write_json
 from training.loop.step import TrainState
 
@@ -95,8 +96,10 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # Orbax raises here what a write in its thread raised; it must not hide the error that ends the run.
+        with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
+            self._manager.close()
 
     def steps(self) -> list[int]:
         """The steps of the finished checkpoints, rising, as they are on the disk now."""
@@ -149,7 +152,7 @@ class Checkpoints:
                 except WrongState:
                     raise
                 except Exception as error:  # Orbax raises whatever its libraries raise
-                    problem = _one_line(error)
+                    problem = one_line(error)[:300]
                     if (self.directory / str(step) / CHECKSUMS).is_file():
                         # Out of memory, another version of Orbax: an older one would fare no better, or lose steps.
                         raise ValueError(
@@ -214,7 +217,7 @@ class Checkpoints:
                     args = ocp.args.Composite(state=ocp.args.StandardRestore())
                     return self._manager.restore(best, args=args)["state"], best, measured[best]
                 except Exception as error:  # without checksums damage shows only here
-                    problems[best] = _one_line(error)
+                    problems[best] = one_line(error)[:300]
                     del measured[best]
         finally:
             if problems:
@@ -268,8 +271,8 @@ def damage(checkpoint: Path) -> str | None:
             if _checksum(file) != expected:
                 return f"{file} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = _one_line(error)
-        return said if str(checkpoint) in said else f"{checkpoint}: {said}"
+        problem = one_line(error)[:300]
+        return problem if str(checkpoint) in problem else f"{checkpoint}: {problem}"
     return None
 
 
@@ -302,7 +305,3 @@ def _set_aside(checkpoint: Path) -> None:
 
 def _listed(problems: dict[int, str]) -> str:
     return "; ".join(f"step {step} ({problem})" for step, problem in sorted(problems.items()))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -27,7 +27,7 @@ class Stages:
     """How deep the model is at each step.
 
     Attributes:
-      pairs: (layers, step): so many layers until that step; both rising.
+      pairs: (layers, step): the number of layers until that step; both rising.
       layers: after the last pair.
     """
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import grain.python as grain
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jaxspec.console.errors import one_line
 from training.data import sizing
 from training.data.sizing import AUTO, Sized
 from training.loop import growth, sharding
 from training.loop.checkpoints import Checkpoints
 from training.loop.progress import Pace, Progress, duration
+from training.loop.signals import StopSignal
 from training.loop.step import TrainState
 from training.losses.base import Batch
 from training.reports.metrics import Metrics
@@ -70,153 +71,149 @@ class Result:
     signal: int | None = None
 
 
-def with_shardings(mesh: Mesh, shapes: TrainState) -> TrainState:
-    """The shapes of a state, each with where it belongs on the mesh."""
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        sharding.state_shardings(mesh, shapes),
-    )
+@dataclasses.dataclass
+class Loop:
+    """A run of training steps, which goes on from the newest intact checkpoint where there is one.
 
+    State and data are restored then, so that every later loss is what it would have been without the break.
 
-class _StopSignal:
-    """Within it, the first SIGINT or SIGTERM only sets `received`, its number; a second one acts as usual."""
-
-    def __enter__(self) -> _StopSignal:
-        self.received: int | None = None
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in self._before:
-            signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def train(
-    options: LoopOptions,
-    directory: Path,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    step_fn: StepFn,
-    batches: grain.DatasetIterator,
-    measure: Callable[[TrainState], dict[str, float]],
-    console: Console,
-    stages: growth.Stages | None = None,
-    mesh: Mesh | None = None,
-) -> Result:
-    """Runs steps until `options.steps`, the time limit or a signal; every way ends with a checkpoint.
-
-    Where there are checkpoints, training goes on from the newest intact one: state and data are restored, so
-    that every later loss is what it would have been without the break.
-
-    Args:
-      options: how long.
+    Attributes:
+      options: how long, without `auto`.
       directory: where metrics.jsonl is written.
       checkpoints: of the run.
-      state: the initial state; donated.
       step_fn: see `training.loop.step.make_step`.
       batches: endless training batches with `get_state` and `set_state`.
-      measure: what is measured at each checkpoint: `held_out_loss`, nats a token, and more by name.
+      measure: what is measured at each checkpoint: `held_out_loss`, nats per token, and more by name.
       console: where progress is shown.
       stages: how the depth grows; None where it does not.
-      mesh: over which state and batches are divided; None for all devices.
-
-    Raises:
-      ValueError: there are checkpoints, but none is intact; the loss or the held-out loss is no longer finite, a
-        batch does not fit the model, or a checkpoint or figures could not be written. Nothing more is saved
-        then; the last good checkpoint stands.
+      mesh: over which state and batches are divided; by default all devices.
     """
-    mesh = sharding.make_mesh() if mesh is None else mesh
 
-    def deepened(state: TrainState, finished: int) -> TrainState:
-        """As deep as the step after `finished` ones wants it."""
-        if stages is None or stages.layers_at(finished) == len(state.params["layers"]):
+    options: LoopOptions
+    directory: Path
+    checkpoints: Checkpoints
+    step_fn: StepFn
+    batches: grain.DatasetIterator
+    measure: Callable[[TrainState], dict[str, float]]
+    console: Console
+    stages: growth.Stages | None = None
+    mesh: Mesh = dataclasses.field(default_factory=sharding.make_mesh)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.options.every)
+        self._compiled = False  # the step of the present depth
+        self._start_s = time.monotonic()
+
+    def run(self, state: TrainState) -> Result:
+        """Takes steps until the last one, the time limit or a signal; every way ends with a checkpoint.
+
+        Args:
+          state: the initial one, donated; unused where a checkpoint is resumed.
+
+        Raises:
+          ValueError: there are checkpoints, but none is intact; the loss or the held-out loss is no longer finite, a
+            batch does not fit the model, or a checkpoint or figures could not be written. Nothing more is saved
+            then; the last good checkpoint stands.
+        """
+        options = self.options
+        state = self._begin(state)
+        self._start_s = time.monotonic()
+        step = int(state.step)
+        log = Metrics(self.directory, step)
+        reason: Literal["steps", "minutes", "interrupted"] = "steps"
+        try:
+            with StopSignal() as stop, Progress(self.console, "step", options.steps, step) as progress:
+                while step < options.steps and reason == "steps":
+                    state, record = self._step(state, step, progress)
+                    step += 1
+                    out_of_time = options.minutes is not None and self._seconds() >= 60 * options.minutes
+                    if stop.received or out_of_time:
+                        reason = "interrupted" if stop.received else "minutes"
+                    last = reason != "steps" or step == options.steps
+                    if step % options.every == 0 or last:
+                        record |= self._checkpoint(state, step, record["loss"], last, progress)
+                    with _clear_errors(self.checkpoints, "metrics"):
+                        log.write(step, record)
+                    ahead = "" if last else _ahead(step, options, self._pace)
+                    progress.update(step, _joined(f"loss {record['loss']:.3f}", _rate(self._pace), ahead))
+                with _clear_errors(self.checkpoints, "a checkpoint"):
+                    self.checkpoints.wait()
+        finally:
+            log.close()
+        return Result(state, reason, self._seconds(), stop.received)
+
+    def _seconds(self) -> float:
+        """Seconds of training in this process."""
+        return time.monotonic() - self._start_s
+
+    def _begin(self, state: TrainState) -> TrainState:
+        """Resumes the newest intact checkpoint, or places the initial state on the devices."""
+        if not self.checkpoints.steps():
+            return sharding.place_state(self.mesh, state)
+
+        def shapes_after(finished: int) -> TrainState:
+            # A checkpoint is written after the step, at that step's depth.
+            return sharding.placed_shapes(
+                self.mesh, jax.eval_shape(lambda: self._deepened(state, max(0, finished - 1)))
+            )
+
+        resumed = self.checkpoints.resume(shapes_after)
+        self.batches.set_state(resumed.position)
+        self.console.print(resumed.said, markup=False)
+        return resumed.state
+
+    def _deepened(self, state: TrainState, finished: int) -> TrainState:
+        """The state as deep as the step after `finished` ones needs it."""
+        if self.stages is None or self.stages.layers_at(finished) == len(state.params["layers"]):
             return state
-        return growth.grow(state, stages.layers_at(finished))
+        return growth.grow(state, self.stages.layers_at(finished))
 
-    def shapes_after(finished: int) -> TrainState:
-        # A checkpoint is written after the step, at that step's depth.
-        return with_shardings(mesh, jax.eval_shape(lambda: deepened(state, max(0, finished - 1))))
+    def _step(
+        self, state: TrainState, finished: int, progress: Progress
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One step after `finished` ones, at that step's depth: the state after it, and its record."""
+        begin = time.monotonic()
+        grown = self._deepened(state, finished)
+        if grown is not state:
+            state = sharding.place_state(self.mesh, grown)
+            self.console.print(f"{len(state.params['layers'])} layers from step {finished + 1} on")
+            self._compiled = False
+            self._pace.forget()
+        if not self._compiled:
+            progress.doing("compiling")
+        batch = next(self.batches)
+        _check_batch(batch, state.params["embed"].shape[0], finished + 1, self.checkpoints)
+        state, measured = self.step_fn(state, sharding.place_batch(self.mesh, batch, rows_axis=1))
+        record = {name: float(value) for name, value in measured.items()}
+        if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
+            raise ValueError(
+                f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {finished + 1}; "
+                f"{_diverged(self.checkpoints)}"
+            )
+        record["step_seconds"] = time.monotonic() - begin
+        if self._compiled:
+            self._pace.add(record["tokens"], record["step_seconds"])
+        self._compiled = True
+        return state, record
 
-    if checkpoints.steps():
-        resumed = checkpoints.resume(shapes_after)
-        state = resumed.state
-        batches.set_state(resumed.position)
-        console.print(resumed.said, markup=False)
-    else:
-        state = sharding.place_state(mesh, state)
-    begin = time.monotonic()
-    step = int(state.step)
-    log = Metrics(directory, step)
-    reason: Literal["steps", "minutes", "interrupted"] = "steps"
-    pace = Pace(options.every)
-    compiled = False  # the step of the present depth
-
-    try:
-        with _StopSignal() as stop, Progress(console, "step", options.steps, step) as progress:
-            while step < options.steps:
-                step_begin = time.monotonic()
-                grown = deepened(state, step)
-                if grown is not state:
-                    state = sharding.place_state(mesh, grown)
-                    console.print(f"{len(state.params['layers'])} layers from step {step + 1} on")
-                    compiled = False
-                    pace.forget()
-                if not compiled:
-                    progress.doing("compiling")
-                batch = next(batches)
-                _check_batch(batch, state.params["embed"].shape[0], step + 1, checkpoints)
-                state, measured = step_fn(state, sharding.place_batch(mesh, batch, rows_axis=1))
-                step += 1
-                record = {name: float(value) for name, value in measured.items()}
-                if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):
-                    raise ValueError(
-                        f"loss {record['loss']} and gradient norm {record['gradient_norm']} at step {step}; "
-                        f"{_diverged(checkpoints)}"
-                    )
-                now = time.monotonic()
-                record["step_seconds"] = now - step_begin
-                if compiled:
-                    pace.add(record["tokens"], now - step_begin)
-                compiled = True
-                out_of_time = options.minutes is not None and now - begin >= 60 * options.minutes
-                if stop.received or out_of_time:
-                    reason = "interrupted" if stop.received else "minutes"
-                last = reason != "steps" or step == options.steps
-                if step % options.every == 0 or last:
-                    held_out = measure(state)
-                    if not math.isfinite(held_out["held_out_loss"]):
-                        raise ValueError(
-                            f"held-out loss {held_out['held_out_loss']} at step {step}; {_diverged(checkpoints)}"
-                        )
-                    record |= held_out
-                    if pace.tokens_per_second is not None:
-                        record["tokens_per_second"] = pace.tokens_per_second
-                    with _clear_errors(checkpoints, "a checkpoint"):
-                        checkpoints.save(step, state, batches.get_state(), held_out)
-                    pace.pause(time.monotonic() - now)
-                    shown = f"loss {record['loss']:.4f}  held-out {held_out['held_out_loss']:.4f}"
-                    took = f"{duration(time.monotonic() - begin)} in all"
-                    ahead = took if last else _ahead(step, options, pace)
-                    progress.say(_joined(f"step {step}/{options.steps}", shown, _rate(pace), ahead))
-                with _clear_errors(checkpoints, "metrics"):
-                    log.write(step, record)
-                ahead = "" if last else _ahead(step, options, pace)
-                progress.update(step, _joined(f"loss {record['loss']:.3f}", _rate(pace), ahead))
-                if last:
-                    break
-            with _clear_errors(checkpoints, "a checkpoint"):
-                checkpoints.wait()
-    finally:
-        log.close()
-    return Result(state, reason, time.monotonic() - begin, stop.received)
+    def _checkpoint(
+        self, state: TrainState, step: int, loss: float, last: bool, progress: Progress
+    ) -> dict[str, float]:
+        """Measures the held-out text, begins to write a checkpoint, and reports both; returns what was measured."""
+        begin = time.monotonic()
+        held_out = self.measure(state)
+        if not math.isfinite(held_out["held_out_loss"]):
+            raise ValueError(
+                f"held-out loss {held_out['held_out_loss']} at step {step}; {_diverged(self.checkpoints)}"
+            )
+        with _clear_errors(self.checkpoints, "a checkpoint"):
+            self.checkpoints.save(step, state, self.batches.get_state(), held_out)
+        self._pace.pause(time.monotonic() - begin)
+        shown = f"loss {loss:.4f}  held-out {held_out['held_out_loss']:.4f}"
+        ahead = f"{duration(self._seconds())} in all" if last else _ahead(step, self.options, self._pace)
+        progress.say(_joined(f"step {step}/{self.options.steps}", shown, _rate(self._pace), ahead))
+        rate = self._pace.tokens_per_second
+        return held_out if rate is None else held_out | {"tokens_per_second": rate}
 
 
 def _diverged(checkpoints: Checkpoints) -> str:
@@ -229,10 +226,9 @@ def _clear_errors(checkpoints: Checkpoints, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{what} could not be written: {said}. Training stops, {checkpoints.standing()}. Make room and give "
-            "the same command again"
+            f"{what} could not be written: {one_line(error)}. Training stops, {checkpoints.standing()}. Make "
+            "room and give the same command again"
         ) from None
 
 

@@ -35,7 +35,7 @@ class Progress:
     ) -> None:
         self._console, self._what, self.total, self._done = console, what, total, done
         self._clock, self._begin = clock, clock()
-        self._told = self._begin
+        self._last_line = self._begin
         self._bar = RichProgress(
             TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(),
             TextColumn("{task.fields[figures]}"), console=console, disable=not console.is_terminal,
@@ -50,23 +50,23 @@ class Progress:
         self._bar.stop()
 
     def doing(self, what: str) -> None:
-        """What takes so long now, such as `compiling`: in the bar, or else a line."""
+        """Shows what takes long now, such as `compiling`: in the bar, or else as a line."""
         self._bar.update(self._task, figures=what, refresh=True)
         if not self._console.is_terminal:
             self._line(what)
 
     def update(self, done: int, figures: str) -> None:
-        """How many are done, and what there is to say of them."""
+        """Shows how many are done, and figures of them."""
         self._done = done
         self._bar.update(self._task, completed=done, figures=figures)
         now = self._clock()
         wait = min(MOST_S, max(FIRST_S, SHARE * (now - self._begin)))
-        if not self._console.is_terminal and now - self._told >= wait:
+        if not self._console.is_terminal and now - self._last_line >= wait:
             self._line(figures)
 
     def say(self, line: str) -> None:
         """Prints a line that stays; the next regular line comes a whole interval later."""
-        self._told = self._clock()
+        self._last_line = self._clock()
         self._console.print(line, markup=False)
 
     def _line(self, text: str) -> None:
@@ -85,25 +85,25 @@ class Pace:
         self._pause = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        """Adds a step: its tokens, and how long it took."""
         self._steps.append((tokens, seconds))
 
     def pause(self, seconds: float) -> None:
-        """A checkpoint, with what is measured there, took so long."""
+        """Records how long the latest checkpoint took, with what is measured there."""
         self._pause = seconds
 
     def forget(self) -> None:
-        """The steps to come are of another kind."""
+        """Forgets all steps: those to come are different."""
         self._steps.clear()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None as long as no step was added."""
+        """The rate over the latest steps; None as long as no step was added."""
         seconds = sum(one for _, one in self._steps)
         return sum(tokens for tokens, _ in self._steps) / seconds if seconds else None
 
     def seconds_left(self, steps: int, pauses: int) -> float | None:
-        """How long so many steps and checkpoints will take; None as long as no step was added."""
+        """Seconds that `steps` steps and `pauses` checkpoints will take; None as long as no step was added."""
         if not self._steps:
             return None
         return steps * sum(one for _, one in self._steps) / len(self._steps) + pauses * self._pause

@@ -36,6 +36,15 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf_sharding(mesh, leaf.shape), state)
 
 
+def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
+    """The shapes of a training state, each with where its array belongs on the mesh."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes,
+        state_shardings(mesh, shapes),
+    )
+
+
 def place_state(mesh: Mesh, state: Any) -> Any:
     """Puts a training state where it belongs."""
     return jax.device_put(state, state_shardings(mesh, state))

@@ -1,22 +1,17 @@
-"""One optimiser step: a record, an Optax chain, one jitted and donated function."""
+"""One optimiser step: the state that it changes, and one jitted and donated function."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from optax import contrib
 
 from jaxspec.model.llama import Params
 from training.losses.base import Batch, Given, Loss
-
-# Root mean square of Muon's updates at rate 1: about AdamW's.
-_MUON_RMS = 0.2
 
 
 @struct.dataclass
@@ -34,130 +29,6 @@ class TrainState:
     opt_state: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerOptions:
-    """AdamW or Muon, with linear warm-up, decay and clipping.
-
-    Attributes:
-      kind: `adamw`, or `muon`: the matrices of the layers move by their momentum made orthogonal (Jordan et al.
-        2024), with updates as large as AdamW's at the same rate (Liu et al. 2025, "Muon is Scalable for LLM
-        Training", equation 4); embedding, head and norms by AdamW. Both with Nesterov momentum.
-      learning_rate: the peak, reached after warm-up.
-      schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
-        cosine, over the last `decay_steps` only, so that a run may be made longer until then.
-      decay_steps: of the `constant` schedule.
-      final_fraction: the learning rate at the last step, as a fraction of the peak.
-      warmup: steps of linear warm-up.
-      b1: decay of Adam's first moment, a step.
-      b2: decay of Adam's second moment, a step.
-      weight_decay: decoupled, on matrices and the embedding only; norms and biases have none.
-      clip: the gradient's largest global norm.
-      accumulate: micro-batches a step; their gradients add up to that of one batch so many times larger.
-    """
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 3e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    decay_steps: int = 500
-    final_fraction: float = 0.02
-    warmup: int = 100
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    accumulate: int = 1
-
-    def __post_init__(self):
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}; give the micro-batches a step, at least 1")
-        if self.decay_steps < 1:
-            raise ValueError(f"decay_steps is {self.decay_steps}; give a whole number of at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
-
-
-def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """The learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
-    warmup = min(options.warmup, max(1, steps // 2))
-    decay = steps - warmup
-    if options.schedule == "constant":
-        decay = min(decay, options.decay_steps)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, options.learning_rate, warmup),
-            optax.constant_schedule(options.learning_rate),
-            optax.cosine_decay_schedule(options.learning_rate, max(1, decay), options.final_fraction),
-        ],
-        [warmup, steps - decay],
-    )
-
-
-def decayed(params: Params) -> Any:
-    """Which leaves weight decay acts on: a tree of bool. Norms and biases are left alone."""
-
-    def is_matrix(path, leaf) -> bool:
-        del leaf
-        name = path[-1].key
-        return name != "norm" and not name.endswith("bias")
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
-# The axes (reduction, output) of each matrix of a layer; the axes left over tell matrices of one leaf apart: the
-# key/value heads of `qkv`, gate and up of `gate_up`.
-_MATRICES = {
-    "qkv": contrib.MuonDimensionNumbers(2, 1),
-    "out": contrib.MuonDimensionNumbers(1, 0),
-    "gate_up": contrib.MuonDimensionNumbers(2, 1),
-    "down": contrib.MuonDimensionNumbers(1, 0),
-}
-
-
-def orthogonalised(params: Params) -> Any:
-    """Which leaves Muon moves, in Optax's form: the axes of each matrix of a layer, None for all else."""
-
-    def dimensions(path, leaf) -> contrib.MuonDimensionNumbers | None:
-        del leaf
-        return _MATRICES.get(path[-1].key) if path[0].key == "layers" else None
-
-    return jax.tree_util.tree_map_with_path(dimensions, params)
-
-
-def optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW or Muon on the schedule of `steps` steps."""
-    rate = schedule(options, steps)
-    if options.kind == "muon":
-        moving = contrib.muon(
-            rate,
-            weight_decay=options.weight_decay,
-            weight_decay_mask=decayed,
-            adam_b1=options.b1,
-            adam_b2=options.b2,
-            adam_weight_decay=options.weight_decay,
-            consistent_rms=_MUON_RMS,
-            muon_weight_dimension_numbers=orthogonalised,
-        )
-        moving = _sparing_norms(moving)
-    else:
-        moving = optax.adamw(
-            rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay, mask=decayed
-        )
-    return optax.chain(optax.clip_by_global_norm(options.clip), moving)
-
-
-def _sparing_norms(moving: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same, without weight decay of norms and biases: Optax's Muon has no mask for what AdamW moves.
-
-    Decay is all that reads the values of the parameters, so zeros spare those leaves. The state stays the same.
-    """
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        zeroed = jax.tree.map(lambda p, on: p if on else jnp.zeros_like(p), params, decayed(params))
-        return moving.update(updates, state, zeroed)
-
-    return optax.GradientTransformation(moving.init, update)
-
-
 def init_state(params: Params, transform: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
     return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
@@ -170,7 +41,7 @@ def make_step(
 
     The batch's leaves are [A, B, T]: A micro-batches, one after another. What the loss draws at random follows
     from `seed`, the step and the micro-batch alone. The target is another model's parameters, for losses that
-    want them, or None. Metrics are float32 scalars: `loss` (nats a token, mean
+    want them, or None. Metrics are float32 scalars: `loss` (nats per token, mean
     over all micro-batches), `tokens` (how many it averages over), `gradient_norm` (before clipping).
     """
     gradient = jax.value_and_grad(loss, has_aux=True)

@@ -30,7 +30,7 @@ from training.losses.base import (
 )
 
 
-def soft(
+def soft_loss(
     config: LlamaConfig,
     exits: Sequence[int],
     remat: bool = False,
@@ -136,7 +136,7 @@ def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps
     return jnp.asarray(options.max_dropout * over_time * depth, jnp.float32)
 
 
-def layer_skip(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat: bool = False) -> Loss:
+def layerskip_loss(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat: bool = False) -> Loss:
     """Σ over the enabled exits of their normalised weight times their cross-entropy, under layer dropout.
 
     The final norm and head are shared by all exits. A dropped layer is the identity; what remains is not

@@ -1,4 +1,4 @@
-"""Linear probes of an early exit: states gathered by the real decoder, labels, logistic regression, calibration.
+"""What linear probes of an early exit learn from: states and labels of draft tokens, from the real decoder.
 
 AdaSPEED (section II.B) asks of each draft token whether the whole model would have said the same. The decoder
 drafts, verifies and commits as it does for a user; beside it stands what every draft token's state was, and
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import struct
 
 from jaxspec import decoding
@@ -29,13 +28,6 @@ from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
-from training.probes.estimates import cross_entropy, quality
-
-# Weights of |v|² among which the examples choose; none is zero, so that a probe stays finite even where its
-# labels can be told apart without error.
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-LEFT_OUT = 0.2
-FIT_STEPS = 100
 
 
 class Examples(NamedTuple):
@@ -150,7 +142,7 @@ def gather(
       batch: prompts at once; prompts are gone through in such batches, a smaller last one left out unless it
         is the only one.
       seed: of the draws.
-      report: is told how many prompts are done.
+      report: is called with the number of prompts that are done.
     """
     capacity = 1 << (max(map(len, prompts)) + new_tokens + num_draft_tokens + 1).bit_length()
     drafter = Recording(LayerSkip(config, exit_layer, num_draft_tokens=num_draft_tokens))
@@ -193,114 +185,3 @@ def _request(
         eos_ids=jnp.array([config.eos_token_ids or (-1,)] * len(prompts), jnp.int32),
         keys=jax.random.split(jax.random.key(seed), len(prompts)),
     )
-
-
-def fit(examples: Examples) -> tuple[np.ndarray, float]:
-    """The probe σ(v·h + b) with the least binary cross-entropy: v float32[D], and b.
-
-    How strongly v is held back (`RIDGES`) is chosen by the cross-entropy of the last `LEFT_OUT` of the
-    examples; the probe is then fitted to all.
-
-    Raises:
-      ValueError: all labels are the same: there is nothing to tell apart.
-    """
-    label = examples.label
-    if len(label) < 2 or np.ptp(label) < 1e-3:
-        raise ValueError(
-            f"all {len(label)} gathered draft tokens have the same label; a probe needs both accepted and "
-            "rejected ones: take another exit layer, or more prompts"
-        )
-    kept = max(1, int(len(label) * (1 - LEFT_OUT)))
-    first, left_out = (
-        Examples(*(array[part] for array in examples)) for part in (np.s_[:kept], np.s_[kept:])
-    )
-
-    def entropy(ridge: float) -> float:
-        return cross_entropy(predict(*_fit(first, ridge), left_out.hidden), left_out.label)
-
-    return _fit(examples, min(RIDGES, key=entropy))
-
-
-def _fit(examples: Examples, ridge: float) -> tuple[np.ndarray, float]:
-    v, b = _minimise(jnp.asarray(examples.hidden), jnp.asarray(examples.label), ridge)
-    return np.asarray(v), float(b)
-
-
-@jax.jit
-def _minimise(hidden: jax.Array, label: jax.Array, ridge: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`FIT_STEPS` of L-BFGS over all examples at once; the problem is convex."""
-
-    def loss(weights):
-        v, b = weights
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(hidden @ v + b, label)) + ridge * jnp.sum(v**2)
-
-    solver = optax.lbfgs()
-    value_and_grad = optax.value_and_grad_from_state(loss)
-
-    def step(carry, _):
-        weights, state = carry
-        value, grad = value_and_grad(weights, state=state)
-        updates, state = solver.update(grad, state, weights, value=value, grad=grad, value_fn=loss)
-        return (optax.apply_updates(weights, updates), state), None
-
-    start = (jnp.zeros(hidden.shape[1]), jnp.float32(0))
-    return jax.lax.scan(step, (start, solver.init(start)), None, FIT_STEPS)[0][0]
-
-
-def predict(v: np.ndarray, b: float, hidden: np.ndarray) -> np.ndarray:
-    """σ(v·h + b), float[N]."""
-    return 1 / (1 + np.exp(-(hidden @ v + b)))
-
-
-class Scaling(NamedTuple):
-    """Platt scaling of the draft's log-probability: σ(slope · log p + intercept)."""
-
-    slope: float
-    intercept: float
-
-    def predict(self, confidence: np.ndarray) -> np.ndarray:
-        """The estimates for raw probabilities [N]."""
-        return predict(np.array([self.slope]), self.intercept, _log(confidence)[:, None])
-
-
-def fit_scaling(examples: Examples) -> Scaling:
-    """The two numbers with the least binary cross-entropy (Platt 1999), of the draft's own probability alone."""
-    log_p = _log(examples.confidence)
-    # Of a common scale, as the solver and the ridge want it: log-probabilities near 0 ask for a steep slope.
-    mean, spread = log_p.mean(), max(float(log_p.std()), 1e-6)
-    standard = ((log_p - mean) / spread).astype(np.float32)[:, None]
-    v, b = _fit(examples._replace(hidden=standard), RIDGES[0])
-    slope = float(v[0]) / spread
-    return Scaling(slope, b - slope * float(mean))
-
-
-def _log(probability: np.ndarray) -> np.ndarray:
-    return np.log(np.clip(probability.astype(np.float64), 1e-12, 1.0))
-
-
-ESTIMATES = ("base_rate", "draft_probability", "platt", "probe")
-
-
-def compared(training: Examples, held_out: Examples, probe: np.ndarray) -> dict[str, Any]:
-    """The probe's figures beside those of cheaper estimates, all on the same held-out tokens.
-
-    Args:
-      training: what the cheaper estimates are fitted to, as the probe was.
-      held_out: what all are judged on.
-      probe: its estimates of the held-out tokens, [N].
-
-    Returns:
-      for each of `ESTIMATES` what `estimates.quality` says; the base rate's `rate`, and the `slope` and `intercept`
-      of Platt scaling.
-    """
-    rate = float(training.label.mean())
-    scaling = fit_scaling(training)
-    estimates: dict[str, tuple[np.ndarray, dict[str, float]]] = {
-        "base_rate": (np.full(len(held_out.label), rate), {"rate": rate}),
-        "draft_probability": (held_out.confidence, {}),
-        "platt": (scaling.predict(held_out.confidence), scaling._asdict()),
-        "probe": (probe, {}),
-    }
-    return {
-        name: quality(estimate, held_out.label) | numbers for name, (estimate, numbers) in estimates.items()
-    }

@@ -99,7 +99,7 @@ def write(
       record: what the training command wrote into run.json.
       metrics: the records of metrics.jsonl.
       step: of the exported checkpoint.
-      measured: what was measured there: `held_out_loss` (nats a token), and more by name and kind.
+      measured: what was measured there: `held_out_loss` (nats per token), and more by name and kind.
       texts: samples by prompt; the first of each is the greedy one.
       fitness: the report of the fitness test.
     """
@@ -119,7 +119,7 @@ def write(
         f"({config.num_kv_heads} key/value) of {config.head_dim}, MLP {config.intermediate_size}, "
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings} |",
         f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
-        f"| held-out loss | {loss:.4f} nats a token (perplexity {np.exp(loss):.2f}) |",
+        f"| held-out loss | {loss:.4f} nats per token (perplexity {np.exp(loss):.2f}) |",
         "| weights | bfloat16, trained in float32 |",
         "",
         *_kinds_table(record, measured),
@@ -151,7 +151,7 @@ def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> li
     columns = {"held-out loss": "held_out_loss/{}"}
     for layers in record["exits"]:
         columns[f"acceptance, exit {layers}"] = f"acceptance/{layers}/{{}}"
-        columns[f"tokens a round, exit {layers}"] = f"mean_acceptance_length/{layers}/{{}}"
+        columns[f"tokens per round, exit {layers}"] = f"mean_acceptance_length/{layers}/{{}}"
     columns = {title: key for title, key in columns.items() if any(key[:-3] in name for name in measured)}
     tokens = record["tokens"]
     lines = [

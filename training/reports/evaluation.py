@@ -18,7 +18,7 @@ from jaxspec.model.llama import Params
 from training.data.packing import Windows
 from training.losses.base import Batch, cross_entropy, head_of, layer_outputs, next_token_targets, num_targets
 
-# Draft tokens a round for which mean acceptance length is reported; the default of `generate`.
+# Draft tokens per round for which mean acceptance length is reported; the default of `generate`.
 NUM_DRAFT_TOKENS = 5
 # (params, batch [B, T]) -> sums over the batch, float32[] by name; `tokens` and `rounds` divide the others.
 Measure = Callable[[Params, Batch], dict[str, jax.Array]]
@@ -40,8 +40,8 @@ def make_measure(
 
     Returns:
       (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats
-      a token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
-      `mean_acceptance_length/E` (tokens a round of `NUM_DRAFT_TOKENS` drafts, the target's own included);
+      per token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
+      `mean_acceptance_length/E` (tokens per round of `NUM_DRAFT_TOKENS` drafts, the target's own included);
       each also by kind, as `held_out_loss/KIND`. A kind without a run of `NUM_DRAFT_TOKENS` targets has no
       mean acceptance length, and does not count in the one over all kinds.
     """

@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: metrics.jsonl, TensorBoard's event files, and curves as PNG."""
+"""What a run writes down at each step: metrics.jsonl and TensorBoard's event files."""
 
 from __future__ import annotations
 

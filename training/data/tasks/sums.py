@@ -178,9 +178,9 @@ def make(chance: random.Random) -> Task:
 
     def calculation(match: re.Match) -> str:
         name = next(shown)
-        told = re.sub("[a-dx-z]", lambda one: str(values[one.group()]), name)
+        filled_in = re.sub("[a-dx-z]", lambda one: str(values[one.group()]), name)
         result = results[calculations.index(name)]
-        return f"{told}=<<{told}={result}>>{result}"
+        return f"{filled_in}=<<{filled_in}={result}>>{result}"
 
     # One line per step, as in GSM8K.
     filled = _CALCULATION.sub(calculation, steps).format(**words).replace(". ", ".\n")

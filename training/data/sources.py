@@ -1,0 +1,183 @@
+"""Which text is learned: sources and their weights, read into documents by kind, then packed into windows."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tokenizers import Tokenizer
+
+from training.data import formats, packing, sizing, tasks, tokenizer
+from training.data.sizing import AUTO, Sized
+
+# One of this many documents is held out: the same in all commands, so that a probe is judged on what its model
+# has not seen.
+HELD_OUT = 20
+# Documents by kind of work.
+Kinds = dict[str, list[formats.Document]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
+
+    Attributes:
+      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.formats.read`.
+      kind: the kind of work; held-out loss is reported per kind. By default the file's or family's name.
+      format: one of `training.data.formats.FORMATS`, or auto.
+      weight: how often it is drawn, relative to the other sources.
+    """
+
+    path: str
+    kind: str = ""
+    format: str = formats.AUTO
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Source:
+        """Reads the written form.
+
+        Raises:
+          ValueError: it is not of that form.
+        """
+        path, *settings = text.split(",")
+        values: dict[str, Any] = {}
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals or name not in ("kind", "format", "weight"):
+                raise ValueError(f"{setting!r} in {text!r}; expected PATH[,kind=K][,format=F][,weight=W]")
+            values[name] = value
+        if "weight" in values:
+            values["weight"] = float(values["weight"])
+            if not values["weight"] > 0:
+                raise ValueError(f"weight is {values['weight']} in {text!r}; give a number above 0")
+        name = path.partition(":")[2] if path.startswith(("hf:", tasks.PREFIX)) else path
+        usual = name.partition(":")[0] if path.startswith(tasks.PREFIX) else Path(name).stem
+        kind = values.pop("kind", "") or usual
+        return cls(path, kind, **values)
+
+    def __str__(self) -> str:
+        return f"{self.path},kind={self.kind},format={self.format},weight={self.weight!r}"
+
+
+SourceArgument = Annotated[
+    Source,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH[,kind=K][,format=F][,weight=W]",
+        instance_from_str=lambda words: Source.parse(words[0]),
+        is_instance=lambda value: isinstance(value, Source),
+        str_from_instance=lambda source: [str(source)],
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """Which text, and how it is laid into batches.
+
+    Attributes:
+      data: the sources; those of the same kind are put together, and have the same weight.
+      window: tokens per packed row; longer documents are cut. `auto` follows the size of the data.
+      batch: rows per micro-batch. `auto` follows the size of the data.
+      held_out: N, for one of N documents is held out, chosen by its hash.
+      held_out_rows: how many packed held-out rows of each kind are measured at each checkpoint.
+      skip_malformed: report and leave out records that do not fit their format, instead of ending.
+    """
+
+    data: tuple[SourceArgument, ...]
+    window: Sized = AUTO
+    batch: Sized = AUTO
+    held_out: int = HELD_OUT
+    held_out_rows: int = 64
+    skip_malformed: bool = False
+
+    def __post_init__(self):
+        sizing.check(self, window=2, batch=1, held_out=2, held_out_rows=1)
+        if not self.data:
+            raise ValueError("no data is given; name at least one source with --data")
+        for source in self.data:
+            if source.weight != self.weights[source.kind]:
+                raise ValueError(
+                    f"sources of kind {source.kind} weigh {source.weight} and {self.weights[source.kind]}; give "
+                    "them one weight, or kinds of their own with kind=NAME"
+                )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each kind."""
+        return {source.kind: source.weight for source in self.data}
+
+
+def read_kinds(
+    options: DataOptions, chat: formats.Chat, report: Callable[[str], None]
+) -> tuple[Kinds, Kinds]:
+    """(training, held-out) documents by kind.
+
+    Raises:
+      ValueError: a source cannot be read, or has too little to hold a part of it out.
+    """
+    kinds: Kinds = {}
+    for source in options.data:
+        found = formats.read(source.path, source.format, chat, options.skip_malformed, report)
+        kinds.setdefault(source.kind, []).extend(found)
+    parts: tuple[Kinds, Kinds] = ({}, {})
+    for kind, documents in kinds.items():
+        try:
+            halves = packing.split(documents, options.held_out)
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
+        for part, half in zip(parts, halves, strict=True):
+            part[kind] = half
+    return parts
+
+
+def data_key(
+    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int]
+) -> str:
+    """A hash of all that the packed windows follow from."""
+    texts = hashlib.sha256()
+    for kinds in documents:
+        for kind, part in kinds.items():
+            texts.update(f"\0{kind}\0".encode())
+            for document in part:
+                texts.update(repr(document.spans).encode())
+    about = [words.to_str(), marks, options.window, texts.hexdigest()]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def packed(
+    options: DataOptions,
+    run: Path,
+    documents: tuple[Kinds, Kinds],
+    words: Tokenizer,
+    marks: tuple[int, int],
+    key: str,
+) -> tuple[dict[str, packing.Windows], dict[str, packing.Windows]]:
+    """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory.
+
+    Args:
+      options: which text, and how it is laid into windows.
+      run: the run directory.
+      documents: training and held-out ones, of `read_kinds`.
+      words: the tokenizer.
+      marks: the tokens that begin and end every document.
+      key: of `data_key`; windows kept under another one are made again.
+    """
+
+    def make() -> dict[str, dict[str, packing.Windows]]:
+        return {
+            name: {
+                kind: packing.pack(tokenizer.encode_documents(words, part, *marks), options.window)
+                for kind, part in kinds.items()
+            }
+            for name, kinds in zip(("training", "held_out"), documents, strict=True)
+        }
+
+    parts = packing.cached(run / packing.TOKENS_FILE, key, make)
+    return parts["training"], parts["held_out"]

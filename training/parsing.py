@@ -1,0 +1,170 @@
+"""Options from the command line, from YAML files, or both; and back into YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+from jaxspec.console.parsing import one_line_errors
+from training.data import sizing
+from training.data.sizing import Auto
+from training.data.sources import Source
+
+Options = TypeVar("Options")
+
+
+class WrongOptions(ValueError):
+    """The options of a command cannot be understood, or do not fit each other."""
+
+
+_CONFIG = "--config"
+_CONFIG_HELP = (
+    "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
+    "command line wins."
+)
+
+
+def parse(command: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
+    """Options from `--config FILE.yaml`, given any number of times, and the command line, which wins.
+
+    A YAML file holds what the command line does: option names (with _ or -) and values; sections are free. Of
+    several files the later ones win.
+
+    Raises:
+      WrongOptions: a file cannot be read, or an option is unknown or impossible; one line.
+      SystemExit: help was asked for, and is printed.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words: list[str] = []
+    rest: list[str] = []
+    while given:
+        word = given.pop(0)
+        if word == _CONFIG or word.startswith(_CONFIG + "="):
+            file = word[len(_CONFIG) + 1 :] or (given.pop(0) if given else "")
+            words += yaml_words(Path(file))
+        else:
+            rest.append(word)
+    rest = _collected(rest, "--data")
+    # tyro takes the attributes' part itself, for each option, unless a description is given.
+    about = (inspect.getdoc(command) or "").partition("\nAttributes:")[0].strip()
+    return parse_plain(command, [*words, *rest], prog, f"{about}\n\n{_CONFIG_HELP}")
+
+
+def parse_plain(
+    command: type[Options], arguments: Sequence[str] | None, prog: str, description: str | None = None
+) -> Options:
+    """Options from the command line alone.
+
+    Raises:
+      WrongOptions, SystemExit: as `parse`.
+    """
+    try:
+        with one_line_errors(prog):
+            return tyro.cli(
+                command,
+                args=arguments,
+                prog=prog,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except ValueError as error:
+        # What the dataclasses themselves refuse comes with their names, which a user does not know.
+        raise WrongOptions(re.sub(r"^error parsing (?!-)\S+: ", "", str(error))) from None
+
+
+def _collected(words: list[str], option: str) -> list[str]:
+    """All values of an option that is given several times behind one; tyro would take the last ones alone."""
+    others: list[str] = []
+    values: list[str] = []
+    ours = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            ours = name == option
+        if not ours:
+            others.append(word)
+        elif not word.startswith("--"):
+            values.append(word)
+        elif equals:
+            values.append(value)
+    return [*others, option, *values] if values else words
+
+
+def yaml_words(file: Path) -> list[str]:
+    """A YAML file as words of the command line.
+
+    Raises:
+      WrongOptions: it cannot be read, or is no mapping of options.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WrongOptions(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise WrongOptions(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise WrongOptions(f"{file} holds a {type(content).__name__}, expected options by name")
+    return _words(content)
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in options.items():
+        option = "--" + str(name).replace("_", "-")
+        if isinstance(value, dict):
+            words += _words(value)
+        elif isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            words += [option, *map(_word, _flat(value))]
+        else:
+            words += [option, _word(value)]
+    return words
+
+
+def _flat(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _flat(item)] if isinstance(value, list) else [value]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        path, settings = value.get("path"), [f"{k}={v}" for k, v in value.items() if k != "path"]
+        return ",".join([str(path), *settings])
+    return str(value)
+
+
+def plain(options: Any) -> Any:
+    """Options as dictionaries, lists, texts and numbers, as they are written into YAML and JSON."""
+    if isinstance(options, (Source, Auto, Path)):
+        return str(options)
+    if dataclasses.is_dataclass(options) and not isinstance(options, type):
+        return {field.name: plain(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    return [plain(item) for item in options] if isinstance(options, tuple) else options
+
+
+def to_yaml(options: Any) -> str:
+    """The resolved options as a file that `--config` reads."""
+    return yaml.safe_dump(plain(options), sort_keys=False)
+
+
+def chosen_earlier(file: Path) -> dict[str, int]:
+    """The numbers in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        sections = [part for part in content.values() if isinstance(part, dict)]
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return {}
+    return {
+        name: value
+        for section in sections
+        for name, value in section.items()
+        if name in sizing.NAMES and isinstance(value, int)
+    }

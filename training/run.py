@@ -1,0 +1,113 @@
+"""What a run directory says of its run: which one it is, from which options, on which data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxspec.io import files, hf_config, method_files
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from training.data.packing import Windows
+from training.data.sources import Kinds
+from training.loop.progress import counted
+from training.options import SCRATCH, JobOptions
+from training.parsing import plain, to_yaml
+from training.start import Objective, Start, given_tokenizer
+
+RUN_FILE = "run.json"
+OPTIONS_FILE = "options.yaml"
+
+
+def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
+    """What must stay as it was where a run goes on; all else, as its length, may change. Kept in run.json."""
+    scratch = options.start == SCRATCH
+    return {
+        "job": module,
+        "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
+        "exits": list(aim.judged),
+        "vocab_size": options.model.vocab_size if given_tokenizer(options) is None else None,
+        "seed": options.seed,
+        "held_out": options.data.held_out,
+        "data": key[:16],
+    }
+
+
+def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> None:
+    """Refuses to go on from the checkpoint of another run.
+
+    Raises:
+      ValueError: the directory's run has another model or identity; runs of earlier versions record only the model.
+    """
+    hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
+    if (run / "config.json").is_file() and hf_config.read_config(run) != config:
+        raise ValueError(f"{run} holds a run of another model; {hint}")
+    found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
+    changed = [name for name in wanted if name in found and found[name] != wanted[name]]
+    if changed:
+        there, asked = (", ".join(f"{name} {one[name]}" for name in changed) for one in (found, wanted))
+        raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
+
+
+def read_run(run: Path) -> dict[str, Any]:
+    """The record that a training command leaves in its run directory: commands, options, data.
+
+    Raises:
+      ValueError: there is none.
+    """
+    file = run / RUN_FILE
+    if not file.is_file():
+        raise ValueError(f"no {RUN_FILE} in {run}; give the run directory of a training command")
+    return json.loads(file.read_text())
+
+
+def record(
+    options: JobOptions,
+    config: LlamaConfig,
+    aim: Objective,
+    same: dict[str, Any],
+    windows: dict[str, Windows],
+    held_out: dict[str, Windows],
+    documents: Kinds,
+    typed: str,
+) -> str:
+    """Writes what the run is into its directory: the model's config, the resolved options, the record.
+
+    Args:
+      options: of the job, without `auto`.
+      config: the model at full depth.
+      aim: the job's objective.
+      same: see `identity`.
+      windows, held_out: the packed text by kind.
+      documents: the training documents by kind.
+      typed: the command line; the record lists all that the run was started and resumed with.
+
+    Returns:
+      one line for the user: how large the model and the data are.
+    """
+    run = options.run_directory
+    earlier = read_run(run)["commands"] if (run / RUN_FILE).is_file() else []
+    tokens = {"training": _count_tokens(windows), "held_out": _count_tokens(held_out)}
+    content = {
+        "commands": [*(one for one in earlier if one != typed), typed],
+        "identity": same,
+        "options": plain(options),
+        "parameters": llama.num_params(config),
+        "documents": {kind: len(part) for kind, part in documents.items()},
+        "tokens": tokens,
+        "exits": list(aim.exits),
+    }
+    extra = {"jaxspec": aim.extra} if aim.extra else {}
+    files.write_json(run / "config.json", hf_config.config_json(config, "float32") | extra)
+    files.write_atomic(run / OPTIONS_FILE, to_yaml(options))
+    files.write_atomic(run / RUN_FILE, json.dumps(content, indent=2) + "\n")
+    return (
+        f"{content['parameters']:,} parameters, {sum(tokens['training'].values()):,} training and "
+        f"{sum(tokens['held_out'].values()):,} held-out tokens of {counted(len(windows), 'kind', 'kinds')}, "
+        f"run in {run}"
+    )
+
+
+def _count_tokens(windows: dict[str, Windows]) -> dict[str, int]:
+    return {kind: int((part["segments"] > 0).sum()) for kind, part in windows.items()}

@@ -1,0 +1,140 @@
+"""What a training job begins with: its model, tokenizer and objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Tokenizer
+
+from jaxspec.io import checkpoint
+from jaxspec.io import tokenizer as tokenizer_files
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from training import induction
+from training.data import formats, tokenizer
+from training.data.sources import Kinds
+from training.losses.base import Loss
+from training.options import SCRATCH, JobOptions
+
+
+class Objective(NamedTuple):
+    """What sets a job apart.
+
+    Attributes:
+      loss: to be minimised.
+      exits: layers at which acceptance is measured.
+      judged: the exits whose mean held-out loss says which checkpoint is best; () for the last layer.
+      target: the model that is to accept what the exits draft; None for the model's own last layer.
+      extra: what config.json says under `jaxspec`.
+    """
+
+    loss: Loss
+    exits: Sequence[int] = ()
+    judged: Sequence[int] = ()
+    target: tuple[LlamaConfig, Params] | None = None
+    extra: dict[str, Any] | None = None
+
+
+class Start(NamedTuple):
+    """A model before its first step: config at full depth, float32 parameters, tokenizer."""
+
+    config: LlamaConfig
+    params: Params
+    words: Tokenizer
+
+
+def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
+    """The model to be trained. Nothing is written yet: the run directory may turn out to be another run's.
+
+    Raises:
+      ValueError: the shape is impossible, or the given model lacks what training needs.
+    """
+    if options.start != SCRATCH:
+        return _given_model(Path(options.start), options.start_layers)
+    shape = options.model
+    if shape.tokenizer is not None:
+        words = tokenizer.load(shape.tokenizer)
+    elif resumed:
+        words = tokenizer.load(options.run_directory)
+    else:
+        words = tokenizer.learn(kinds, options.data.weights, shape.vocab_size)
+    config = LlamaConfig(
+        vocab_size=words.get_vocab_size(),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.context,
+        tie_embeddings=shape.tied,
+        bos_token_id=tokenizer.BOS_ID,
+        eos_token_ids=(tokenizer.EOS_ID,),
+    )
+    params = init_params(config, options.seed)
+    if shape.induction:
+        params = induction.add_circuit(config, params, options.seed)
+    return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
+
+
+def _given_model(source: Path, layers: int | None) -> Start:
+    words = tokenizer.load(source)
+    config = checkpoint.read_config(source)
+    if layers is not None:
+        config = config.truncated(layers)
+    return Start(config, checkpoint.load_params(source, config, jnp.float32), words)
+
+
+def init_params(config: LlamaConfig, seed: int) -> Params:
+    """Random float32 parameters; the products that write into the residual stream shrink with its depth."""
+    params = llama.init_params(config, jax.random.key(seed))
+    shrink = (2 * config.num_layers) ** -0.5
+    for layer in params["layers"]:
+        layer["attention"]["out"] *= shrink
+        layer["mlp"]["down"] *= shrink
+    return params
+
+
+def given_tokenizer(options: JobOptions) -> Path | None:
+    """The directory or GGUF file whose tokenizer is used; None where one is learned."""
+    return options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+
+
+def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
+    """Puts the tokenizer's files into the run directory, instead of what a failed command left there."""
+    run, given = options.run_directory, given_tokenizer(options)
+    if given is not None and given.samefile(run):
+        return
+    for name in tokenizer_files.FILES:
+        (run / name).unlink(missing_ok=True)
+    if given is not None:
+        tokenizer_files.copy_files(given, run)
+        return
+    # A model that learns conversations is used in the form in which it has read them.
+    talks = any(document.chat for part in kinds.values() for document in part)
+    tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
+
+
+def chat_of(options: JobOptions) -> formats.Chat:
+    """How conversations are written: as the given model's or tokenizer's own template says."""
+    given = given_tokenizer(options)
+    if given is None:
+        return formats.Chat()
+    with tokenizer.files_of(given) as directory:
+        return formats.chat_of(directory)
+
+
+def document_marks(config: LlamaConfig) -> tuple[int, int]:
+    """The tokens that begin and end every document.
+
+    Raises:
+      ValueError: the config does not name both.
+    """
+    if config.bos_token_id is None or not config.eos_token_ids:
+        raise ValueError("the model's config names no BOS or no EOS token; training marks documents by both")
+    return config.bos_token_id, config.eos_token_ids[0]
