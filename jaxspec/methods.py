@@ -184,7 +184,7 @@ def _draft_model(options: MethodOptions, target: Model, resources: Resources) ->
 
 def _asd(options: MethodOptions, target: Model, resources: Resources) -> tuple[Drafter, Any]:
     given = (options.alpha, options.every, options.keep_last)
-    default = _asd_numbers(options, target, resources) if None in given else ASDNumbers(0, 0, 0)
+    default = _asd_numbers(options, target, resources) if None in given else ASDNumbers()
     alpha, every, keep_last = (
         usual if number is None else number
         for number, usual in zip(given, dataclasses.astuple(default), strict=True)
@@ -210,7 +210,7 @@ def _asd_numbers(options: MethodOptions, target: Model, resources: Resources) ->
         assert path is not None
         return method_files.read_asd(path, target.fingerprint)
     code = "codellama" in target.name.lower().replace("-", "")
-    numbers = ASDNumbers(0.985, 4, 3) if code else ASDNumbers(0.985, 3, 2)
+    numbers = ASDNumbers(every=4, keep_last=3) if code else ASDNumbers()
     return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, target.config.num_layers))
 
 

@@ -47,7 +47,7 @@ class Generate(TextOptions):
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
-            lm = self.model.load()
+            lm = self.load()
             pieces = lm.generate(
                 prompt, method=self.method, stream=True, **self.generation(), **self.method_options()
             )

@@ -102,12 +102,12 @@ class Texts:
         Of a text that is no answer, its first `opening` tokens. Texts that are too short to be continued, and pieces
         of longer ones, whose answer begins with their first token, are left out.
         """
-        found = []
+        found, has_answers = [], self.has_answers
         for row in range(len(self.tokens)):
             for segment in range(1, int(self.segments[row].max()) + 1):
                 (places,) = np.nonzero(self.segments[row] == segment)
                 learned = self.learn[row, places]
-                first = int(learned.argmax()) if self.has_answers and learned.any() else opening
+                first = int(learned.argmax()) if has_answers and learned.any() else opening
                 if 1 <= first < len(places):
                     found.append(self.tokens[row, places[:first]].tolist())
         return [found[index * len(found) // limit] for index in range(limit)] if len(found) > limit else found
@@ -164,24 +164,23 @@ def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
 
     Args:
       score: float[N].
-      label: bool[N].
+      label: bool[N], or float[N] from 0 to 1 for soft labels: each pair then weighs label × (1 − the other's label).
 
     Returns:
-      0 to 1, 0.5 for a score that says nothing; None where all labels are equal.
+      0 to 1, 0.5 for a score that says nothing; None where all labels are 0 or all are 1.
 
     Example:
       >>> auroc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
       0.75
     """
-    positives = int(label.sum())
-    negatives = len(label) - positives
-    if not positives or not negatives:
+    weight = label.astype(np.float64)
+    _, group = np.unique(score, return_inverse=True)
+    positives, negatives = (np.bincount(group.ravel(), weights) for weights in (weight, 1 - weight))
+    pairs = positives.sum() * negatives.sum()
+    if not pairs:
         return None
-    _, rank, counts = np.unique(score, return_inverse=True, return_counts=True)
-    middle = np.cumsum(counts) - (counts - 1) / 2
-    return float(
-        (middle[rank.ravel()][label].sum() - positives * (positives + 1) / 2) / (positives * negatives)
-    )
+    below = np.cumsum(negatives) - negatives
+    return float((positives * (below + negatives / 2)).sum() / pairs)
 
 
 def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
