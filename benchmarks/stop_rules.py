@@ -50,6 +50,8 @@ RULES: dict[str, dict[str, Any]] = {
 class Options:
     """Early exits under each stop rule, beside plain decoding.
 
+    Where sampling is not given, texts are greedy, whatever the model's own defaults are.
+
     Attributes:
       exit_layers: an exit to try. Default: all from 1 to half of the layers.
       constants: a K to try for the constant rule. Default: 3, 5, 8, 12.

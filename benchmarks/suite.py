@@ -36,6 +36,8 @@ from jaxspec.method_options import MethodOptions, check_method, options_given
 class Options:
     """Measure methods on several kinds of work, beside plain decoding.
 
+    Where sampling is not given, texts are greedy, whatever the model's own defaults are.
+
     Attributes:
       models: a target, as in `jaxspec generate`. Default: the embedded model. All are loaded at the start.
       runs: a method and its options, as in "layerskip --exit-layer 3".

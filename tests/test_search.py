@@ -31,7 +31,7 @@ from jaxspec.tuning.masks import MaskSpace
 from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
 from jaxspec.tuning.search import search
-from jaxspec.tuning.texts import calibrate, continuations
+from jaxspec.tuning.texts import continuations, prepare_texts
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 
@@ -142,7 +142,7 @@ def test_proposals_learn():
 def calibrated(lm, tokens=7):
     texts = continuations(lm, PROMPTS, tokens)
     texts[1] = texts[1][:3]  # as if it had ended
-    return calibrate(lm, PROMPTS, texts)[0], texts
+    return prepare_texts(lm, PROMPTS, texts)[0], texts
 
 
 PLANS = [
@@ -291,7 +291,7 @@ def test_few_masks_are_all_tried(deep, tmp_path):
     found = run(deep, tmp_path / "log", trials=100)
     assert list(found.trials) == ["exhaustive"]
     assert {trial.plan for trial in found.trials["exhaustive"]} == set(MaskSpace(4))
-    texts, _ = calibrate(deep, PROMPTS, continuations(deep, PROMPTS, 6))
+    texts, _ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
     score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
     rates = {plan: score(plan)["score"] for plan in MaskSpace(4)}
     best = max(predicted_speedup(rate, plan, COSTS).speedup for plan, rate in rates.items())

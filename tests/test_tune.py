@@ -20,7 +20,7 @@ from jaxspec.tuning import asd, race, s2d
 from jaxspec.tuning.asd import tune_asd
 from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
 from jaxspec.tuning.s2d import s2d_grid, tune_s2d
-from jaxspec.tuning.texts import calibrate
+from jaxspec.tuning.texts import prepare_texts
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 
@@ -124,7 +124,7 @@ GRID, SWEEP = ASDGrid(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(
 def fake(monkeypatch):
     monkeypatch.setattr(asd, "Speed", FakeSpeed)
     gathered = np.stack([SIMILARITIES, SIMILARITIES], axis=-1)
-    monkeypatch.setattr(asd, "calibrate", lambda *args: (None, gathered))
+    monkeypatch.setattr(asd, "prepare_texts", lambda *args: (None, gathered))
 
 
 @pytest.mark.usefixtures("fake")
@@ -203,7 +203,7 @@ def test_no_setting_compiles(deep):
     )
     assert len(set(compiled)) == 1
     assert len(compiled) >= report["distinct"] > 3
-    similarities = np.asarray(calibrate(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
+    similarities = np.asarray(prepare_texts(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
     assert report["similarities"]["max"] == pytest.approx(similarities.max())
     assert all(row["tokens_per_second"] > 0 for row in report["results"])
 

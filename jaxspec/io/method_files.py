@@ -134,7 +134,7 @@ def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
     alpha, every, keep_last = numbers
     if type(alpha) in (int, float) and type(every) is type(keep_last) is int:
         with contextlib.suppress(ValueError):
-            return ASDNumbers(float(alpha), every, keep_last)
+            return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
     raise ValueError(
         f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
         "and at most 1, and two whole numbers"

@@ -18,7 +18,7 @@ from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.tuning.objectives import Speed
 from jaxspec.tuning.options import ASDGrid, Sweep
 from jaxspec.tuning.race import OnMeasured, Race, Turn, medians
-from jaxspec.tuning.texts import calibrate
+from jaxspec.tuning.texts import prepare_texts
 
 # (m, n) of the paper, Table 2, and off.
 EVERYS, KEEP_LASTS = (0, 2, 3, 4, 5), (0, 1, 2, 3)
@@ -147,7 +147,7 @@ def tune_asd(
     tried, sweep = tried or ASDGrid(), sweep or Sweep()
     on_progress("reading the prompts")
     # What the prompts are followed by does not matter here.
-    _, gathered = calibrate(lm, prompts, [[0, 0]] * len(prompts))
+    _, gathered = prepare_texts(lm, prompts, [[0, 0]] * len(prompts))
     similarities = np.asarray(gathered)[:, :, 0]
     settings = grid(
         tried.alphas or default_alphas(similarities), tried.everys or EVERYS, tried.keep_lasts or KEEP_LASTS

@@ -13,7 +13,7 @@ from jaxspec.bench.timing import Run, measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter
-from jaxspec.tuning.agreement import Calibration, agreement
+from jaxspec.tuning.agreement import AgreementTexts, agreement
 from jaxspec.tuning.costs import Costs, predicted_speedup
 
 _agreement = jax.jit(agreement, static_argnames="config")
@@ -29,7 +29,7 @@ class Agreement:
       by_speedup: score by the predicted speed-up, for masks of different cost; else by the agreement alone.
     """
 
-    def __init__(self, lm: LanguageModel, texts: Calibration, costs: Costs, by_speedup: bool) -> None:
+    def __init__(self, lm: LanguageModel, texts: AgreementTexts, costs: Costs, by_speedup: bool) -> None:
         self._lm, self._texts, self._costs, self._by_speedup = lm, texts, costs, by_speedup
         self(LayerPlan.skipping(lm.config.num_layers))  # compiles
 

@@ -19,7 +19,7 @@ from jaxspec.tuning.masks import MaskSpace
 from jaxspec.tuning.objectives import Agreement, Speed
 from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import Proposer, propose_bayesian, propose_random
-from jaxspec.tuning.texts import calibrate, continuations
+from jaxspec.tuning.texts import continuations, prepare_texts
 from jaxspec.tuning.trial_log import TrialLog
 
 _PROPOSERS: dict[str, Proposer] = {
@@ -250,7 +250,7 @@ def _evaluator(
         speed = Speed(lm, prompts, options.tokens, plain)
         return lambda plan: speed(DraftVerify(lm.config, plan.traced()))
     on_progress("generating the model's own text")
-    texts, _ = calibrate(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
+    texts, _ = prepare_texts(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
     costs = record.costs
     if costs is None:
         costs = measure_costs(lm, on_progress=on_progress)

@@ -14,7 +14,7 @@ from jaxspec.bench.timing import OnProgress, check_budget
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.session import bucket, prefill_piece
 from jaxspec.io.files import read_text
-from jaxspec.tuning.agreement import Calibration, calibration
+from jaxspec.tuning.agreement import AgreementTexts, prepare
 
 
 def read_prompts(lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: int) -> list[list[int]]:
@@ -70,9 +70,9 @@ def continuations(
     return [found[index] for index in range(len(prompts))]
 
 
-def calibrate(
+def prepare_texts(
     lm: LanguageModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> tuple[Calibration, jax.Array]:
+) -> tuple[AgreementTexts, jax.Array]:
     """Prompts and texts as arrays on the model's device, and the prompts' similarities float32[B, L, 2].
 
     Raises:
@@ -85,7 +85,7 @@ def calibrate(
         )
     length = max(map(len, prompts))
     with jax.default_device(lm.device):
-        return _calibrate(
+        return _prepare(
             lm.config,
             lm.params,
             _padded(prompts, bucket(length + longest)),
@@ -96,7 +96,7 @@ def calibrate(
         )
 
 
-_calibrate = jax.jit(calibration, static_argnames=("config", "piece"))
+_prepare = jax.jit(prepare, static_argnames=("config", "piece"))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> jax.Array:
