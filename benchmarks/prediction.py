@@ -16,16 +16,21 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import tyro
 
+from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.dial import dial_model, walk_model
-from jaxspec.bench.profile import SHAPES, Steps, WrongDrafts
-from jaxspec.bench.submodel import SubmodelSteps, only_layers
-from jaxspec.bench.timing import check_budget, interleaved, median_ratio
+from jaxspec.bench.profile import SHAPES
+from jaxspec.bench.speed import acceptance, speed_ratio
+from jaxspec.bench.steps import Steps, SubmodelSteps, WrongDrafts
+from jaxspec.bench.timing import OnProgress, Run, check_budget, interleaved, measure_runs, median_ratio
+from jaxspec.cli.options import Placement
+from jaxspec.console.errors import Guard, option_names
+from jaxspec.console.parsing import parse_as
+from jaxspec.console.terminal import Progress
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
@@ -53,7 +58,6 @@ class Options:
       max_new_tokens: of each generation.
       repeats: interleaved turns.
       methods: which ones, with commas between; by default all.
-      dtype, device: as everywhere.
     """
 
     shape: str = "134m"
@@ -63,27 +67,26 @@ class Options:
     max_new_tokens: int = 96
     repeats: int = 5
     methods: str | None = None
-    dtype: str | None = None
-    device: str | None = None
+    placement: Placement = Placement()  # noqa: RUF009
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """Runs each method beside plain decoding; see the module.
+def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
+    """Runs each method beside plain decoding, and then the parts of its rounds; see the module.
 
     `ngram` runs on a `walk_model`, whose text repeats; the others on a `dial_model`. `draft-verify` skips
     every other one of the later layers, with a traced and with a static mask.
 
     Returns:
-      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup`, `predicted`,
-      `obtained_over_predicted`, `mean_acceptance_length`, `draft_acceptance_rate`, `mean_draft_length`,
-      `draft_step_ms`, `identical_to_autoregressive`; where both ran, `traced_over_static`: the time with a
-      traced mask ÷ that with a static one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256
+      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup` (see
+      `bench.speed`), `predicted`, `obtained_over_predicted`, what `speed.acceptance` gives, `draft_step_ms`,
+      `identical_to_autoregressive`; where both ran, `traced_over_static`: the speed with a
+      static mask ÷ that with a traced one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256
       tokens that gathers similarities ÷ that of one that does not.
     """
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
     check_budget(options.max_new_tokens)
-    place, dtype = resolve_placement(options.dtype, options.device)
+    place, dtype = resolve_placement(options.placement.dtype, options.placement.device)
     shape = SHAPES[options.shape]
     depth = options.exit_layer or max(1, shape.num_layers // 4)
     with jax.default_device(place):
@@ -96,25 +99,28 @@ def measure(options: Options) -> dict[str, Any]:
     again = [3, *walked[0].tokens, 3]
     cases = _cases(options, lm, walker, again, depth)
 
+    for model in (lm, walker):
+        mine = {name: case for name, case in cases.items() if case.lm is model}
+        if not mine:
+            continue
+        first, *_ = mine.values()
+        runs = {BASELINE: first.plain_run} | {name: case.run for name, case in mine.items()}
+        (taken,) = measure_runs([model], runs, [first.prompt], options.repeats, on_progress=on_progress)
+        for name, case in mine.items():
+            case.take(taken[name], taken[BASELINE])
+
     plain = Steps(lm, Weights(lm.params), Autoregressive(), 256)
-    timed: dict[str, Any] = {"plain step": plain}
+    parts: dict[str, Any] = {"plain step": plain}
+    for case in cases.values():
+        parts |= {what: part for what, part in case.parts().items() if what not in parts}
+    timed = dict(parts)
     if "asd" in cases:
         gathering = Steps(lm, Weights(lm.params), ASD(lm.config), 256)
         timed |= {"prefill": _done(plain.prefill), "prefill asd": _done(gathering.prefill)}
-    for name, case in cases.items():
-        timed |= {name: case.run, f"plain {name}": case.run_plain}
-        case.run()  # shows the widths that its rounds need
-        timed |= {what: part for what, part in case.parts().items() if what not in timed}
     for run in timed.values():
         run()
-    for case in cases.values():
-        case.forget()
-    taken = interleaved(timed, options.repeats)
-    costs = {
-        what: statistics.median(taken[what]) / part.rounds
-        for what, part in timed.items()
-        if hasattr(part, "rounds")
-    }
+    times = interleaved(timed, options.repeats, lambda turn: on_progress(f"measuring the parts, {turn}"))
+    costs = {what: statistics.median(times[what]) / part.rounds for what, part in parts.items()}
     report: dict[str, Any] = {
         "shape": options.shape,
         "device": lm.device.device_kind,
@@ -123,9 +129,10 @@ def measure(options: Options) -> dict[str, Any]:
         "results": {name: case.report(costs) for name, case in cases.items()},
     }
     if {"draft-verify", "draft-verify static"} <= cases.keys():
-        report["traced_over_static"] = median_ratio(taken["draft-verify"], taken["draft-verify static"])
+        static, traced = cases["draft-verify static"], cases["draft-verify"]
+        report["traced_over_static"] = speed_ratio([static.mine], [traced.mine])[0]
     if "asd" in cases:
-        report["asd_prefill_over_plain"] = median_ratio(taken["prefill asd"], taken["prefill"])
+        report["asd_prefill_over_plain"] = median_ratio(times["prefill asd"], times["prefill"])
     return report
 
 
@@ -194,25 +201,16 @@ class _Case:
         rest: LayerPlan | None = None,
         again: bool = False,
     ) -> None:
-        self._lm, self._plan, self._rest, self._again = lm, plan, rest, again
+        self.lm, self.prompt = lm, prompt
+        self._plan, self._rest, self._again = plan, rest, again
         self._widths = drafter.verify_widths
-        generate = functools.partial(lm.generate, prompt, max_new_tokens=max_new_tokens, ignore_eos=True)
-        self._generate = functools.partial(generate, method=(drafter, params))
-        self._generate_plainly = generate
-        self.forget()
+        generate = functools.partial(lm.generate, max_new_tokens=max_new_tokens, ignore_eos=True)
+        self.plain_run: Run = lambda prompt, turn: generate(prompt)
+        self.run: Run = lambda prompt, turn: generate(prompt, method=(drafter, params))
 
-    def forget(self) -> None:
-        """Drops what was generated so far."""
-        self._mine: list[Result] = []
-        self._plain: list[Result] = []
-
-    def run(self) -> None:
-        """Generates by the method."""
-        self._mine.append(self._generate())
-
-    def run_plain(self) -> None:
-        """Generates plainly."""
-        self._plain.append(self._generate_plainly())
+    def take(self, mine: list[Result], plain: list[Result]) -> None:
+        """Takes what was generated by the method, and plainly, turn by turn."""
+        self.mine, self._plain = mine, plain
 
     def _width(self, drafted: int) -> int:
         return min(width for width in self._widths if width > drafted)
@@ -223,22 +221,22 @@ class _Case:
     def parts(self) -> dict[str, Callable[[], None]]:
         """What the rounds that were seen are made of, by name."""
         parts: dict[str, Callable[[], None]] = {}
-        for width in {self._width(drafted) for drafted in self._mine[0].draft_lengths}:
+        for width in {self._width(drafted) for drafted in self.mine[0].draft_lengths}:
             if self._rest is not None:
-                part: Callable[[], None] = SubmodelSteps(self._lm, self._rest, width)
+                part: Callable[[], None] = SubmodelSteps(self.lm, self._rest, width)
             else:
                 drafter = WrongDrafts(width - 1) if width > 1 else Autoregressive()
-                part = Steps(self._lm, Weights(self._lm.params), drafter, 256)
+                part = Steps(self.lm, Weights(self.lm.params), drafter, 256)
             parts[self._verify_name(width)] = part
         if self._plan is not None:
-            parts[f"draft {self._plan}"] = SubmodelSteps(self._lm, self._plan)
+            parts[f"draft {self._plan}"] = SubmodelSteps(self.lm, self._plan)
         if self._plan is not None and self._rest is not None:
-            parts[f"last {self._plan}"] = SubmodelSteps(self._lm, self._plan, head=False)
+            parts[f"last {self._plan}"] = SubmodelSteps(self.lm, self._plan, head=False)
         return parts
 
     def report(self, costs: dict[str, float]) -> dict[str, Any]:
         """The figures of the method, given what each part costs in milliseconds."""
-        first = self._mine[0]
+        first = self.mine[0]
         draft_ms = costs[f"draft {self._plan}"] if self._plan is not None else 0.0
         last_ms = costs[f"last {self._plan}"] if self._rest is not None else 0.0
         lengths = first.draft_lengths
@@ -246,29 +244,36 @@ class _Case:
         steps = sum(lengths) + (first.statistics.acceptance_histogram[-1] if self._again else 0)
         plain_ms = (first.statistics.num_tokens - 1) * costs["plain step"]
         predicted = plain_ms / (verify_ms + steps * draft_ms)
-        speedup = statistics.median(
-            plain.statistics.decode_ms / mine.statistics.decode_ms
-            for mine, plain in zip(self._mine, self._plain, strict=True)
-        )
+        speedup, _ = speed_ratio([self.mine], [self._plain])
         return {
             "speedup": speedup,
             "predicted": predicted,
-            "obtained_over_predicted": speedup / predicted,
-            "mean_acceptance_length": first.statistics.mean_acceptance_length,
-            "draft_acceptance_rate": first.statistics.draft_acceptance_rate,
-            "mean_draft_length": statistics.mean(lengths),
+            "obtained_over_predicted": None if speedup is None else speedup / predicted,
+            **acceptance([self.mine]),
             "draft_step_ms": draft_ms or None,
             "identical_to_autoregressive": first.tokens == self._plain[0].tokens,
         }
 
 
-def main() -> None:
-    """Prints the report as JSON."""
-    try:
-        print(json.dumps(measure(tyro.cli(Options)), indent=2))
-    except ValueError as error:
-        sys.exit(f"jaxspec: error: {error}")
+def only_layers(num_layers: int, layers: Sequence[int]) -> LayerPlan:
+    """The plan that runs these layers, whole."""
+    others = [layer for layer in range(num_layers) if layer not in layers]
+    return LayerPlan.skipping(num_layers, others, others)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report as JSON; returns the exit status."""
+    guard = Guard("jaxspec", option_names(Options))
+    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = parse_as(Options, "python -m benchmarks.prediction", argv)
+    with Progress() as progress:
+        report = measure(options, progress)
+    print(json.dumps(report, indent=2))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,19 +21,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
 from benchmarks.stop_rules_report import show
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.oracle import oracle
-from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
-from jaxspec.bench.timing import check_budget, interleaved
-from jaxspec.console.errors import in_options, one_line, option_names
+from jaxspec.bench.speed import Taken, acceptance, speed_ratio, tokens_per_second
+from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
+from jaxspec.cli.options import ModelOptions, SamplingOptions
+from jaxspec.console.errors import Guard, option_names
+from jaxspec.console.parsing import parse_as
+from jaxspec.console.terminal import Progress
 from jaxspec.drafting.layerskip import LayerSkip
-from jaxspec.engine.language_model import LanguageModel, load
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name, probe_path
 
+# K's and γ's that are tried where none is given.
+CONSTANTS, GAMMAS = (3, 5, 8, 12), (0.1, 0.3, 0.6, 0.8)
 # Rule → method and options.
 RULES: dict[str, dict[str, Any]] = {
     "constant": {"method": "layerskip"},
@@ -47,55 +50,44 @@ RULES: dict[str, dict[str, Any]] = {
 class Options:
     """Early exits under each stop rule, beside plain decoding.
 
+    Where sampling is not given, texts are greedy, whatever the model's own defaults are.
+
     Attributes:
-      model: a directory; by default the embedded model.
-      exit_layers: which exits; by default all from 1 to half of the layers.
-      constants: K's to try for the constant rule.
-      gammas: γ's to start from, to try for each other rule; it moves from there as in Draft & Verify.
+      exit_layers: an exit to try. Default: all from 1 to half of the layers.
+      constants: a K to try for the constant rule. Default: 3, 5, 8, 12.
+      gammas: a γ to start from, to try for each other rule; it moves from there as in Draft & Verify. Default: .1,
+        .3, .6, .8.
       num_draft_tokens: K of the rules other than the constant one.
       carry: start each text from the γ that the last one ended with, as the evaluations of Draft & Verify do; else
         every text starts from the same γ.
       burn_in: with carry, rounds on tuning prompts before anything is measured, so that γ has settled.
-      kinds: of prompts; by default all.
-      tuning_prompts, reporting_prompts: of each kind.
+      kinds: a kind of prompts. Default: all.
+      num_tuning_prompts: how many prompts of each kind to tune with.
+      num_reporting_prompts: how many others of each kind to report on.
       acceptor: where temperature is above 0, block or rejection (the paper's); by default block.
       max_new_tokens: of each generation, which may end before.
-      temperature: 0 for greedy.
-      top_p: of the law, where temperature is above 0.
       repeats: interleaved turns on the reporting prompts.
-      dtype, device: as everywhere.
       json: print one JSON object and nothing else.
     """
 
-    model: str | None = None
-    exit_layers: tuple[int, ...] = ()
-    constants: tuple[int, ...] = (3, 5, 8, 12)
-    gammas: tuple[float, ...] = (0.1, 0.3, 0.6, 0.8)
+    exit_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--exit-layer"})
+    constants: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--constant"})
+    gammas: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--gamma"})
     num_draft_tokens: int = 12
     carry: bool = False
     burn_in: int = 1000
-    kinds: tuple[str, ...] = prompt_set.KINDS
-    tuning_prompts: int = 3
-    reporting_prompts: int = 10
+    kinds: tuple[str, ...] = dataclasses.field(default=(), metadata={"option": "--kind"})
+    num_tuning_prompts: int = 3
+    num_reporting_prompts: int = 10
     acceptor: Literal["block", "rejection"] | None = None
     max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
     repeats: int = 3
-    dtype: str | None = None
-    device: str | None = None
     json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
 
-    def check(self) -> None:
-        """Refuses what cannot be measured. Not when it is made: the parser would report it in its own way.
-
-        Raises:
-          ValueError: a number outside its range, or none at all.
-        """
+    def __post_init__(self) -> None:
         check_budget(self.max_new_tokens)
-        for option, numbers in (("constants", self.constants), ("gammas", self.gammas)):
-            if not numbers:
-                raise ValueError(f"`{option}` has no number; give at least one")
 
 
 class Case(NamedTuple):
@@ -106,39 +98,31 @@ class Case(NamedTuple):
     number: float
 
 
-# By prompt, what was generated after it, turn by turn.
-Taken = list[list[Result]]
-
-
-def measure(options: Options, on_progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
     """Tunes every rule on the tuning prompts, then generates from the reporting prompts.
 
     Returns:
       `model`, `device`, `law`, `carry`, `plain_tokens_per_second`; `tuning`: of every case that was tried `rule`,
       `exit_layer`, `number` and `speedup`; `rules`: by rule, "oracle" among them, `exit_layer` and `number` (both of
       the fastest case in tuning; the oracle has those of the constant rule and no number), `tokens_per_second`,
-      `speedup` over plain decoding and `over_constant`, each with its `_interval` (see `totals.speed_ratio`), and
-      what `totals.acceptance` gives. A probe's exits are those that have one for the law beside the model.
+      `speedup` over plain decoding and `over_constant`, each with its `_interval` (see `speed.speed_ratio`), and
+      what `speed.acceptance` gives. A probe's exits are those that have one for the law beside the model.
 
     Raises:
       ValueError, FileNotFoundError: an unknown kind of prompt, a number outside its range, or what `load` and
         `generate` raise.
     """
-    options.check()
-    lm = load(options.model, dtype=options.dtype, device=options.device)
-    tuning = _prompts(lm, options, "tuning", options.tuning_prompts)
-    reporting = _prompts(lm, options, "reporting", options.reporting_prompts)
-    top_p = options.top_p if options.temperature else 1.0
-    law = law_name(options.temperature, top_p=top_p)
-    # Not the model's own defaults for the filters: the law is the one that is named.
-    numbers = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
+    lm = options.model.load()
+    tuning = _prompts(lm, options, "tuning", options.num_tuning_prompts)
+    reporting = _prompts(lm, options, "reporting", options.num_reporting_prompts)
+    law = options.sampling.numbers()
     generate: Callable[..., Any] = functools.partial(
-        lm.generate, max_new_tokens=options.max_new_tokens, **numbers
+        lm.generate, max_new_tokens=options.max_new_tokens, **law
     )
     if options.carry:
         generate = _carrying(generate)
-    cases = {case: _method(options, case) for case in _cases(lm, options, law)}
-    take = functools.partial(_take, lm, generate, on_progress=on_progress)
+    cases = {case: _method(options, case) for case in _cases(lm, options, law_name(**law))}
+    take = functools.partial(_take, lm, generate, seed=options.sampling.seed, on_progress=on_progress)
     if options.carry:
         _settle(
             generate, [method for case, method in cases.items() if case.rule != "constant"], tuning, options
@@ -151,15 +135,15 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
         for rule in dict.fromkeys(case.rule for case in cases)
     }
     chosen: dict[Any, Any] = {"plain": {}} | {rule: cases[case] for rule, case in best.items()}
-    if not options.temperature:
+    if not law["temperature"]:
         chosen["oracle"] = _oracles(lm, generate, reporting, best["constant"].exit_layer, options)
     taken = take(chosen, reporting, options.repeats)
     return {
         "model": lm.name,
         "device": lm.device.device_kind,
-        "law": law,
+        "law": law_name(**law),
         "carry": options.carry,
-        "plain_tokens_per_second": tokens_per_second(list(itertools.chain(*taken["plain"]))),
+        "plain_tokens_per_second": tokens_per_second(taken["plain"]),
         "tuning": [{**case._asdict(), "speedup": speedup} for case, speedup in tried.items()],
         "rules": {
             rule: {
@@ -175,12 +159,13 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
 
 def _prompts(lm: LanguageModel, options: Options, split: prompt_set.Split, each: int) -> list[list[int]]:
     known = prompt_set.load(split)
-    for kind in options.kinds:
+    kinds = options.kinds or tuple(known)
+    for kind in kinds:
         if kind not in known:
             raise ValueError(f"unknown kind of prompt {kind!r}; give some of {', '.join(known)}")
         if not 1 <= each <= len(known[kind]):
-            raise ValueError(f"{split}_prompts is {each}; give 1 to {len(known[kind])}")
-    return [lm.encode(text) for kind in options.kinds for text in known[kind][:each]]
+            raise ValueError(f"num_{split}_prompts is {each}; give 1 to {len(known[kind])}")
+    return [lm.encode(text) for kind in kinds for text in known[kind][:each]]
 
 
 def _cases(lm: LanguageModel, options: Options, law: str) -> list[Case]:
@@ -194,14 +179,14 @@ def _cases(lm: LanguageModel, options: Options, law: str) -> list[Case]:
         for rule in RULES
         for exit_layer in exits
         if rule != "probe" or is_there(exit_layer)
-        for number in (options.constants if rule == "constant" else options.gammas)
+        for number in ((options.constants or CONSTANTS) if rule == "constant" else (options.gammas or GAMMAS))
     ]
 
 
 def _method(options: Options, case: Case) -> dict[str, Any]:
     """A case as `generate` takes it."""
     chosen = RULES[case.rule] | {"exit_layer": case.exit_layer}
-    if options.temperature and options.acceptor:
+    if options.sampling.temperature and options.acceptor:
         chosen["acceptor"] = options.acceptor
     if case.rule == "constant":
         return chosen | {"num_draft_tokens": int(case.number)}
@@ -238,14 +223,15 @@ def _settle(
 
 def _oracles(
     lm: LanguageModel, generate: Callable[..., Result], prompts: Any, exit_layer: int, options: Options
-) -> Callable[[int], dict[str, Any]]:
-    """By the number of a prompt, the method that knows its text."""
+) -> Callable[[Sequence[int]], dict[str, Any]]:
+    """By prompt, the method that knows its text."""
 
     def knowing(prompt: list[int]) -> dict[str, Any]:
         rule = oracle(lm, prompt, generate(prompt).tokens, exit_layer, options.max_new_tokens)
         return {"method": LayerSkip(lm.config, exit_layer, rule, options.num_draft_tokens)}
 
-    return list(map(knowing, prompts)).__getitem__
+    known = {tuple(prompt): knowing(prompt) for prompt in prompts}
+    return lambda prompt: known[tuple(prompt)]
 
 
 def _take(
@@ -255,51 +241,49 @@ def _take(
     prompts: Sequence[list[int]],
     repeats: int,
     *,
-    on_progress: Callable[[str], None],
+    seed: int,
+    on_progress: OnProgress,
 ) -> dict[Any, Taken]:
-    """What each method generates, one prompt at a time, in turns; the turn that compiles does not count."""
-    taken: dict[Any, Taken] = {name: [[] for _ in prompts] for name in methods}
+    """What each method generates, by prompt, turn by turn; a method may depend on the prompt."""
 
-    def run(name: Any, at: int) -> None:
-        method = methods[name](at) if callable(methods[name]) else methods[name]
-        taken[name][at].append(generate(prompts[at], seed=len(taken[name][at]), **method))
+    def run(method: Any) -> Run:
+        return lambda prompt, turn: generate(
+            prompt, seed=seed + turn, **(method(prompt) if callable(method) else method)
+        )
 
-    for name in methods:
-        on_progress(f"compiling {name}")
-        run(name, 0)
-        taken[name][0].clear()
-    lm.executables.wait()
-    for at in range(len(prompts)):
-        on_progress(f"measuring {len(methods)} cases: prompt {at + 1} of {len(prompts)}")
-        interleaved({str(name): functools.partial(run, name, at) for name in methods}, repeats)
-    return taken
+    runs = {str(name): run(method) for name, method in methods.items()}
+    taken = list(measure_runs([lm], runs, prompts, repeats, on_progress=on_progress))
+    return {name: [by_run[str(name)] for by_run in taken] for name in methods}
 
 
-def _figures(texts: Taken, plain: Taken, constant: Taken) -> dict[str, Any]:
-    results = list(itertools.chain(*texts))
-    speedup, over = speed_ratio(texts, plain), speed_ratio(texts, constant)
+def _figures(taken: Taken, plain: Taken, constant: Taken) -> dict[str, Any]:
+    speedup, over = speed_ratio(taken, plain), speed_ratio(taken, constant)
     return {
-        "tokens_per_second": tokens_per_second(results),
+        "tokens_per_second": tokens_per_second(taken),
         "speedup": speedup[0],
         "speedup_interval": speedup[1],
         "over_constant": over[0],
         "over_constant_interval": over[1],
-        **acceptance(results),
+        **acceptance(taken),
     }
 
 
-def main() -> None:
-    """Prints a table, or JSON."""
-    try:
-        options = tyro.cli(Options)
-        report = measure(options, lambda what: print(what, file=sys.stderr))
-    except (ValueError, OSError) as error:
-        sys.exit(f"jaxspec: error: {in_options(one_line(error), option_names(Options))}")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, or JSON; returns the exit status."""
+    guard = Guard("jaxspec", option_names(Options))
+    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = parse_as(Options, "python -m benchmarks.stop_rules", argv)
+    with Progress() as progress:
+        report = measure(options, progress)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

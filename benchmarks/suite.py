@@ -15,19 +15,19 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.suite_report import Record, average, show, target_report
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.timing import check_budget, interleaved
-from jaxspec.console.errors import in_options, one_line, option_names
+from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
+from jaxspec.cli.options import Placement, SamplingOptions
+from jaxspec.console.errors import Guard, option_names
 from jaxspec.console.parsing import parse_as
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import flat_options, given_options
@@ -37,16 +37,14 @@ from jaxspec.methods.flat import flat_options, given_options
 class Options:
     """Measure methods on several kinds of work, beside plain decoding.
 
+    Where sampling is not given, texts are greedy, whatever the model's own defaults are.
+
     Attributes:
       models: a target, as in `jaxspec generate`. Default: the embedded model. All are loaded at the start.
       runs: a method and its options, as in "layerskip --exit-layer 3".
-      prompts: of each kind: stories, mathematics, code, copy-edit.
+      num_prompts: how many prompts of each kind: stories, mathematics, code, copy-edit.
       max_new_tokens: of each text, which may end before.
-      temperature: 0 for greedy.
-      top_p: of the law, where temperature is above 0.
       repeats: timed turns; another one before them compiles. When sampling, each has a seed of its own.
-      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
-      device: cpu, gpu or tpu. Default: the fastest that JAX sees.
       json: print one JSON object and nothing else.
     """
 
@@ -56,14 +54,12 @@ class Options:
     runs: tuple[str, ...] = dataclasses.field(
         default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
     )
-    prompts: int = dataclasses.field(default=10, metadata={"metavar": "N"})
+    num_prompts: int = dataclasses.field(default=10, metadata={"aliases": ("--prompts",)})
     max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
     repeats: int = 3
-    dtype: str | None = None
-    device: str | None = None
     json: bool = False
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
+    placement: Placement = Placement()  # noqa: RUF009
 
 
 def parse_run(words: str) -> Method:
@@ -82,7 +78,7 @@ def parse_run(words: str) -> Method:
         raise ValueError(f"`runs` {words!r}: {error}") from None
 
 
-def measure(options: Options, on_progress: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
     """Generates after each prompt by every run; interrupted (Ctrl-C), it ends with the prompts that were done.
 
     Returns:
@@ -97,8 +93,8 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     check_budget(options.max_new_tokens)
     known = prompt_set.load()
     most = min(map(len, known.values()))
-    if not 1 <= options.prompts <= most:
-        raise ValueError(f"prompts is {options.prompts}; give 1 to {most}")
+    if not 1 <= options.num_prompts <= most:
+        raise ValueError(f"num_prompts is {options.num_prompts}; give 1 to {most}")
     if options.repeats < 1:
         raise ValueError(f"repeats is {options.repeats}; give at least 1")
     if not options.runs:
@@ -106,78 +102,71 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     runs: dict[str, dict[str, Any]] = {
         words: {"method": parse_run(words)} for words in (BASELINE, *options.runs)
     }
-    top_p = options.top_p if options.temperature else 1.0
-    # Not the model's own defaults: the law is the one that is named.
-    law: dict[str, Any] = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
+    law = options.sampling.numbers()
     given = {**law, "max_new_tokens": options.max_new_tokens}
     # One of each kind, then the next of each, so that an interrupted suite has some of all.
-    tasks = [(kind, texts[at]) for at in range(options.prompts) for kind, texts in known.items()]
+    tasks = [(kind, texts[at]) for at in range(options.num_prompts) for kind, texts in known.items()]
     measured: list[tuple[LanguageModel, list[Record]]] = []
     for model in dict.fromkeys(options.models) or (None,):
         on_progress(f"loading {model or 'the embedded model'}")
-        lm = load(model, dtype=options.dtype, device=options.device)
-        for chosen in runs.values():  # what is wrong with any of them is told here; nothing runs yet
+        lm = load(model, dtype=options.placement.dtype, device=options.placement.device)
+        for chosen in runs.values():  # what is wrong with any of them is raised here; nothing runs yet
             lm.stream([prompt for _, prompt in tasks], max_batch=1, **given, **chosen)
         measured.append((lm, []))
     interrupted = False
     try:
         for lm, records in measured:
-            for done, (kind, prompt) in enumerate(tasks):
-                on_progress(f"{lm.name}: {kind}, prompt {done + 1} of {len(tasks)}")
-                generate = functools.partial(lm.generate, prompt, **given)
-                records.append((kind, _turns(lm, generate, runs, options.repeats)))
+            measured_runs = measure_runs(
+                [lm],
+                {run: _run(lm, options.sampling.seed, given | chosen) for run, chosen in runs.items()},
+                [prompt for _, prompt in tasks],
+                options.repeats,
+                on_progress=functools.partial(_by, on_progress, lm.name),
+            )
+            for (kind, _), taken in zip(tasks, measured_runs, strict=True):
+                records.append((kind, taken))
     except KeyboardInterrupt:
         interrupted = True
         if not measured[0][1]:
             raise
-    targets = [target_report(lm, records, options.temperature > 0) for lm, records in measured if records]
+    targets = [target_report(lm, records, law["temperature"] > 0) for lm, records in measured if records]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "options": dataclasses.asdict(options),
-        "law": law_name(options.temperature, top_p=top_p),
+        "law": law_name(**law),
         "targets": targets,
         "average_speedup": average(targets),
         "interrupted": interrupted,
     }
 
 
-def _turns(
-    lm: LanguageModel, generate: Callable[..., Result], runs: Mapping[str, dict[str, Any]], repeats: int
-) -> dict[str, list[Result]]:
-    """What each run generates after one prompt, turn by turn; a turn that compiles comes before those."""
-    results: dict[str, list[Result]] = {run: [] for run in runs}
-
-    def take(run: str) -> None:
-        results[run].append(generate(seed=len(results[run]), **runs[run]))
-
-    functions = {run: functools.partial(take, run) for run in runs}
-    interleaved(functions, 1)
-    lm.executables.wait()
-    for taken in results.values():
-        taken.clear()
-    interleaved(functions, repeats)
-    return results
+def _by(on_progress: OnProgress, name: str, what: str) -> None:
+    on_progress(f"{name}: {what}")
 
 
-def main() -> None:
-    """Prints tables, or JSON."""
-    try:
-        options = parse_as(Options, "python -m benchmarks.suite", sys.argv[1:])
-        with Progress() as progress:
-            report = measure(options, progress)
-    except KeyboardInterrupt:
-        print("jaxspec: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except (ValueError, OSError) as error:
-        sys.exit(f"jaxspec: error: {in_options(one_line(error), option_names(Options))}")
+def _run(lm: LanguageModel, seed: int, given: dict[str, Any]) -> Run:
+    return lambda prompt, turn: lm.generate(prompt, seed=seed + turn, **given)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints tables, or JSON; returns the exit status."""
+    guard = Guard("jaxspec", option_names(Options))
+    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = parse_as(Options, "python -m benchmarks.suite", argv)
+    with Progress() as progress:
+        report = measure(options, progress)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
         show(report)
     if report["interrupted"]:
         print("jaxspec: interrupted; above is what was measured", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

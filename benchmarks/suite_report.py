@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.speed import acceptance, tokens_per_second
+from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 
@@ -48,25 +48,24 @@ def target_report(lm: LanguageModel, records: Sequence[Record], sampling: bool) 
 
 
 def _figures(run: str, group: Sequence[Mapping[str, Sequence[Result]]], sampling: bool) -> dict[str, Any]:
-    """Of a run on some prompts.
+    """The figures of a run on some prompts.
 
     Returns:
-      `prompts`, `tokens` (of the first turn), `tokens_per_second` and `speedup`, medians over the turns: of a
-      turn all its tokens in all its time, so that of equal texts the speed-up is the ratio of total times; what
-      `acceptance` gives, over all turns; `identical_to_autoregressive`, null where tokens are drawn at random.
-      A number that is not defined, such as the speed of texts of one token, is null.
+      `prompts`, `tokens` (of the first turn), `tokens_per_second` and `speedup` as in `bench.speed`, with its
+      `speedup_interval`; what `acceptance` gives; `identical_to_autoregressive`, null where tokens are drawn at
+      random. A number that is not defined, such as the speed of texts of one token, is null.
     """
-    turns, plain = (list(zip(*(texts[name] for texts in group), strict=True)) for name in (run, BASELINE))
-    speeds = zip(map(tokens_per_second, turns), map(tokens_per_second, plain), strict=True)
-    known = [(mine, other) for mine, other in speeds if mine is not None and other is not None]
-    results = list(itertools.chain(*turns))
-    same = [mine.tokens == other.tokens for mine, other in zip(results, itertools.chain(*plain), strict=True)]
+    mine, plain = ([by_run[name] for by_run in group] for name in (run, BASELINE))
+    speedup, interval = speed_ratio(mine, plain)
+    pairs = zip(itertools.chain(*mine), itertools.chain(*plain), strict=True)
+    same = [one.tokens == other.tokens for one, other in pairs]
     return {
         "prompts": len(group),
-        "tokens": sum(len(result.tokens) for result in turns[0]),
-        "tokens_per_second": statistics.median(mine for mine, _ in known) if known else None,
-        "speedup": statistics.median(mine / other for mine, other in known) if known else None,
-        **acceptance(results),
+        "tokens": sum(len(texts[0].tokens) for texts in mine),
+        "tokens_per_second": tokens_per_second(mine),
+        "speedup": speedup,
+        "speedup_interval": interval,
+        **acceptance(mine),
         "identical_to_autoregressive": None if sampling else all(same),
     }
 
@@ -99,7 +98,10 @@ def show(report: Mapping[str, Any]) -> None:
     if len(targets) > 1:
         averages = {run: map(_times, kinds.values()) for run, kinds in report["average_speedup"].items()}
         console.print(_table(f"mean speed-up of {len(targets)} targets", targets[0]["best"], averages))
-    legend = f"{report['law']}; × the speed of {BASELINE}, * the fastest; MAT: mean acceptance length"
+    legend = (
+        f"{report['law']}; × the speed of {BASELINE}, * the fastest; in brackets the mean acceptance length, "
+        "tokens ÷ rounds (Spec-Bench) | 1 + accepted ÷ drafting rounds (vLLM)"
+    )
     console.print(legend, highlight=False, soft_wrap=True)
     for target in targets:
         for run, kinds in target["runs"].items():
@@ -114,7 +116,8 @@ def _cell(run: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
         return ("–",)
     if run == BASELINE:
         return f"{figures['tokens_per_second']:.0f}", "tokens/s"
-    return _times(figures["speedup"]), f"(MAT {figures['mean_acceptance_length']:.1f})"
+    lengths = (figures["mean_acceptance_length"], figures["mean_acceptance_length_drafting"])
+    return _times(figures["speedup"]), "({}|{})".format(*("–" if n is None else f"{n:.1f}" for n in lengths))
 
 
 def _times(speedup: float | None) -> str:

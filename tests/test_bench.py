@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import pytest
 
 from jaxspec import methods
 from jaxspec.bench.compare import compare
-from jaxspec.bench.timing import interleaved, median_ratio
-from jaxspec.engine.results import Piece, Result, Statistics
+from jaxspec.bench.speed import speed_ratio, tokens_per_second
+from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
+from jaxspec.engine.results import Result, Statistics
 
 
 def test_functions_take_turns():
@@ -36,7 +38,7 @@ class Fake:
     ) -> None:
         self.name, self.dtype, self.defaults = "fake", "float32", defaults
         self.device = SimpleNamespace(device_kind="abacus")
-        self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"))
+        self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
         self.calls: list = []
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens
 
@@ -46,11 +48,7 @@ class Fake:
 
     def stream(self, prompt, *, method, **options):
         self.calls.append((method.name, True, options | {"method": method}))
-        return self._pieces(method.name)
-
-    def _pieces(self, method):
-        self.calls.append(f"warm {method}")
-        yield Piece(0, "", [], [], self._result(method).statistics)
+        return iter(())
 
     def _result(self, method):
         tokens, drafts = self._tokens[method], 0 if method == "autoregressive" else 4
@@ -81,25 +79,78 @@ def test_a_comparison():
         "tokens_per_second": pytest.approx(100),
         "speedup": 1.0,
         "mean_acceptance_length": 1.0,
+        "mean_acceptance_length_drafting": None,
         "draft_acceptance_rate": None,
+        "mean_draft_length": 0.0,
         "identical_to_autoregressive": True,
     }
     assert ngram == plain | {
         "method": "ngram",
         "first_token_ms": pytest.approx(20),
         "tokens_per_second": pytest.approx(200),
-        "speedup": pytest.approx(2),
-        "mean_acceptance_length": 2.0,
+        "speedup": pytest.approx(210 / 110),  # of the turns' 2, 10 / 90 and this the median
+        "mean_acceptance_length": 2.0,  # 4 tokens ÷ 2 rounds
+        "mean_acceptance_length_drafting": 1.5,  # 1 + 2 accepted ÷ 4 drafting rounds
         "draft_acceptance_rate": 0.5,
+        "mean_draft_length": 2.0,
     }
-    assert [call[:2] for call in lm.calls[:2]] == [("autoregressive", True), ("ngram", True)]
-    assert lm.calls[2:5] == ["warm autoregressive", "warm ngram", "wait"]
     there = [("autoregressive", False), ("ngram", False)]
-    assert [call[:2] for call in lm.calls[5:]] == [*there, *there[::-1], *there]
+    checked, warm = [("autoregressive", True), ("ngram", True)], [*there, "wait"]
+    turns = [*there, "wait", *there[::-1], "wait", *there, "wait"]
+    assert [call if call == "wait" else call[:2] for call in lm.calls] == [*checked, *warm, *turns]
     assert lm.calls[5][2] == given | {"method": methods.Autoregressive()}
     assert lm.calls[6][2] == given | {"method": methods.NGram(num_draft_tokens=4)}
-    compiling = ["compiling autoregressive, method 1 of 2", "compiling ngram, method 2 of 2"]
-    assert told[:3] == [*compiling, "timing autoregressive, run 1 of 3"]
+    compiling = ["compiling autoregressive, 1 of 2", "compiling ngram, 2 of 2"]
+    assert told[:3] == [*compiling, "measuring autoregressive, turn 1 of 3"]
+
+
+def texts(*turns: tuple[int, float]) -> list[Result]:
+    """After one prompt, turn by turn, texts of so many tokens in so many milliseconds after the first."""
+    return [Result("", [], "length", Statistics(n, 1, 0, 0, 0, (), ms, ms, 0.0), []) for n, ms in turns]
+
+
+def test_a_speed_up_is_of_all_tokens_in_all_time_and_the_median_over_turns():
+    mine = [texts((11, 10.0), (11, 1000.0), (11, 10.0)), texts((101, 50.0), (101, 50.0), (101, 100.0))]
+    plain = [texts((11, 10.0), (11, 10.0), (11, 10.0)), texts((101, 100.0), (101, 100.0), (101, 100.0))]
+    ratio, interval = speed_ratio(mine, plain)
+    assert ratio == pytest.approx(statistics.median([110 / 60, 110 / 1050, 110 / 110]))
+    assert interval[0] <= ratio <= interval[1]
+    assert tokens_per_second(mine) == pytest.approx(1e3 * 110 / 110)
+    # Compile time is apart.
+    slow = Statistics(11, 1, 0, 0, 0, (), 100.0, 100.0, 95.0, decode_compile_ms=95.0)
+    assert tokens_per_second([[Result("", [], "length", slow, [])]]) == pytest.approx(1e3 * 10 / 5)
+    with pytest.raises(ValueError, match=r"runs have \(2, 3\) and \(1, 3\) prompts and turns"):
+        speed_ratio(mine, plain[:1])
+
+
+def test_a_turn_in_which_something_compiled_is_taken_again():
+    executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
+    calls = []
+
+    def run(name, compiles_at=()):
+        def generate(prompt, turn):
+            calls.append((name, prompt, turn))
+            executables.num_compilations += len(calls) in compiles_at
+            return (name, prompt, turn, len(calls))
+
+        return generate
+
+    models = [SimpleNamespace(executables=executables)]
+    # The third and fourth calls are the first turn that counts, after one that compiles anyway.
+    runs = {"a": run("a"), "b": run("b", compiles_at=(2, 4))}
+    taken = list(measure_runs(models, runs, ["x", "y"], 2))
+    assert [[one[:3] for one in results["b"]] for results in taken] == [
+        [("b", "x", 0), ("b", "x", 1)],
+        [("b", "y", 0), ("b", "y", 1)],
+    ]
+    first = [call for call in calls if call[1] == "x"]
+    assert [call[2] for call in first] == [0, 0, 0, 0, 0, 0, 1, 1]
+    # There and back, by turn and by prompt.
+    orders = ["".join(call[0] for call in calls[at : at + 2]) for at in range(0, len(calls), 2)]
+    assert orders == ["ab", "ab", "ab", "ba", "ba", "ab"]
+    # What compiles in every turn is measured all the same.
+    always = {"a": run("a", compiles_at=range(1000))}
+    assert len(next(measure_runs(models, always, ["x"], 1))["a"]) == 1
 
 
 def test_another_text_is_noticed():

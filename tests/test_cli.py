@@ -271,7 +271,9 @@ def test_compare(run, model):
         "tokens_per_second",
         "speedup",
         "mean_acceptance_length",
+        "mean_acceptance_length_drafting",
         "draft_acceptance_rate",
+        "mean_draft_length",
         "identical_to_autoregressive",
     ]
     assert (plain["method"], ngram["method"]) == ("autoregressive", "ngram")
@@ -287,12 +289,14 @@ def test_compare(run, model):
 def test_compare_prints_a_table(run, model, monkeypatch):
     entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
     entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None, "first_token_ms": 7.89}
+    entry |= {"mean_acceptance_length_drafting": None}
     entry |= {"identical_to_autoregressive": True, "text": "a [bear]"}
     asked = {}
 
     def compare(lm, prompt, methods, options, **rest):
         asked.update(methods=list(methods), **rest)
         slow = entry | {"method": "adaspeed-probe", "speedup": 0.5, "tokens_per_second": 1234.5}
+        slow |= {"first_token_ms": 1234.5, "mean_acceptance_length_drafting": 3.456}
         return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
 
     monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
@@ -306,6 +310,8 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     assert out.endswith("text, the same by all methods:\na [bear]\n")
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
+    # Both definitions of the mean acceptance length.
+    assert "1.00 3.46" in " ".join(out.split())
     assert err == "jaxspec: warning: adaspeed-probe is slower here than plain decoding (0.50×)\n"
     run("compare", PROMPT, "--model", model, "--methods", "ngram")
     assert asked["methods"] == ["ngram"]

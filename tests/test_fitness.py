@@ -84,6 +84,14 @@ def test_auroc_is_the_share_of_pairs_in_order(pairs):
     assert got is None if not higher else got == pytest.approx(np.mean(higher))
 
 
+def test_auroc_weighs_soft_labels():
+    score, label = np.array([0.1, 0.4, 0.4, 0.9]), np.array([0.2, 0.0, 0.7, 1.0])
+    weights = label[:, None] * (1 - label[None])
+    order = (score[:, None] > score[None]) + 0.5 * (score[:, None] == score[None])
+    assert fitness.auroc(score, label) == pytest.approx((weights * order).sum() / weights.sum())
+    assert fitness.auroc(score, np.ones(4)) is None
+
+
 def test_repetition_counts_what_was_written_before():
     assert fitness.repeated([1, 2, 3, 4], length=2) == 0
     assert fitness.repeated([1, 2] * 10, length=2) == pytest.approx(17 / 19)

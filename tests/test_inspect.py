@@ -20,6 +20,8 @@ from jaxspec.cli import main
 from jaxspec.cli.inspect import _marks
 from jaxspec.console import terminal
 from jaxspec.engine import compilation_cache
+from jaxspec.engine.language_model import load
+from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
@@ -29,6 +31,7 @@ from jaxspec.tuning import figures
 from jaxspec.tuning import inspect as home
 from jaxspec.tuning.exits import exit_agreement
 from jaxspec.tuning.figures import save_figures
+from jaxspec.tuning.fitness_report import read_texts
 from jaxspec.tuning.inspect import inspect_model, sublayer_ms, weights_read
 from tests import tiny
 from tests.test_cli import one_error, write_model, write_tokenizer
@@ -57,7 +60,7 @@ def lm():
 def report(lm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(home, "_TIMING_MS", 1.0)
-        return inspect_model(lm, PROMPTS, alpha=0.37, every=2, keep_last=1, max_new_tokens=BUDGET, repeats=3)
+        return inspect_model(lm, PROMPTS, asd=ASDNumbers(0.37, 2, 1), max_new_tokens=BUDGET, repeats=3)
 
 
 def tokens_of(lm, prompt: str | list[int]) -> list[int]:
@@ -417,7 +420,7 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = run("inspect", "--model", model)
     assert status == 0
-    defaults = {"alpha": 0.985, "every": 3, "keep_last": 2, "max_new_tokens": None}
+    defaults = {"asd": ASDNumbers(), "max_new_tokens": None}
     assert asked == {"prompts": home.PROMPTS} | defaults
     assert err.splitlines() == [
         "jaxspec: wrote inspect-similarity.png",
@@ -435,6 +438,30 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
     assert [row[2] for row in shown] == [_marks(mask, 3) for mask in masks]
     assert [row[-2] for row in shown] == [f"{100 * mask['weights_read']:.0f}" for mask in masks]
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
+    text = tmp_path / "tales.txt"
+    text.write_text("Once upon a time a bear. " * 30)
+    arguments = ("inspect", "Once", "--model", model, "--max-new-tokens", 3, "--output", tmp_path)
+    status, out, _ = run(*arguments, "--fitness", text, "--json")
+    assert status == 0
+    found = json.loads(out)["fitness"]
+    assert (found["format"], list(found["kinds"])) == ("jaxspec.fitness/1", ["tales"])
+    lm = load(model)
+    windows = read_texts(lm, [str(text)])["tales"]
+    judged = len(lm.encode(text.read_text())) - len(windows.tokens)  # the first token of a window is given
+    assert found["kinds"]["tales"]["tokens"] == windows.judged.sum() == judged
+    assert found["kinds"]["tales"]["agreement"][-1] == 1.0
+    status, out, _ = run(*arguments, "--fitness", text)
+    assert status == 0
+    assert f"The gate: {'passed' if found['passed'] else 'failed'}" in out
+    assert max(map(len, out.splitlines())) <= 80
+    text.write_text("")
+    status, _, err = run(*arguments, "--fitness", text)
+    assert status == 2
+    assert re.search(r"tales.txt has \d tokens; the fitness test needs at least 2", err)
 
 
 @pytest.mark.parametrize(

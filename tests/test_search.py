@@ -23,13 +23,15 @@ from jaxspec.io.method_files import PLAN_NAME, read_plan
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
-from jaxspec.tuning import calibration as bench_calibration
-from jaxspec.tuning import cost, objectives
+from jaxspec.tuning import costs as tuning_costs
+from jaxspec.tuning import objectives
 from jaxspec.tuning import search as bench
-from jaxspec.tuning.cost import Costs, predicted_speedup, tokens_per_round
+from jaxspec.tuning.costs import Costs, measure_costs, predicted_speedup, tokens_per_round
 from jaxspec.tuning.masks import MaskSpace
+from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
-from jaxspec.tuning.search import SearchOptions, search
+from jaxspec.tuning.search import search
+from jaxspec.tuning.texts import continuations, prepare_texts
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 
@@ -138,9 +140,9 @@ def test_proposals_learn():
 
 
 def calibrated(lm, tokens=7):
-    texts = bench_calibration.continuations(lm, PROMPTS, tokens)
+    texts = continuations(lm, PROMPTS, tokens)
     texts[1] = texts[1][:3]  # as if it had ended
-    return bench_calibration.calibrate(lm, PROMPTS, texts)[0], texts
+    return prepare_texts(lm, PROMPTS, texts)[0], texts
 
 
 PLANS = [
@@ -186,8 +188,10 @@ def test_the_predicted_speed_up():
         k: (1 - 0.6 ** (k + 1)) / 0.4 * 11 / (7 * k + rows)
         for k, rows in ((1, 12), (2, 12), (3, 12), (4, 13))
     }
-    prediction = predicted_speedup(0.6, plan, COSTS, most=4)
-    assert prediction == cost.Prediction(pytest.approx(max(by_hand.values())), max(by_hand, key=by_hand.get))
+    prediction = predicted_speedup(0.6, plan, COSTS, longest=4)
+    assert prediction == tuning_costs.Prediction(
+        pytest.approx(max(by_hand.values())), max(by_hand, key=by_hand.get)
+    )
     assert predicted_speedup(1.0, LayerPlan.skipping(4, range(4), range(3)), COSTS).num_draft_tokens == 12
     assert predicted_speedup(0.0, plan, COSTS).num_draft_tokens == 1
 
@@ -195,7 +199,7 @@ def test_the_predicted_speed_up():
 def test_costs_are_measured():
     lm = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL))
     told = []
-    costs = bench_calibration.measure_costs(lm, repeats=2, on_progress=told.append)
+    costs = measure_costs(lm, repeats=2, on_progress=told.append)
     assert min(costs.attention_ms, costs.mlp_ms, costs.rest_ms) >= 0
     assert costs.draft_step_ms(LayerPlan.skipping(1)) > 0
     assert [rows for rows, _ in costs.verify_ms] == [1, 4, 8, 13]
@@ -206,7 +210,7 @@ def test_costs_are_measured():
 
 def test_texts_are_counted_as_they_come(deep):
     told = []
-    texts = bench_calibration.continuations(deep, PROMPTS, 6, told.append)
+    texts = continuations(deep, PROMPTS, 6, told.append)
     assert texts == [row.tokens for row in deep.generate(PROMPTS, max_new_tokens=6, temperature=0.0)]
     total = len(PROMPTS)
     assert told == [f"generating the model's own text: {n} of {total} texts" for n in range(1, total + 1)]
@@ -287,7 +291,7 @@ def test_few_masks_are_all_tried(deep, tmp_path):
     found = run(deep, tmp_path / "log", trials=100)
     assert list(found.trials) == ["exhaustive"]
     assert {trial.plan for trial in found.trials["exhaustive"]} == set(MaskSpace(4))
-    texts, _ = bench_calibration.calibrate(deep, PROMPTS, bench_calibration.continuations(deep, PROMPTS, 6))
+    texts, _ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
     score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
     rates = {plan: score(plan)["score"] for plan in MaskSpace(4)}
     best = max(predicted_speedup(rate, plan, COSTS).speedup for plan, rate in rates.items())
@@ -305,10 +309,10 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
         ValueError, match=r"log belongs to another search: its skip ratio is not set, now 0\.25;.*"
     ):
         run(deep, log, trials=2, skip_ratio=0.25)
-    with pytest.raises(ValueError, match=r"its prompts is \w+, now"):
+    with pytest.raises(ValueError, match=r"its prompts is '\w+', now"):
         search(deep, PROMPTS[:1], SearchOptions(max_new_tokens=6), log)
     other = LanguageModel(DEEP, tiny.params(DEEP, seed=6))
-    with pytest.raises(ValueError, match=r"its model is \w+, now"):
+    with pytest.raises(ValueError, match=r"its model is '\w+', now"):
         run(other, log, trials=2)
     for text in ("no log\n", "[" * 200_000 + "\n"):
         log.write_text(text)

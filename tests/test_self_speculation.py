@@ -132,7 +132,7 @@ def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     assert [float(n) for n in (drafter.alpha, drafter.every, drafter.keep_last)] == pytest.approx([0.8, 2, 1])
     moved = path.rename(path.with_name("elsewhere.json"))
     assert int(made("asd", beside, asd_numbers=str(moved)).every) == 2
-    method_files.write_asd(moved, beside.fingerprint, ASDNumbers(0.7, -1, 1), {})
+    moved.write_text(moved.read_text().replace('"every": 2', '"every": -1'))
     with pytest.raises(ValueError, match=r'elsewhere\.json has "alpha" 0\.7, "every" -1'):
         made("asd", beside, asd_numbers=str(moved))
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 import pytest
 
@@ -12,10 +11,13 @@ from benchmarks import stop_rules
 from benchmarks.stop_rules import Options, measure
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.oracle import oracle
+from jaxspec.cli.options import ModelOptions, SamplingOptions
+from jaxspec.console import terminal
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics
-from jaxspec.tuning import calibration, objectives
+from jaxspec.tuning import objectives
+from jaxspec.tuning.texts import read_prompts
 from tests import tiny
 
 SPLITS = {
@@ -42,7 +44,7 @@ class Clock:
     """A model whose texts take known times: by prompt, (tokens, plain ms, ms of the method)."""
 
     def __init__(self, texts):
-        self.texts, self.calls, self.executables = texts, [], self
+        self.texts, self.calls, self.executables, self.num_compilations = texts, [], self, 0
 
     def wait(self):
         pass
@@ -72,14 +74,14 @@ def test_a_score_is_all_tokens_in_all_time():
 
 def test_texts_of_one_token_have_no_score():
     with pytest.raises(ValueError, match="every text ends with its first token; give other prompts"):
-        objectives.Speed(Clock({"x": (1, 0.0, 0.0)}), ["x"], 8, "fast")
+        objectives.Speed(Clock({"x": (1, 0.0, 0.0)}), ["x"], 8, "fast")("fast")
 
 
 def test_numbers_are_tuned_on_other_prompts_than_those_that_are_reported():
     lm = deep()
     lm.encode = lambda text: [hash(text)]
     lm.config = dataclasses.replace(lm.config, max_position_embeddings=1000)
-    tuned = {ids[0] for ids in calibration.read_prompts(lm, (), 8)}
+    tuned = {ids[0] for ids in read_prompts(lm, (), 8)}
     assert len(tuned) == 8
     assert not tuned & {hash(text) for texts in prompts.load().values() for text in texts}
 
@@ -105,7 +107,7 @@ def test_an_interval_is_that_of_other_prompts():
 @pytest.fixture
 def model(monkeypatch):
     lm = deep()
-    monkeypatch.setattr(stop_rules, "load", lambda *args, **options: lm)
+    monkeypatch.setattr(ModelOptions, "load", lambda self: lm)
     monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
     return lm
 
@@ -116,8 +118,8 @@ FEW = Options(
     gammas=(0.2, 0.5),
     num_draft_tokens=4,
     kinds=("stories", "code"),
-    tuning_prompts=1,
-    reporting_prompts=2,
+    num_tuning_prompts=1,
+    num_reporting_prompts=2,
     max_new_tokens=12,
     repeats=2,
 )
@@ -204,8 +206,7 @@ def test_the_oracle_drafts_what_is_accepted_and_no_more(model):
 def test_sampled_texts_have_no_oracle(model):
     few = dataclasses.replace(
         FEW,
-        temperature=0.8,
-        top_p=0.9,
+        sampling=SamplingOptions(temperature=0.8, top_p=0.9),
         acceptor="rejection",
         exit_layers=(1,),
         constants=(2,),
@@ -221,10 +222,8 @@ def test_sampled_texts_have_no_oracle(model):
     ("changes", "message"),
     [
         ({"kinds": ("poems",)}, "unknown kind of prompt 'poems'; give some of stories, code"),
-        ({"tuning_prompts": 3}, "^tuning_prompts is 3; give 1 to 2"),
-        ({"reporting_prompts": 0}, "^reporting_prompts is 0; give 1 to 2"),
-        ({"constants": ()}, "`constants` has no number; give at least one"),
-        ({"gammas": ()}, "`gammas` has no number; give at least one"),
+        ({"num_tuning_prompts": 3}, "^num_tuning_prompts is 3; give 1 to 2"),
+        ({"num_reporting_prompts": 0}, "^num_reporting_prompts is 0; give 1 to 2"),
         ({"max_new_tokens": 1}, "^max_new_tokens is 1; give at least 2"),
     ],
 )
@@ -234,27 +233,25 @@ def test_wrong_comparisons(model, changes, message):
 
 
 def test_the_command_prints_a_table_or_json(model, monkeypatch, capsys):
-    monkeypatch.setattr(prompts, "KINDS", ("stories", "code"))
-    words = (
-        "--exit-layers 1 --constants 2 --gammas 0.4 --kinds stories --tuning-prompts 1 --reporting-prompts 1"
-    )
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.0)
+    words = "--exit-layer 1 --constant 2 --gamma 0.4 --kind stories --num-tuning-prompts 1 --num-reporting-prompts 1"
     words += " --max-new-tokens 6 --repeats 1 --num-draft-tokens 4"
-    monkeypatch.setattr(sys, "argv", ["stop_rules", *words.split(), "--json"])
-    stop_rules.main()
-    assert json.loads(capsys.readouterr().out)["rules"].keys() == {
-        "constant",
-        "confidence",
-        "product",
-        "oracle",
-    }
-    monkeypatch.setattr(sys, "argv", ["stop_rules", *words.split()])
-    stop_rules.main()
+    assert stop_rules.main([*words.split(), "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert rules.keys() == {"constant", "confidence", "product", "oracle"}
+    assert {"mean_acceptance_length", "mean_acceptance_length_drafting"} <= rules["product"].keys()
+    assert stop_rules.main(words.split()) == 0
     captured = capsys.readouterr()
     assert "oracle" in captured.out
+    assert "…" not in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 80
     assert "measuring" in captured.err
-    monkeypatch.setattr(sys, "argv", ["stop_rules", "--model", "x", "--max-new-tokens", "1"])
-    with pytest.raises(SystemExit, match=r"^jaxspec: error: --max-new-tokens is 1; give"):
-        stop_rules.main()
-    monkeypatch.setattr(sys, "argv", ["stop_rules", *words.split(), "--gammas"])
-    with pytest.raises(SystemExit):
-        stop_rules.main()
+    for wrong, message in (
+        (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
+        (("--num-tuning-prompts", "9"), "--num-tuning-prompts is 9; give 1 to 2"),
+        (("--gamma",), "missing value for argument '--gamma'"),
+    ):
+        assert stop_rules.main([*words.split(), *wrong]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("jaxspec: error: ")
+        assert message in said

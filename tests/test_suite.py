@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks import suite, suite_report
 from benchmarks.suite import Options, measure, parse_run
 from jaxspec import methods
 from jaxspec.bench import prompts
+from jaxspec.cli.options import SamplingOptions
 from jaxspec.engine.results import Result, Statistics
 from tests.test_cli import write_model, write_tokenizer
 
@@ -34,7 +34,7 @@ class Fake:
 
     def __init__(self, name: str = "fake", stopped_at: int | None = None) -> None:
         self.name, self.dtype, self.device = name, "float32", SimpleNamespace(device_kind="abacus")
-        self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"))
+        self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
         self.calls: list = []
         self.checked: list = []
         self._stopped_at = stopped_at
@@ -87,7 +87,7 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
 )
 def test_wrong_words(words, message):
     with pytest.raises(ValueError, match=message) as caught:
-        measure(Options(runs=("ngram", words), prompts=1))
+        measure(Options(runs=("ngram", words), num_prompts=1))
     assert "\n" not in str(caught.value)
 
 
@@ -95,8 +95,8 @@ def test_wrong_words(words, message):
     ("changes", "message"),
     [
         ({"runs": ()}, "give at least one of `runs`, such as 'ngram'"),
-        ({"prompts": 0}, "^prompts is 0; give 1 to 2"),
-        ({"prompts": 3}, "^prompts is 3; give 1 to 2"),
+        ({"num_prompts": 0}, "^num_prompts is 0; give 1 to 2"),
+        ({"num_prompts": 3}, "^num_prompts is 3; give 1 to 2"),
         ({"repeats": 0}, "^repeats is 0; give at least 1"),
         ({"max_new_tokens": 1}, "max_new_tokens is 1; give at least 2"),
     ],
@@ -104,7 +104,7 @@ def test_wrong_words(words, message):
 def test_wrong_numbers(monkeypatch, changes, message):
     take(monkeypatch)  # nothing may be loaded
     with pytest.raises(ValueError, match=message):
-        measure(dataclasses.replace(Options(runs=("ngram",), prompts=1), **changes))
+        measure(dataclasses.replace(Options(runs=("ngram",), num_prompts=1), **changes))
 
 
 # Order
@@ -113,17 +113,21 @@ def test_wrong_numbers(monkeypatch, changes, message):
 def test_turns_are_taken_prompt_by_prompt_after_one_that_compiles(monkeypatch):
     lm = Fake()
     take(monkeypatch, lm)
-    options = Options(runs=("ngram",), prompts=2, repeats=2, temperature=0.6, top_p=0.9, max_new_tokens=5)
+    sampling = SamplingOptions(temperature=0.6, top_p=0.9)
+    options = Options(runs=("ngram",), num_prompts=2, repeats=2, sampling=sampling, max_new_tokens=5)
     report = measure(options)
     given = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "max_new_tokens": 5, "max_batch": 1}
     order = ["Once", "def f", "Upon", "def g"]
     assert lm.checked == [(order, "autoregressive", given), (order, "ngram", given)]
-    there = [("autoregressive", 0), ("ngram", 0)]
-    back = [("ngram", 1), ("autoregressive", 1)]
-    taken = [there, ["wait"], there, back]
-    expected = [
-        call if call == "wait" else (text, *call) for text in order for turn in taken for call in turn
-    ]
+
+    def turn(text, number, names):
+        return [*((text, name, number) for name in names), "wait"]
+
+    there, back = ("autoregressive", "ngram"), ("ngram", "autoregressive")
+    expected = turn("Once", 0, there)
+    for at, text in enumerate(order):
+        ways = (there, back) if at % 2 == 0 else (back, there)
+        expected += [call for number, names in enumerate(ways) for call in turn(text, number, names)]
     assert lm.calls == expected
     assert report["law"] == "temperature-0.6-top_p-0.9"
     figures = report["targets"][0]["runs"]["ngram"]["stories"]
@@ -132,7 +136,9 @@ def test_turns_are_taken_prompt_by_prompt_after_one_that_compiles(monkeypatch):
         "tokens": 10,
         "tokens_per_second": pytest.approx(1000),
         "speedup": pytest.approx(2),
+        "speedup_interval": (pytest.approx(2), pytest.approx(2)),
         "mean_acceptance_length": 2.0,
+        "mean_acceptance_length_drafting": pytest.approx(1 + 2 / 3),
         "draft_acceptance_rate": pytest.approx(2 / 3),
         "mean_draft_length": 1.5,
         "identical_to_autoregressive": None,
@@ -149,14 +155,14 @@ def test_a_run_that_a_target_cannot_do_ends_the_suite_before_it_begins(monkeypat
     monkeypatch.setattr(unable, "stream", refuse)
     take(monkeypatch, able, unable)
     with pytest.raises(ValueError, match="not with me"):
-        measure(Options(models=("able", "unable"), runs=("ngram",), prompts=1))
+        measure(Options(models=("able", "unable"), runs=("ngram",), num_prompts=1))
     assert able.calls == []
 
 
 def test_an_interrupted_suite_ends_with_the_prompts_that_were_done(monkeypatch):
-    # A prompt is two calls that compile, a wait, and two that count.
-    take(monkeypatch, Fake("first", stopped_at=5 * 2 + 3), Fake("second"))
-    report = measure(Options(models=("first", "second"), runs=("ngram",), prompts=2, repeats=1))
+    # Two calls that compile and a wait; then a prompt is two that count, and a wait.
+    take(monkeypatch, Fake("first", stopped_at=3 + 3 * 2 + 1), Fake("second"))
+    report = measure(Options(models=("first", "second"), runs=("ngram",), num_prompts=2, repeats=1))
     assert report["interrupted"]
     (target,) = report["targets"]
     assert {kind: figures["prompts"] for kind, figures in target["runs"]["ngram"].items()} == {
@@ -166,7 +172,7 @@ def test_an_interrupted_suite_ends_with_the_prompts_that_were_done(monkeypatch):
     }
     take(monkeypatch, Fake("first", stopped_at=4))
     with pytest.raises(KeyboardInterrupt):
-        measure(Options(models=("first",), runs=("ngram",), prompts=2, repeats=1))
+        measure(Options(models=("first",), runs=("ngram",), num_prompts=2, repeats=1))
 
 
 # Figures
@@ -209,8 +215,9 @@ def test_texts_of_one_token_have_no_speed():
     records = [("stories", {"autoregressive": [result([5], 0.0)], "ngram": [result([5], 0.0)]})]
     report = suite_report.target_report(Fake(), records, sampling=False)
     figures = report["runs"]["ngram"]["stories"]
-    numbers = ("tokens_per_second", "speedup", "mean_acceptance_length", "draft_acceptance_rate")
-    assert [figures[name] for name in numbers] == [None] * 4
+    numbers = ("tokens_per_second", "speedup", "speedup_interval", "mean_acceptance_length")
+    numbers += ("mean_acceptance_length_drafting", "draft_acceptance_rate")
+    assert [figures[name] for name in numbers] == [None] * 6
     assert suite_report.average([report])["ngram"] == {"stories": None, "all kinds": None}
     suite_report.show({"law": "greedy", "targets": [report], "average_speedup": {}})
 
@@ -229,17 +236,16 @@ def test_averages_are_over_the_targets_that_have_a_kind():
 # The command
 
 
-def command(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["suite", *arguments])
-    suite.main()
+def command(*arguments: str) -> int:
+    return suite.main(arguments)
 
 
-def test_the_command_on_a_model(monkeypatch, capsys, tmp_path):
+def test_the_command_on_a_model(capsys, tmp_path):
     target = write_model(tmp_path / "target")
     write_tokenizer(target)
     arguments = ("--model", str(target), "--run", "ngram --num-draft-tokens 2", "--run", "layerskip")
     numbers = ("--prompts", "1", "--max-new-tokens", "6", "--repeats", "1")
-    command(monkeypatch, *arguments, *numbers, "--json")
+    assert command(*arguments, *numbers, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert {"machine", "options", "law", "targets", "average_speedup", "interrupted"} == set(report)
     assert report["options"]["runs"] == ["ngram --num-draft-tokens 2", "layerskip"]
@@ -261,11 +267,10 @@ def test_the_command_on_a_model(monkeypatch, capsys, tmp_path):
 def test_the_tables(monkeypatch, capsys):
     take(monkeypatch, Fake("one"), Fake("two"))
     monkeypatch.setenv("COLUMNS", "140")
-    command(
-        monkeypatch, "--model", "one", "--model", "two", "--run", "ngram --match latest", "--prompts", "1"
-    )
+    models = ("--model", "one", "--model", "two")
+    assert command(*models, "--run", "ngram --match latest", "--num-prompts", "1") == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines.count("ngram --match latest *2.00× (MAT 2.0) *2.00× (MAT 2.0) *2.00× (MAT 2.0)") == 2
+    assert lines.count("ngram --match latest *2.00× (2.0|1.7) *2.00× (2.0|1.7) *2.00× (2.0|1.7)") == 2
     assert lines.count("autoregressive 500 tokens/s 500 tokens/s 500 tokens/s") == 2
     assert "ngram --match latest 2.00× 2.00× 2.00×" in lines
     assert {"one, float32, abacus", "two, float32, abacus", "mean speed-up of 2 targets"} <= set(lines)
@@ -281,12 +286,10 @@ def test_a_text_that_differs_is_told(monkeypatch, capsys):
 
 def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
     arguments = ("--run", "ngram", "--prompts", "1", "--repeats", "1")
-    for calls, printed in ((5, True), (0, False)):
+    for calls, printed in ((6, True), (0, False)):
         take(monkeypatch, Fake(stopped_at=calls))
-        with pytest.raises(SystemExit) as stop:
-            command(monkeypatch, *arguments)
+        assert command(*arguments) == 130
         output = capsys.readouterr()
-        assert stop.value.code == 130
         assert ("2.00×" in output.out) == printed
         assert output.err.startswith("jaxspec: interrupted")
 
@@ -297,12 +300,13 @@ def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
         (("--frob",), "unrecognized options: --frob; see python -m benchmarks.suite --help"),
         ((), "there is nothing to measure; give at least one of --run, such as 'ngram'"),
         (("--run", "ngram", "--repeats", "0"), "--repeats is 0; give at least 1"),
+        (("--run", "ngram", "--prompts", "3"), "--num-prompts is 3; give 1 to 2"),
         (("--run", "ngram --gamma"), "--run 'ngram --gamma': "),
         (("--run", "ngram", "--model", "nowhere"), "no directory 'nowhere'"),
     ],
 )
-def test_wrong_use_is_one_line(monkeypatch, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        command(monkeypatch, *arguments, "--prompts", "1")
-    assert str(stop.value.code).startswith("jaxspec: error: " + message)
-    assert "\n" not in str(stop.value.code)
+def test_wrong_use_is_one_line(capsys, arguments, message):
+    assert command("--prompts", "1", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxspec: error: " + message)
+    assert said.count("\n") == 1

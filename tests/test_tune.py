@@ -15,10 +15,12 @@ from jaxspec.cli import main
 from jaxspec.drafting.asd import admg
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.io.method_files import ASD_NAME, read_asd
-from jaxspec.tuning import asd_grid, calibration, race, tune
-from jaxspec.tuning.asd_grid import Setting
-from jaxspec.tuning.tune import ASDOptions, S2DOptions, s2d_grid, tune_asd, tune_s2d
+from jaxspec.io.method_files import ASD_NAME, ASDNumbers, read_asd
+from jaxspec.tuning import asd, race, s2d
+from jaxspec.tuning.asd import tune_asd
+from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
+from jaxspec.tuning.s2d import s2d_grid, tune_s2d
+from jaxspec.tuning.texts import prepare_texts
 from tests import tiny
 from tests.test_cli import CONFIG, write_model, write_tokenizer
 
@@ -37,9 +39,9 @@ def deep() -> LanguageModel:
 
 
 def test_settings_of_equal_masks_are_one_group():
-    settings = asd_grid.grid((0.85, 0.92, 0.995, 1.0), (0, 2, 7), (0, 1))
+    settings = asd.grid((0.85, 0.92, 0.995, 1.0), (0, 2, 7), (0, 1))
     assert len(settings) == 24
-    groups = asd_grid.grouped(SIMILARITIES, settings)
+    groups = asd.grouped(SIMILARITIES, settings)
     seen = {}
     for group in groups:
         for setting in group.settings:
@@ -54,20 +56,20 @@ def test_settings_of_equal_masks_are_one_group():
     # Left out: those that skip nothing.
     idle = {s for s in settings if s.alpha >= 0.995 and s.every in (0, 7)}
     assert set(settings) - set(seen) == idle
-    assert seen[Setting(0.92, 0, 0)] is seen[Setting(0.92, 7, 0)]
-    assert seen[Setting(0.92, 0, 0)].settings[0] == Setting(0.92, 0, 0)
-    assert seen[Setting(0.92, 0, 0)].skipped == (1.5, 0.0)
-    assert seen[Setting(0.92, 0, 1)].skipped == (1.0, 0.0)
-    assert seen[Setting(1.0, 2, 1)].skipped == (2.0, 2.0)
+    assert seen[ASDNumbers(0.92, 0, 0)] is seen[ASDNumbers(0.92, 7, 0)]
+    assert seen[ASDNumbers(0.92, 0, 0)].settings[0] == ASDNumbers(0.92, 0, 0)
+    assert seen[ASDNumbers(0.92, 0, 0)].skipped == (1.5, 0.0)
+    assert seen[ASDNumbers(0.92, 0, 1)].skipped == (1.0, 0.0)
+    assert seen[ASDNumbers(1.0, 2, 1)].skipped == (2.0, 2.0)
 
 
 def test_a_draft_of_nothing_is_left_out():
-    assert asd_grid.grouped(SIMILARITIES, [Setting(1.0, 1, 0)]) == []
-    assert len(asd_grid.grouped(SIMILARITIES, [Setting(1.0, 1, 1)])) == 1
+    assert asd.grouped(SIMILARITIES, [ASDNumbers(1.0, 1, 0)]) == []
+    assert len(asd.grouped(SIMILARITIES, [ASDNumbers(1.0, 1, 1)])) == 1
 
 
 def test_default_alphas_are_those_of_the_model():
-    alphas = asd_grid.default_alphas(SIMILARITIES)
+    alphas = asd.default_alphas(SIMILARITIES)
     assert list(alphas) == sorted(alphas)
     assert {0.985, 1.0} <= set(alphas)
     assert len(alphas) == 6
@@ -78,7 +80,7 @@ def test_default_alphas_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (((1.5,), (0,), (0,)), "`alphas` has 1.5; give numbers above 0 and at most 1"),
+        (((1.5,), (0,), (0,)), "`alphas` has 1.5; give a cosine similarity above 0 and at most 1"),
         (((0.9,), (-1,), (0,)), "`everys` has -1"),
         (((0.9,), (2**31,), (0,)), "`everys` has 2147483648; give 0"),
         (((0.9,), (0,), (-2,)), "`keep_lasts` has -2"),
@@ -86,7 +88,7 @@ def test_default_alphas_are_those_of_the_model():
 )
 def test_wrong_grids(lists, message):
     with pytest.raises(ValueError, match=message):
-        asd_grid.grid(*lists)
+        asd.grid(*lists)
 
 
 # The sweep
@@ -115,28 +117,24 @@ class FakeSpeed:
         }
 
 
-GRID = ASDOptions(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(0, 1), repeats=3)
+GRID, SWEEP = ASDGrid(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(0, 1)), Sweep(repeats=3)
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(tune, "Speed", FakeSpeed)
+    monkeypatch.setattr(asd, "Speed", FakeSpeed)
     gathered = np.stack([SIMILARITIES, SIMILARITIES], axis=-1)
-    monkeypatch.setattr(tune, "calibrate", lambda *args: (None, gathered))
+    monkeypatch.setattr(asd, "prepare_texts", lambda *args: (None, gathered))
 
 
 @pytest.mark.usefixtures("fake")
 def test_the_fastest_are_measured_anew(deep):
     told = []
-    report = tune_asd(deep, PROMPTS, GRID, on_measured=lambda *progress: told.append(progress[:2]))
+    report = tune_asd(deep, PROMPTS, GRID, SWEEP, on_measured=lambda *progress: told.append(progress[:2]))
     calls = FakeSpeed.last.calls
     distinct = report["distinct"]
     assert report["settings"] == 16
-    assert (
-        len(set(calls[:distinct]))
-        == distinct
-        == len(asd_grid.grouped(SIMILARITIES, asd_grid.grid(*_lists())))
-    )
+    assert len(set(calls[:distinct])) == distinct == len(asd.grouped(SIMILARITIES, asd.grid(*_lists())))
     counts = {setting: calls[distinct:].count(setting) for setting in calls[distinct:]}
     assert set(counts.values()) == {3}
     assert len(counts) >= race.FINALISTS
@@ -165,8 +163,8 @@ def _lists():
 
 @pytest.mark.usefixtures("fake")
 def test_rows_of_the_ablation_that_are_not_in_the_grid_are_measured_too(deep):
-    report = tune_asd(deep, PROMPTS, dataclasses.replace(GRID, alphas=(0.92,), everys=(2,), keep_lasts=(1,)))
-    assert [row["rules"] for row in report["ablation"]] == list(asd_grid.ablation(Setting(0.92, 2, 1)))
+    report = tune_asd(deep, PROMPTS, ASDGrid(alphas=(0.92,), everys=(2,), keep_lasts=(1,)), SWEEP)
+    assert [row["rules"] for row in report["ablation"]] == list(asd.ablation(ASDNumbers(0.92, 2, 1)))
     assert report["distinct"] == 1
 
 
@@ -177,7 +175,7 @@ def test_an_interrupted_sweep_has_what_was_measured(deep, after):
         if done == after:
             raise KeyboardInterrupt
 
-    report = tune_asd(deep, PROMPTS, GRID, on_measured=stop)
+    report = tune_asd(deep, PROMPTS, GRID, SWEEP, on_measured=stop)
     assert report["interrupted"]
     assert sum(row["turns"] for row in report["results"]) <= after
     assert report["results"][0]["turns"] == 1
@@ -186,20 +184,26 @@ def test_an_interrupted_sweep_has_what_was_measured(deep, after):
 @pytest.mark.usefixtures("fake")
 def test_wrong_sweeps(deep):
     with pytest.raises(ValueError, match="no setting skips anything"):
-        tune_asd(deep, PROMPTS, ASDOptions(alphas=(1.0,), everys=(0,)))
+        tune_asd(deep, PROMPTS, ASDGrid(alphas=(1.0,), everys=(0,)))
     with pytest.raises(ValueError, match="repeats is 0"):
-        ASDOptions(repeats=0)
+        Sweep(repeats=0)
+    with pytest.raises(ValueError, match="max_new_tokens is 1; give at least 2"):
+        Sweep(max_new_tokens=1)
 
 
 def test_no_setting_compiles(deep):
-    options = ASDOptions(everys=(0, 2), keep_lasts=(0, 1), max_new_tokens=4, repeats=1)
+    tried, sweep = ASDGrid(everys=(0, 2), keep_lasts=(0, 1)), Sweep(max_new_tokens=4, repeats=1)
     compiled = []
     report = tune_asd(
-        deep, PROMPTS, options, on_measured=lambda *told: compiled.append(deep.executables.num_compilations)
+        deep,
+        PROMPTS,
+        tried,
+        sweep,
+        on_measured=lambda *told: compiled.append(deep.executables.num_compilations),
     )
     assert len(set(compiled)) == 1
     assert len(compiled) >= report["distinct"] > 3
-    similarities = np.asarray(calibration.calibrate(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
+    similarities = np.asarray(prepare_texts(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
     assert report["similarities"]["max"] == pytest.approx(similarities.max())
     assert all(row["tokens_per_second"] > 0 for row in report["results"])
 
@@ -235,11 +239,13 @@ def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--alpha", "2"), "--alpha has 2.0; give numbers above 0 and at most 1 (off)"),
+        (("--alpha", "2"), "--alpha has 2.0; give a cosine similarity above 0 and at most 1 (1: rule off)"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--output", "/no/where.json"), "cannot write /no/where.json"),
         (("--method", "ngram"), "invalid choice 'ngram'"),
         (("--repeats", "0"), "--repeats is 0; give at least 1"),
+        (("--draft", "somewhere"), "tune --method asd has no option --draft; leave it out"),
+        (("--threshold", "1.5"), "--threshold has (1.5,); give numbers from 0 to 1"),
         (("--threshold", "0.5"), "tune --method asd has no option --threshold; leave it out"),
     ],
 )
@@ -261,7 +267,7 @@ def test_thresholds_that_draft_alike_are_tried_once():
     three = s2d_grid((1.0, 0.0, 0.5, 0.5), 3)
     assert three == [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.5, 0.5), (0.5, 0.0), (0.0, 0.0)]
     with pytest.raises(ValueError, match="6 thresholds at 11 exits are 4368 settings, more than 200"):
-        s2d_grid(S2DOptions().thresholds, 12)
+        s2d_grid(s2d.THRESHOLDS, 12)
 
 
 def test_the_fastest_thresholds_win(deep, monkeypatch):
@@ -277,28 +283,20 @@ def test_the_fastest_thresholds_win(deep, monkeypatch):
             score = 2 - abs(first - 0.7) - abs(second - 0.3)
             return {"score": score, "tokens_per_second": 1.0, "draft_acceptance_rate": None}
 
-    monkeypatch.setattr(tune, "Speed", Known)
+    monkeypatch.setattr(s2d, "Speed", Known)
     drafter = S2D(deep.config, (1, 2, 3), jnp.zeros(2))
-    report = tune_s2d(deep, PROMPTS, S2DOptions(), drafter, "parameters")
+    report = tune_s2d(deep, PROMPTS, drafter, "parameters")
     assert report["results"][0] == {
         "thresholds": [0.7, 0.3], "turns": 5, "score": 2.0, "tokens_per_second": 1.0, "draft_acceptance_rate": None,
     }  # fmt: skip
     assert len(report["results"]) == report["settings"] == 21
     with pytest.raises(ValueError, match=r"the draft has one exit \(2 layers\)"):
-        tune_s2d(deep, PROMPTS, S2DOptions(), S2D(deep.config, (2,), jnp.zeros(0)))
+        tune_s2d(deep, PROMPTS, S2D(deep.config, (2,), jnp.zeros(0)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"thresholds": (0.5, 1.5)}, "`thresholds` has (0.5, 1.5); give numbers from 0 to 1"),
-        ({"thresholds": ()}, "`thresholds` has ()"),
-        ({"repeats": 0}, "repeats is 0; give at least 1"),
-    ],
-)
-def test_wrong_sweeps_of_thresholds(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        S2DOptions(**options)
+def test_wrong_thresholds():
+    with pytest.raises(ValueError, match=re.escape("`thresholds` has (0.5, 1.5); give numbers from 0 to 1")):
+        S2DGrid(thresholds=(0.5, 1.5))
 
 
 def test_the_command_writes_thresholds_that_the_method_finds(model, tmp_path, capfd):

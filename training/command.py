@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from jaxspec.console.environment import quieten
 from jaxspec.console.errors import one_line
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.io.extras import MissingExtra
@@ -29,9 +30,7 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
       the exit status: that of `work`; 2 where the options are wrong; 1 where the work failed, reported in one line
       on standard error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C.
     """
-    # transformers: that PyTorch is missing, and that a text is longer than a model's context. XLA: details.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    quieten()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
 

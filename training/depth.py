@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -24,9 +23,8 @@ from tokenizers import Tokenizer
 import jaxspec
 from jaxspec.bench import prompts
 from jaxspec.bench.speed import speed_ratio, tokens_per_second
-from jaxspec.bench.timing import interleaved
+from jaxspec.bench.timing import Run, measure_runs
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
@@ -90,27 +88,21 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
     config = lm.config.truncated(options.cut)
     cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
     texts = prompts.sample(options.prompts)
-    taken: dict[str, list[list[Result]]] = {name: [[] for _ in texts] for name in ("cut", "whole")}
 
-    def run(name: str, model: LanguageModel, at: int) -> None:
-        generated = model.generate(
-            texts[at], max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True
+    def run_of(model: LanguageModel) -> Run:
+        generate = functools.partial(
+            model.generate, max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True
         )
-        taken[name][at].append(generated)
+        return lambda prompt, turn: generate(prompt)
 
-    for model in (cut, lm):
-        for text in texts:
-            model.generate(text, max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True)
-    for at in range(len(texts)):
-        turns = {
-            name: functools.partial(run, name, model, at) for name, model in (("cut", cut), ("whole", lm))
-        }
-        interleaved(turns, options.repeats)
+    runs = {"cut": run_of(cut), "whole": run_of(lm)}
+    by_prompt = list(measure_runs([cut, lm], runs, texts, options.repeats))
+    taken = {name: [results[name] for results in by_prompt] for name in runs}
     ratio, interval = speed_ratio(taken["cut"], taken["whole"])
     return {
         "layers": options.cut,
-        "tokens_per_second": tokens_per_second(list(itertools.chain(*taken["cut"]))),
-        "whole_tokens_per_second": tokens_per_second(list(itertools.chain(*taken["whole"]))),
+        "tokens_per_second": tokens_per_second(taken["cut"]),
+        "whole_tokens_per_second": tokens_per_second(taken["whole"]),
         "speedup": ratio,
         "speedup_interval": interval,
     }

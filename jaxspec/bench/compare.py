@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.timing import interleaved
+from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
+from jaxspec.bench.timing import OnProgress, Run, measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import Conversation, Prompt
 from jaxspec.engine.results import Result
@@ -24,13 +23,13 @@ def compare(
     options: Mapping[str, Any] | None = None,
     *,
     repeats: int = 3,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: OnProgress = lambda what: None,
     **generation: Any,
 ) -> dict[str, Any]:
     """Times methods on one prompt, warm and in turns, against plain decoding.
 
-    Each method generates once before anything is timed, which compiles it. Speed is tokens a second after
-    the first token, the median over the repeats; a speed-up is the ratio of two such medians.
+    Each method generates once before anything is timed, which compiles it. Speeds and speed-ups are those of
+    `bench.speed`.
 
     Args:
       lm: the model.
@@ -44,9 +43,9 @@ def compare(
     Returns:
       `model`, `device`, `dtype`, and `results`: a list of `method`, `text` (null where the model has no tokenizer),
       `tokens` (how many were generated), `first_token_ms` (from the call to the first token, nothing compiling, the
-      median over the repeats), `tokens_per_second`, `speedup` over autoregressive, `mean_acceptance_length`,
-      `draft_acceptance_rate` and `identical_to_autoregressive` (null where tokens are drawn at random, as then only
-      the distributions are equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
+      median over the repeats), `tokens_per_second`, `speedup` over autoregressive, what `speed.acceptance` gives, and
+      `identical_to_autoregressive` (null where tokens are drawn at random, as then only the distributions are
+      equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
 
     Raises:
       ValueError: unknown method, `repeats` below 1, an option that none of the methods knows, or what
@@ -55,24 +54,19 @@ def compare(
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; give at least 1")
     named = registry.share([name for name in methods if isinstance(name, str)], options or {})
-    runs: dict[str, Method] = {BASELINE: registry.find(BASELINE)()}
+    chosen: dict[str, Method] = {BASELINE: registry.find(BASELINE)()}
     for one in methods:
-        runs[str(one)] = named[one] if isinstance(one, str) else one
-    names = list(runs)
+        chosen[str(one)] = named[one] if isinstance(one, str) else one
+    names = list(chosen)
 
-    results: dict[str, list[Result]] = {name: [] for name in names}
-
-    def run(name: str) -> None:
-        on_progress(f"timing {name}, run {len(results[name]) + 1} of {repeats}")
-        results[name].append(lm.generate(prompt, method=runs[name], **generation))
+    def run_of(method: Method) -> Run:
+        return lambda prompt, turn: lm.generate(prompt, method=method, **generation)
 
     # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
-    warm = {name: lm.stream(prompt, method=runs[name], **generation) for name in names}
-    for number, (name, pieces) in enumerate(warm.items(), 1):
-        on_progress(f"compiling {name}, method {number} of {len(warm)}")
-        collections.deque(pieces, maxlen=0)
-    lm.executables.wait()
-    interleaved({name: functools.partial(run, name) for name in names}, repeats)
+    for method in chosen.values():
+        lm.stream(prompt, method=method, **generation)
+    runs = {name: run_of(method) for name, method in chosen.items()}
+    (results,) = measure_runs([lm], runs, [prompt], repeats, on_progress=on_progress)
     given = generation.get("temperature")
     sampling = (lm.defaults.get("temperature", 0.0) if given is None else given) > 0
     return {
@@ -84,7 +78,6 @@ def compare(
 
 
 def _entry(name: str, results: list[Result], baseline: list[Result], sampling: bool) -> dict[str, Any]:
-    speed, plain = _tokens_per_second(results), _tokens_per_second(baseline)
     first = results[0]
     return {
         "method": name,
@@ -93,16 +86,8 @@ def _entry(name: str, results: list[Result], baseline: list[Result], sampling: b
         "first_token_ms": statistics.median(
             one.statistics.elapsed_ms - one.statistics.decode_ms for one in results
         ),
-        "tokens_per_second": speed,
-        "speedup": speed / plain if speed is not None and plain is not None else None,
-        "mean_acceptance_length": first.statistics.mean_acceptance_length,
-        "draft_acceptance_rate": first.statistics.draft_acceptance_rate,
+        "tokens_per_second": tokens_per_second([results]),
+        "speedup": speed_ratio([results], [baseline])[0],
+        **acceptance([results]),
         "identical_to_autoregressive": None if sampling else first.tokens == baseline[0].tokens,
     }
-
-
-def _tokens_per_second(results: list[Result]) -> float | None:
-    """The median; None for texts of a single token."""
-    speeds = [result.statistics.tokens_per_second for result in results]
-    known = [speed for speed in speeds if speed is not None]
-    return statistics.median(known) if known else None

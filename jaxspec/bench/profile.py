@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,26 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from jaxspec import decoding
-from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, WrongDrafts
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.loading import resolve_placement
-from jaxspec.engine.session import prefill_piece
 from jaxspec.io.memory import check_fits
 from jaxspec.model import llama
-from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
-from jaxspec.sampling import Greedy, Law
+from jaxspec.protocol import Weights
 
 ROWS = (1, 2, 5, 9)
-# Tokens in the cache while steps are timed, rounds in one timing, and the two capacities compared.
-LIVE, ROUNDS, CAPACITY, LARGE = 32, 8, 128, 1024
-PREFILL = 256
+# The larger of the two capacities compared.
+LARGE = 1024
 
 SHAPES: dict[str, LlamaConfig] = {
     "31m": LlamaConfig(8192, 384, 1024, 16, 6, 6, 64),
@@ -40,32 +32,6 @@ SHAPES: dict[str, LlamaConfig] = {
     "13b": LlamaConfig(32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "70b": LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 4096),
 }
-
-
-@struct.dataclass
-class WrongDrafts(StatelessDrafter):
-    """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
-
-    Attributes:
-      num_draft_tokens: K.
-    """
-
-    num_draft_tokens: int = struct.field(pytree_node=False)
-
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """Always all rows."""
-        return (self.num_draft_tokens + 1,)
-
-    def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
-    ) -> tuple[Proposal, State, KVCache]:
-        """Tokens that follow from the row's length alone."""
-        vocab_size = params.target["embed"].shape[0]
-        step = jnp.arange(1, self.num_draft_tokens + 1)[None]
-        tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
-        count = jnp.full_like(view.length, self.num_draft_tokens)
-        return Proposal(tokens.astype(jnp.int32), count), state, view.cache
 
 
 def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
@@ -143,46 +109,6 @@ def profile(
         "prefill_tokens_per_second": 1e3 * PREFILL / statistics.median(taken["prefill"]),
         "compile_ms": compile_ms,
     }
-
-
-class Steps:
-    """A few rounds of the loop, always from the same live length.
-
-    Args:
-      lm: the model.
-      params: its parameters.
-      drafter: decides how many rows a round has.
-      capacity: of the cache.
-    """
-
-    def __init__(self, lm: LanguageModel, params: Weights, drafter: Drafter, capacity: int) -> None:
-        parts = decoding.Parts(drafter, GreedyAcceptor(), Greedy())
-        prompt = 3 + jnp.arange(max(capacity, PREFILL), dtype=jnp.int32)[None] % (lm.config.vocab_size - 3)
-        one = jnp.ones(1, jnp.int32)
-        keys = jax.random.split(jax.random.key(0), 1)
-        nothing = -jnp.ones((1, 1), jnp.int32)
-        request = decoding.Request(prompt[:, :capacity], LIVE * one, 10**6 * one, nothing, keys)
-        long = decoding.Request(prompt[:, :PREFILL], PREFILL * one, 10**6 * one, nothing, keys)
-        halt = jnp.zeros(1, bool)
-
-        @functools.partial(jax.jit, static_argnames="piece")
-        def start(params, request, piece):
-            return decoding.prefill(lm.config, params, parts, request, piece=piece)
-
-        @functools.partial(jax.jit, donate_argnames="state")
-        def rounds(params, state):
-            state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
-            return decoding.chunk(lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity)
-
-        piece = prefill_piece(PREFILL, lm.device.platform)
-        self.prefill = lambda: start(params, long, piece=piece)
-        self._rounds = functools.partial(rounds, params)
-        self.rounds = ROUNDS
-        self._state, _ = start(params, request, piece=LIVE)
-
-    def __call__(self) -> None:
-        self._state, emitted = self._rounds(self._state)
-        jax.block_until_ready(emitted)
 
 
 def _language_model(

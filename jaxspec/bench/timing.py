@@ -1,17 +1,27 @@
-"""Wall-clock times of several functions on a machine that does other things as well."""
+"""Turns: how functions, and ways to generate, are measured on a machine that does other things as well."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Result
+
+# Called with what is being done.
+OnProgress = Callable[[str], None]
+# (prompt, number of the turn) → what was generated; the turn serves as a seed where tokens are drawn.
+Run = Callable[[Any, int], Result]
+# Turns of one prompt that are taken again at most because something compiled in them.
+_RETAKEN = 3
 
 
 def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     repeats: int,
-    on_turn: Callable[[str], None] = lambda turn: None,
+    on_turn: OnProgress = lambda turn: None,
 ) -> dict[str, list[float]]:
     """Times functions in turns, so that all of them see the same noise.
 
@@ -50,3 +60,86 @@ def check_budget(max_new_tokens: int) -> None:
     """Refuses texts too short to be timed: speeds are of the tokens after the first."""
     if max_new_tokens < 2:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")
+
+
+def warm_up(
+    models: Sequence[LanguageModel],
+    runs: Mapping[str, Run],
+    prompts: Sequence[Any],
+    on_progress: OnProgress = lambda what: None,
+) -> None:
+    """Generates once by each run after each prompt and waits until nothing compiles in the background any more.
+
+    Args:
+      models: those that generate.
+      runs: by name.
+      prompts: as the runs take them.
+      on_progress: called with what is being done.
+    """
+    for prompt in prompts:
+        for number, (name, run) in enumerate(runs.items(), 1):
+            on_progress(f"compiling {name}, {number} of {len(runs)}")
+            run(prompt, 0)
+    for lm in models:
+        lm.executables.wait()
+
+
+def measure_runs(
+    models: Sequence[LanguageModel],
+    runs: Mapping[str, Run],
+    prompts: Sequence[Any],
+    repeats: int,
+    *,
+    first_turn: int = 0,
+    warm: bool = False,
+    on_progress: OnProgress = lambda what: None,
+) -> Iterator[dict[str, list[Result]]]:
+    """Generates by several runs in turns, warm, one prompt after another; `bench.speed` says what the results mean.
+
+    Within a turn every run generates after the same prompt, there and back: the order is reversed from turn to turn
+    and from prompt to prompt. A turn in which something compiled does not count and is taken again.
+
+    Args:
+      models: those that generate.
+      runs: by name.
+      prompts: as the runs take them.
+      repeats: turns of each prompt that count.
+      first_turn: the number of the first turn.
+      warm: whether the runs have generated before; else each generates once after the first prompt, which does not
+        count either.
+      on_progress: called with what is being done.
+
+    Yields:
+      for each prompt, by run, what was generated, turn by turn.
+
+    Raises:
+      ValueError: `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; give at least 1")
+    if not warm:
+        warm_up(models, runs, prompts[:1], on_progress)
+    for at, prompt in enumerate(prompts):
+        taken: dict[str, list[Result]] = {name: [] for name in runs}
+        where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+        retaken = turn = 0
+        while turn < repeats:
+            before = _compilations(models)
+            order = list(runs.items())
+            results = {}
+            for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
+                on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
+                results[name] = run(prompt, first_turn + turn)
+            for lm in models:
+                lm.executables.wait()
+            if _compilations(models) > before and retaken < _RETAKEN:
+                retaken += 1
+                continue
+            for name, result in results.items():
+                taken[name].append(result)
+            turn += 1
+        yield taken
+
+
+def _compilations(models: Sequence[LanguageModel]) -> int:
+    return sum(lm.executables.num_compilations for lm in models)

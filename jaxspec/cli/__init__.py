@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxspec.console.environment import quieten
 from jaxspec.console.errors import Guard, option_names
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
@@ -74,15 +75,8 @@ def _run(arguments: list[str], guard: Guard) -> int:
         if arguments in (["--help"], ["-h"]):
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
-    _quieten()
+    quieten()
     from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()
     return command.run()
-
-
-def _quieten() -> None:
-    """Keeps libraries from writing to standard error what a user can do nothing about."""
-    # transformers: that PyTorch is missing. XLA: details of cached executables.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

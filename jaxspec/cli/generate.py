@@ -51,7 +51,7 @@ class Generate(TextOptions):
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
-            lm = self.model.load()
+            lm = self.load()
             pieces = lm.stream(prompt, method=self.method, **self.generation(), **self.method_options())
             progress("compiling")
             return _Output(self, prompt, lm, progress).write(pieces)

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from jaxspec.cli.options import Device, Dtype
+from jaxspec.cli.options import ModelOptions
 from jaxspec.console.terminal import Progress
+from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.extras import require
 
 
@@ -26,35 +27,29 @@ class Inspect:
 
     Exits: how often the first layers alone have the next token of the whole model.
 
+    Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
+    it needs its depth; of one that does not, drafts by skipped layers look better than they are.
+
     Two figures are written beside what is printed: inspect-similarity.png and inspect-exits.png.
 
     Attributes:
       prompts: texts to look at the model with. Default: a few of different kinds.
       prompt_file: a file that holds one more text; one newline at its end is left out.
-      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
-        comes with jaxspec.
-      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
-      device: Default: the fastest that JAX sees.
-      alpha: ASD skips attention of at least this cosine similarity; 1 for none.
-      every: ASD skips every M-th layer whole; 0 for none.
-      keep_last: ASD keeps this many last layers.
       max_new_tokens: how many tokens the model goes on for after each prompt, to look at its exits.
         Default 64, or what the context leaves.
+      fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
       output: where the figures go, a directory; made if missing.
       json: print one JSON object and nothing else.
     """
 
     prompts: Annotated[tuple[str, ...], Positional] = ()
     prompt_file: tuple[str, ...] = ()
-    model: str | None = None
-    dtype: Dtype | None = None
-    device: Device | None = None
-    alpha: float = 0.985
-    every: int = 3
-    keep_last: int = 2
     max_new_tokens: int | None = None
+    fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
     output: str = "."
     json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+    asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
 
     def run(self) -> int:
         """Inspects; returns the exit status."""
@@ -63,20 +58,22 @@ class Inspect:
         _check_writable(Path(self.output))
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.engine.language_model import load
             from jaxspec.tuning.figures import save_figures
-            from jaxspec.tuning.inspect import PROMPTS, check_mask_options, inspect_model
+            from jaxspec.tuning.fitness_report import measure, read_texts
+            from jaxspec.tuning.inspect import PROMPTS, inspect_model
 
-            check_mask_options(self.alpha, self.every, self.keep_last)
+            lm = self.model.load()
+            texts = read_texts(lm, self.fitness)
             report = inspect_model(
-                load(self.model, dtype=self.dtype, device=self.device),
+                lm,
                 prompts or PROMPTS,
-                alpha=self.alpha,
-                every=self.every,
-                keep_last=self.keep_last,
+                asd=self.asd,
                 max_new_tokens=self.max_new_tokens,
                 on_progress=progress,
             )
+            if texts:
+                progress("testing the fitness")
+                report["fitness"] = measure(lm, texts)
             progress("drawing")
             report["figures"] = save_figures(report, self.output)
         if self.json:
@@ -130,12 +127,35 @@ def _print(report: dict[str, Any]) -> None:
         f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}": _summary_table,
         "ACS by layer, and how often an exit after it has the whole model's next token": _layer_table,
         f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}; "
-        "a mark a layer: █ runs, ▄ MLP alone, · skipped": _mask_table,
+        "one mark per layer: █ runs, ▄ MLP alone, · skipped": _mask_table,
     }
     for title, table in titled.items():
         # Not the table's own title, which would be as narrow as the table.
         console.print(title, highlight=False)
         console.print(table(report))
+    if "fitness" in report:
+        _print_fitness(report["fitness"], console)
+
+
+def _print_fitness(report: dict[str, Any], console: Any) -> None:
+    from jaxspec.tuning.fitness_report import by_exit
+
+    layers, cells = by_exit(report)
+    console.print(f"Fitness by exit after {', '.join(map(str, layers))} layers", highlight=False)
+    table = _table()
+    for heading in ("text", "loss", "agreement", "confidence", "answers right"):
+        table.add_column(heading)
+    for kind, row in cells.items():
+        table.add_row(kind, *row.values())
+    console.print(table)
+    console.print(f"The gate: {'passed' if report['passed'] else 'failed'}", highlight=False)
+    table = _table()
+    for heading in ("condition", "found", "wanted", ""):
+        table.add_column(heading)
+    for check in report["checks"]:
+        value = "–" if check["value"] is None else f"{check['value']:.3f}"
+        table.add_row(check["name"], value, check["wanted"], "passed" if check["passed"] else "failed")
+    console.print(table)
 
 
 def _table() -> Any:
@@ -194,7 +214,7 @@ def _mask_table(report: dict[str, Any]) -> Any:
 
 
 def _marks(mask: dict[str, Any], depth: int) -> str:
-    """One mark a layer, upper half attention, lower half MLP; in tens, and lines of twenty."""
+    """One mark per layer, upper half attention, lower half MLP; in tens, and lines of twenty."""
     attention, mlp = set(mask["skip_attention"]), set(mask["skip_mlp"])
     runs = ((layer not in attention, layer not in mlp) for layer in range(depth))
     shown = {(True, True): "█", (False, True): "▄", (True, False): "▀", (False, False): "·"}

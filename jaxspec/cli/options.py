@@ -27,27 +27,34 @@ Device = Literal["cpu", "gpu", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelOptions:
+class Placement:
+    """Where models run.
+
+    Attributes:
+      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
+      device: Default: the fastest that JAX sees.
+    """
+
+    dtype: Dtype | None = None
+    device: Device | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions(Placement):
     """Which model, and where it runs.
 
     Attributes:
       model: a directory as Hugging Face lays it out, a .gguf file, a hub id such as owner/model or
         owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
-      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
-      device: Default: the fastest that JAX sees.
-      chat_template: a Jinja file, for a model that has no chat template.
     """
 
     model: str | None = None
-    dtype: Dtype | None = None
-    device: Device | None = None
-    chat_template: str | None = None
 
-    def load(self) -> LanguageModel:
+    def load(self, chat_template: str | None = None) -> LanguageModel:
         """The model, loaded."""
         from jaxspec.engine.language_model import load
 
-        return load(self.model, dtype=self.dtype, device=self.device, chat_template=self.chat_template)
+        return load(self.model, dtype=self.dtype, device=self.device, chat_template=chat_template)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,13 @@ class SamplingOptions:
     min_p: float | None = None
     seed: int = 0
 
+    def numbers(self) -> dict[str, Any]:
+        """What measurements follow: not the model's defaults but what is given, and greedy where nothing is."""
+        temperature = self.temperature or 0.0
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = {name: getattr(self, name) for name in off} if temperature else {}
+        return {"temperature": temperature} | {n: off[n] if given.get(n) is None else given[n] for n in off}
+
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
@@ -80,6 +94,7 @@ class TextOptions:
       stop: end the text before this string.
       chat: the prompt is a message; put it through the model's chat template.
       system: a system prompt before the message; implies --chat.
+      chat_template: a Jinja file, for a model that has no chat template.
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
         `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
@@ -94,6 +109,7 @@ class TextOptions:
     stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"aliases": ("--stop-string",)})
     chat: bool = False
     system: str | None = None
+    chat_template: str | None = None
     messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     ignore_eos: bool = False
     acceptor: AcceptorName | None = None
@@ -101,6 +117,10 @@ class TextOptions:
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
     drafting: MethodOptions = MethodOptions()  # noqa: RUF009
+
+    def load(self) -> LanguageModel:
+        """The model, loaded."""
+        return self.model.load(self.chat_template)
 
     def read_prompt(self) -> str | list[dict[str, str]]:
         """The prompt, or the messages of a conversation, wherever they come from.

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.options import Device, Dtype
+from jaxspec.cli.options import ModelOptions
 from jaxspec.console.terminal import Progress
 
 
@@ -21,26 +21,21 @@ class Profile:
     A step of several rows verifies as many tokens; it should cost little more.
 
     Attributes:
-      model: a directory as Hugging Face lays it out, a hub id such as owner/model, or the name of a model that
-        comes with jaxspec.
       shape: random weights of a usual shape instead: 31m, 134m, 1b, 7b, 13b or 70b.
-      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
-      device: Default: the fastest that JAX sees.
       json: print one JSON object and nothing else.
     """
 
-    model: str | None = None
     shape: str | None = None
-    dtype: Dtype | None = None
-    device: Device | None = None
     json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
         """Measures; returns the exit status."""
         from jaxspec.bench.profile import profile
 
         with Progress() as progress:
-            report = profile(self.model, self.shape, self.dtype, self.device, on_progress=progress)
+            given = self.model
+            report = profile(given.model, self.shape, given.dtype, given.device, on_progress=progress)
         if self.json:
             print(json.dumps(report))
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.io.extras import require
+from jaxspec.tuning.options import SearchOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +27,6 @@ class Search:
 
     Attributes:
       prompt_file: a file that holds one prompt. Default: a few short ones.
-      objective: agreement compares drafts with text that the model wrote, in one pass, and weighs that against
-        their cost; speed measures tokens a second, which takes much longer.
-      skip_ratio: skip exactly this share of all sublayers. Default: as many as pays.
-      keep_first_last: always run the first and the last layer. Default: yes.
-      trials: how many masks to try.
-      random: try masks at random instead.
-      compare_random: with --objective speed, try as many at random beside; agreement always does.
-      max_new_tokens: how many tokens to generate after each prompt. Default 96, with --objective speed 32.
-      seed: of the search.
       output: the plan file to write. Default: jaxspec.plan.json beside the model or, where that cannot be
         written or comes with jaxspec, in the user's data directory; the method finds it in both.
       resume: go on with a search that was interrupted; --no-resume begins again. Default: yes.
@@ -42,17 +34,10 @@ class Search:
     """
 
     prompt_file: tuple[str, ...] = ()
-    objective: Literal["agreement", "speed"] = "agreement"
-    skip_ratio: float | None = None
-    keep_first_last: bool = True
-    trials: int = 200
-    random: bool = False
-    compare_random: bool = False
-    max_new_tokens: int | None = None
-    seed: int = 0
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     resume: bool = True
     json: bool = False
+    search: SearchOptions = SearchOptions()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
@@ -62,19 +47,10 @@ class Search:
         with Bar() as bar:
             bar("loading the model")
             from jaxspec.io.method_files import PLAN_NAME, write_plan
-            from jaxspec.tuning.calibration import read_prompts
-            from jaxspec.tuning.search import SearchOptions, found_by, report, search
+            from jaxspec.tuning.search import found_by, report, search
+            from jaxspec.tuning.texts import read_prompts
 
-            options = SearchOptions(
-                objective=self.objective,
-                skip_ratio=self.skip_ratio,
-                keep_first_last=self.keep_first_last,
-                trials=self.trials,
-                random=self.random,
-                compare_random=self.compare_random or None,
-                max_new_tokens=self.max_new_tokens,
-                seed=self.seed,
-            )
+            options = self.search
             lm = self.model.load()
             output = output_file(self.output, lm, PLAN_NAME)
             found = search(
@@ -95,7 +71,7 @@ class Search:
         else:
             _print(result)
         best = result["best"]
-        speedup = best["score"] if self.objective == "speed" else best["predicted_speedup"]
+        speedup = best["score"] if options.objective == "speed" else best["predicted_speedup"]
         if speedup < 1:
             print(
                 f"jaxspec: warning: no mask was found that makes drafts pay here ({speedup:.2f}× plain decoding)",

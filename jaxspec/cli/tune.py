@@ -13,6 +13,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -27,7 +28,7 @@ class Tune:
     """Measure which numbers of a method are fastest on given prompts, beside plain decoding.
 
     asd: alpha (skip attention of at least this cosine similarity), every (skip every M-th layer whole),
-    keep-last (keep so many last layers). Numbers that skip the same are measured once.
+    keep-last (keep the N last layers). Numbers that skip the same are measured once.
 
     s2d: for each exit of a sorted draft the probability from which on it is taken. They belong to this model and
     this draft.
@@ -36,12 +37,6 @@ class Tune:
       method: whose numbers.
       draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
       prompt_file: a file that holds one prompt. Default: a few short ones, none of which the suite reports on.
-      alphas: [asd] an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
-      everys: [asd] an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
-      keep_lasts: [asd] a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
-      thresholds: [s2d] a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
-      max_new_tokens: most tokens to generate after each prompt.
-      repeats: how often the fastest are measured again.
       output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
         the user's data directory; the method finds it in both.
       json: print one JSON object and nothing else.
@@ -50,14 +45,11 @@ class Tune:
     method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d}"})
     draft: str | None = None
     prompt_file: tuple[str, ...] = ()
-    alphas: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--alpha"})
-    everys: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--every"})
-    keep_lasts: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--keep-last"})
-    thresholds: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--threshold"})
-    max_new_tokens: int = 64
-    repeats: int = 5
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
+    asd: ASDGrid = ASDGrid()  # noqa: RUF009
+    s2d: S2DGrid = S2DGrid()  # noqa: RUF009
+    sweep: Sweep = Sweep()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
@@ -66,14 +58,13 @@ class Tune:
         Raises:
           ValueError: an option of another method, or a number outside its range.
         """
-        tune, foreign = {
-            "asd": (self._asd, ("thresholds", "draft")),
-            "s2d": (self._s2d, ("alphas", "everys", "keep_lasts")),
-        }[self.method]
-        for field in dataclasses.fields(self):
-            if field.name in foreign and getattr(self, field.name):
-                option = field.metadata.get("option", f"--{field.name}")
-                raise ValueError(f"tune --method {self.method} has no option {option}; leave it out")
+        own, foreign = (self.asd, self.s2d) if self.method == "asd" else (self.s2d, self.asd)
+        given = [field for field in dataclasses.fields(foreign) if getattr(foreign, field.name)]
+        unread = [*(["--draft"] if own is self.asd and self.draft else [])]
+        unread += [field.metadata["option"] for field in given]
+        if unread:
+            raise ValueError(f"tune --method {self.method} has no option {unread[0]}; leave it out")
+        tune = self._asd if self.method == "asd" else self._s2d
         with Bar() as bar:
             bar("loading the model")
             lm = self.model.load()
@@ -103,18 +94,14 @@ class Tune:
         return 0
 
     def _asd(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
-        from jaxspec.io.method_files import ASD_NAME, ASDNumbers, write_asd
-        from jaxspec.tuning.calibration import read_prompts
-        from jaxspec.tuning.tune import ASDOptions, tune_asd
+        from jaxspec.io.asd_numbers import ASDNumbers
+        from jaxspec.io.method_files import ASD_NAME, write_asd
+        from jaxspec.tuning.asd import tune_asd
+        from jaxspec.tuning.texts import read_prompts
 
-        options = ASDOptions(
-            **self._given("alphas", "everys", "keep_lasts"),
-            max_new_tokens=self.max_new_tokens,
-            repeats=self.repeats,
-        )
         output = output_file(self.output, lm, ASD_NAME)
-        prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
-        report = tune_asd(lm, prompts, options, on_progress=bar, on_measured=_shown(bar))
+        prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+        report = tune_asd(lm, prompts, self.asd, self.sweep, on_progress=bar, on_measured=_shown(bar))
         best = report["results"][0]
         numbers = ASDNumbers(best["alpha"], best["every"], best["keep_last"])
         found_by = self._found_by(lm, prompts, report, dataclasses.asdict(numbers))
@@ -122,31 +109,20 @@ class Tune:
         return output, {"prompts": len(prompts), **report}
 
     def _s2d(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
-        from jaxspec.drafting.s2d import S2D
-        from jaxspec.io.method_files import fingerprint, thresholds_path, write_thresholds
-        from jaxspec.model import llama
-        from jaxspec.tuning.calibration import read_prompts
-        from jaxspec.tuning.tune import S2DOptions, tune_s2d
+        from jaxspec.io.method_files import thresholds_name, write_thresholds
+        from jaxspec.tuning.s2d import sorted_draft, tune_s2d
+        from jaxspec.tuning.texts import read_prompts
 
-        options = S2DOptions(
-            **self._given("thresholds"), max_new_tokens=self.max_new_tokens, repeats=self.repeats
+        drafter, params, draft = sorted_draft(lm, self.draft)
+        output = output_file(self.output, lm, thresholds_name(draft))
+        prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+        report = tune_s2d(
+            lm, prompts, drafter, params, self.s2d, self.sweep, on_progress=bar, on_measured=_shown(bar)
         )
-        drafter, weights = lm.drafter("s2d", beside=False, draft=self.draft)
-        assert isinstance(drafter, S2D)
-        last = drafter.exits[-1]
-        draft = fingerprint(drafter.config.truncated(last), llama.truncate(weights or lm.params, last))
-        name = str(thresholds_path(Path(), draft))
-        output = output_file(self.output, lm, name)
-        prompts = read_prompts(lm, self.prompt_file, self.max_new_tokens)
-        report = tune_s2d(lm, prompts, options, drafter, weights, on_progress=bar, on_measured=_shown(bar))
         found = report["results"][0]["thresholds"]
         found_by = self._found_by(lm, prompts, report, {"thresholds": found})
         write_thresholds(output, lm.fingerprint, draft, drafter.exits, found, found_by)
         return output, {"prompts": len(prompts), "exits": list(drafter.exits), **report}
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        """Those of some fields of this command that were set."""
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     def _found_by(
         self, lm: LanguageModel, prompts: Sequence[Any], report: dict[str, Any], numbers: dict[str, Any]
@@ -157,7 +133,7 @@ class Tune:
         return {
             "command": f"jaxspec tune --method {self.method}",
             "prompts": len(prompts),
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.sweep.max_new_tokens,
             "device": lm.device.device_kind,
             "dtype": lm.dtype,
             **about,

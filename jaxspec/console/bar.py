@@ -17,7 +17,7 @@ class Bar(Progress):
         self._task: Any = None
 
     def count(self, what: str, done: int, total: int, best: str) -> None:
-        """So many are done of so many, and what the best is."""
+        """Says how many are done of how many, and what the best is."""
         if not sys.stderr.isatty():
             self(f"{what}: {done} of {total}, best {best}")
             return

@@ -18,15 +18,16 @@ class Guard:
 
     Args:
       prog: what the line begins with, such as `jaxspec`.
+      options: see the attribute.
 
     Attributes:
-      options: the parameter → option names by which messages are translated, see `option_names`; to be set once it
-        is known which command runs.
+      options: the parameter → option names by which messages are translated, see `option_names`; may be set later,
+        once it is known which command runs.
     """
 
-    def __init__(self, prog: str) -> None:
+    def __init__(self, prog: str, options: Mapping[str, str] | None = None) -> None:
         self._prog = prog
-        self.options: Mapping[str, str] = {}
+        self.options: Mapping[str, str] = options or {}
 
     def __call__(self, run: Callable[[], int]) -> int:
         """Runs `run`, which returns its exit status.

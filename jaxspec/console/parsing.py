@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import re
 import types
@@ -22,6 +23,7 @@ from tyro.constructors import (
 )
 
 from jaxspec.console.docs import attribute_docs
+from jaxspec.console.errors import in_options, option_names
 from jaxspec.io.embedded import EMBEDDED
 
 # What the value of an option is called in the help, by its type and, where that says too little, by its name.
@@ -78,15 +80,20 @@ def parse_as(target: Any, prog: str, argv: Sequence[str], description: str | Non
       SystemExit, ValueError: as `parse`.
     """
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
-    with one_line_errors(prog):
-        return tyro.cli(
-            target,
-            prog=prog,
-            description=description,
-            args=list(argv),
-            config=markers,
-            registry=_registry(),
-        )
+    try:
+        with one_line_errors(prog):
+            return tyro.cli(
+                target,
+                prog=prog,
+                description=description,
+                args=list(argv),
+                config=markers,
+                registry=_registry(),
+            )
+    except ValueError as error:
+        # What a dataclass itself refuses, it names by its fields.
+        options = option_names(typing.cast(type, target)) if dataclasses.is_dataclass(target) else {}
+        raise ValueError(in_options(str(error), options)) from None
 
 
 @contextlib.contextmanager
@@ -127,8 +134,10 @@ def _one_line(complaint: str) -> str:
     statement = " ".join(map(str.strip, blocks[0])).rstrip(".") or "the arguments cannot be understood"
     if missing := _missing(blocks[0]):
         return f"{' and '.join(missing)} must be given"
-    if wrong := re.fullmatch(r"Error parsing (\S+): (is .*)", statement):
+    if wrong := re.fullmatch(r"Error parsing (-\S+): (is .*)", statement):
         return f"{wrong[1]} {wrong[2]}"
+    if refused := re.fullmatch(r"Error parsing (?!-)\S+: (.*)", statement):
+        return refused[1]  # by a dataclass itself
     if extra := re.fullmatch(r"Unrecognized options: ([^-].*)", statement):
         return f"unexpected argument {extra[1]!r}; put a text of several words in quotes"
     for block in blocks[1:]:
@@ -161,7 +170,9 @@ def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     hints = typing.get_type_hints(info.type, include_extras=True)
     helps = attribute_docs(info.type)
     fields = []
-    for field in dataclasses.fields(info.type):
+    # What a class adds stands before what it shares with others.
+    own = inspect.get_annotations(info.type)
+    for field in sorted(dataclasses.fields(info.type), key=lambda field: field.name not in own):
         default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
         hint = hints[field.name]
         if not dataclasses.is_dataclass(hint):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 DIM, ACCEPTED = "2", "32"
-# Without a terminal, a line after so many seconds at the latest, and not more often: short work stays silent.
+# Without a terminal, seconds from one line to the next: short work stays silent.
 _PATIENCE_S = 10.0
 
 

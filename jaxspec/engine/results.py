@@ -43,8 +43,13 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens emitted a round, bonus included; plain decoding has 1. None before the first round."""
+        """Tokens per round, bonus included, as Spec-Bench counts; plain decoding has 1. None before the first round."""
         return (self.num_tokens - 1) / self.num_rounds if self.num_rounds else None
+
+    @property
+    def mean_acceptance_length_drafting(self) -> float | None:
+        """1 + accepted draft tokens ÷ drafting rounds, as vLLM counts; None where nothing was drafted."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def draft_acceptance_rate(self) -> float | None:

@@ -40,7 +40,7 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 # SentencePiece's own, where a file does not name them.
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
@@ -164,7 +164,7 @@ class _Entry(NamedTuple):
 
 def _entry(cursor: _Cursor) -> _Entry:
     name, dimensions = cursor.string(), cursor.scalar("<I")
-    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise ValueError(
             f"{cursor.path} is damaged: tensor {name} has {dimensions} dimensions; download it again"
         )

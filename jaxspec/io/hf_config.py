@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io.files import read_json
-from jaxspec.io.hf_values import MOST, flag, number, section, shown, token_ids, whole
-from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.io.hf_values import MAX_INT, flag, number, section, token_ids, whole
+from jaxspec.io.messages import shown
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
 
 _COMMON: dict[str, Any] = {
     "num_hidden_layers": 32,
@@ -55,10 +56,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 GENERATION = "generation_config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# More than any model has; a config that names more would only cost memory before its weights are found missing.
-_MOST_LAYERS = 10_000
 # Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
-_LEAST_EPSILON, _MOST_THETA, _MOST_FACTOR = 1e-30, 1e30, 1e6
+_MIN_EPSILON, _MAX_THETA, _MAX_FACTOR = 1e-30, 1e30, 1e6
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
@@ -175,12 +174,12 @@ def _config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int]) -> Lla
         vocab_size=whole(values, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=whole(values, "intermediate_size"),
-        num_layers=whole(values, "num_hidden_layers", most=_MOST_LAYERS),
+        num_layers=whole(values, "num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=whole(values, "num_key_value_heads", most=heads),
         head_dim=values["head_dim"],
         max_position_embeddings=whole(values, "max_position_embeddings"),
-        rms_norm_eps=number(values, "rms_norm_eps", _LEAST_EPSILON, 1),
+        rms_norm_eps=number(values, "rms_norm_eps", _MIN_EPSILON, 1),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=flag(values, "tie_word_embeddings"),
@@ -192,10 +191,10 @@ def _config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int]) -> Lla
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
     )
-    if config.context_length > MOST:
+    if config.context_length > MAX_INT:
         raise ValueError(
             f"max_position_embeddings {config.max_position_embeddings} and the rope factor make a context of more than "
-            f"{MOST} tokens"
+            f"{MAX_INT} tokens"
         )
     return config
 
@@ -207,7 +206,7 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError("rope_parameters that differ by layer type are not supported; give one set for all")
     given = values.get("rope_theta", 10000.0) if rope.get("rope_theta") is None else rope["rope_theta"]
-    theta = number({"rope_theta": given}, "rope_theta", 1, _MOST_THETA)
+    theta = number({"rope_theta": given}, "rope_theta", 1, _MAX_THETA)
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0")
@@ -222,11 +221,11 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for key in needed:
         if rope.get(key) is None:
             raise ValueError(f"rope type {kind!r} needs {key}, which is missing")
-    factor = number(rope, "factor", 1, _MOST_FACTOR)
+    factor = number(rope, "factor", 1, _MAX_FACTOR)
     if kind != "llama3":
         return theta, RopeScaling(kind, factor)
-    low = number(rope, "low_freq_factor", 1e-6, _MOST_FACTOR)
-    high = number(rope, "high_freq_factor", 1e-6, _MOST_FACTOR)
+    low = number(rope, "low_freq_factor", 1e-6, _MAX_FACTOR)
+    high = number(rope, "high_freq_factor", 1e-6, _MAX_FACTOR)
     if not low < high:
         raise ValueError(
             f"low_freq_factor is {low:g} and high_freq_factor {high:g}; expected a larger high one"
@@ -239,7 +238,7 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    layers, window = whole(values, "num_hidden_layers", most=_MOST_LAYERS), values.get("sliding_window")
+    layers, window = whole(values, "num_hidden_layers", most=MAX_LAYERS), values.get("sliding_window")
     if kind == "llama" or window is None:
         return ()
     if kind == "mistral":

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.io.messages import shown
+
 # Largest number that an index or a size may be: they are 32-bit on the device.
-MOST = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
-def whole(values: Mapping[str, Any], key: str, least: int = 1, most: int = MOST) -> int:
+def whole(values: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_INT) -> int:
     """The whole number under a key.
 
     Raises:
@@ -66,15 +68,6 @@ def token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """
     value = values.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token) is not int or not 0 <= token <= MOST for token in ids):
+    if any(type(token) is not int or not 0 <= token <= MAX_INT for token in ids):
         raise ValueError(f"{key} is {shown(value)}; expected a token id from 0, a list of such, or null")
     return tuple(dict.fromkeys(ids))
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it: not longer than a line allows."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to write whole numbers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,6 +6,7 @@ user says.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -20,6 +21,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -34,15 +36,6 @@ THRESHOLDS_NAME = "thresholds"
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class ASDNumbers:
-    """α, m and n of `drafting.asd.admg`."""
-
-    alpha: float
-    every: int
-    keep_last: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +132,13 @@ def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
     _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
     numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
     alpha, every, keep_last = numbers
-    if (
-        type(alpha) not in (int, float)
-        or not 0 < alpha <= 1
-        or any(type(layers) is not int or layers < 0 for layers in (every, keep_last))
-    ):
-        raise ValueError(
-            f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
-            "and at most 1, and two whole numbers"
-        )
-    return ASDNumbers(float(alpha), every, keep_last)
+    if type(alpha) in (int, float) and type(every) is type(keep_last) is int:
+        with contextlib.suppress(ValueError):
+            return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
+    raise ValueError(
+        f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
+        "and at most 1, and two whole numbers"
+    )
 
 
 def law_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:

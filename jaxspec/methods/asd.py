@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.methods.base import FilePath, LoadedModel, Resources, option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import found
 from jaxspec.methods.masked import MaskedMethod
 
 if TYPE_CHECKING:
-    from jaxspec.io.method_files import ASDNumbers
     from jaxspec.protocol import Drafter
-
-# More than any model has.
-MAX_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,25 +46,17 @@ class ASD(MaskedMethod):
         from jaxspec.drafting.asd import ASD as Drafting
 
         given = {"alpha": self.alpha, "every": self.every, "keep_last": self.keep_last}
-        usual = self._usual(target, resources) if None in given.values() else None
-        alpha, every, keep_last = (
-            value if value is not None else getattr(usual, name) for name, value in given.items()
-        )
+        usual = self._usual(target, resources) if None in given.values() else ASDNumbers()
+        chosen = dataclasses.replace(usual, **{name: n for name, n in given.items() if n is not None})
         depth = target.config.num_layers
-        if not 0 < alpha <= 1:
+        if chosen.keep_last > depth:
             raise ValueError(
-                f"alpha is {alpha}; give a cosine similarity above 0 and at most 1 (1: rule off)"
+                f"keep_last is {chosen.keep_last}; give a number from 0 to {depth}, the model's layers"
             )
-        if not 0 <= every <= MAX_LAYERS:
-            raise ValueError(
-                f"every is {every}; give 0 (rule off) or a number of layers, at most {MAX_LAYERS}"
-            )
-        if not 0 <= keep_last <= depth:
-            raise ValueError(f"keep_last is {keep_last}; give a number from 0 to {depth}, the model's layers")
-        if every == 1 and keep_last == 0:
+        if chosen.every == 1 and chosen.keep_last == 0:
             raise ValueError("every=1 with keep_last=0 skips every layer; a draft must run at least one")
         rule, length = self.stopping()
-        numbers = jnp.float32(alpha), jnp.int32(every), jnp.int32(keep_last)
+        numbers = jnp.float32(chosen.alpha), jnp.int32(chosen.every), jnp.int32(chosen.keep_last)
         return Drafting(
             target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)
         ), None
@@ -75,11 +64,10 @@ class ASD(MaskedMethod):
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
         """The numbers in the file named, else in the one beside the model, else the paper's for models of this name."""
         from jaxspec.io import method_files
-        from jaxspec.io.method_files import ASDNumbers
 
         path = found(self.asd_numbers, target, resources, method_files.ASD_NAME)
         if path is not None:
             return method_files.read_asd(path, target.fingerprint)
         code = "codellama" in target.name.lower().replace("-", "")
-        numbers = ASDNumbers(0.985, 4, 3) if code else ASDNumbers(0.985, 3, 2)
+        numbers = ASDNumbers(every=4, keep_last=3) if code else ASDNumbers()
         return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, target.config.num_layers))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# More than any model has; what names more would only cost memory before it is found to be wrong.
+MAX_LAYERS = 10_000
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:

@@ -15,7 +15,7 @@ from jaxspec.model.plan import LayerPlan
 
 
 @struct.dataclass
-class Calibration:
+class AgreementTexts:
     """Texts that a model wrote, ready to be read by its drafts.
 
     Attributes:
@@ -31,7 +31,7 @@ class Calibration:
     count: jax.Array
 
 
-def calibration(
+def prepare(
     config: LlamaConfig,
     params: Params,
     prompts: jax.Array,
@@ -40,7 +40,7 @@ def calibration(
     count: jax.Array,
     *,
     piece: int,
-) -> tuple[Calibration, jax.Array]:
+) -> tuple[AgreementTexts, jax.Array]:
     """Feeds the prompts to the whole model.
 
     Args:
@@ -53,16 +53,16 @@ def calibration(
       piece: positions fed at once, static.
 
     Returns:
-      The calibration, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
+      The texts, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
     """
     batch, capacity = prompts.shape
     cache = kv.create(config, batch, capacity, params["embed"].dtype)
     _, similarities, cache = llama.prefill(config, params, prompts, length, cache, piece)
-    return Calibration(cache, length, tokens, count), similarities
+    return AgreementTexts(cache, length, tokens, count), similarities
 
 
 def agreement(
-    config: LlamaConfig, params: Params, texts: Calibration, plan: LayerPlan | jax.Array
+    config: LlamaConfig, params: Params, texts: AgreementTexts, plan: LayerPlan | jax.Array
 ) -> jax.Array:
     """The share of a model's own tokens that its draft would have proposed, float32 scalar from 0 to 1.
 

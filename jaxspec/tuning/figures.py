@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIMILARITY, EXITS = "inspect-similarity.png", "inspect-exits.png"
 # Layers in one row of the heat map; more continue below.
-_MOST_COLUMNS = 20
+_MAX_COLUMNS = 20
 # Safe for the colour-blind, and lightness alone tells the order.
 _COLOURS = "viridis"
 _DPI = 150
@@ -56,7 +56,7 @@ def similarity_figure(report: dict[str, Any]) -> Figure:
     skipped[0, report["mask"]["skip_attention"]] = True
     skipped[1, report["mask"]["skip_mlp"]] = True
     depth = values.shape[1]
-    panels = -(-depth // _MOST_COLUMNS)
+    panels = -(-depth // _MAX_COLUMNS)
     columns = -(-depth // panels)
 
     # In inches: a cell, what surrounds all panels, and the room for numbers of layers between them.
@@ -125,7 +125,7 @@ def exits_figure(report: dict[str, Any]) -> Figure:
     axes.set_xlim((0.5, 1.5) if depth == 1 else (1 - 0.02 * depth, depth * 1.02))
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, depth) if depth <= 12 * step)
     axes.set_xticks(range(step, depth + 1, step))
-    axes.set_xlabel("exit after so many layers")
+    axes.set_xlabel("exit after this many layers")
     axes.set_ylabel("same next token as all layers")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)

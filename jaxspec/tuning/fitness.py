@@ -102,12 +102,12 @@ class Texts:
         Of a text that is no answer, its first `opening` tokens. Texts that are too short to be continued, and pieces
         of longer ones, whose answer begins with their first token, are left out.
         """
-        found = []
+        found, has_answers = [], self.has_answers
         for row in range(len(self.tokens)):
             for segment in range(1, int(self.segments[row].max()) + 1):
                 (places,) = np.nonzero(self.segments[row] == segment)
                 learned = self.learn[row, places]
-                first = int(learned.argmax()) if self.has_answers and learned.any() else opening
+                first = int(learned.argmax()) if has_answers and learned.any() else opening
                 if 1 <= first < len(places):
                     found.append(self.tokens[row, places[:first]].tolist())
         return [found[index * len(found) // limit] for index in range(limit)] if len(found) > limit else found

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.files import read_text
 from jaxspec.tuning import fitness
 from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 
 FORMAT = "jaxspec.fitness/1"
 # Rows that go through the model at once, and tokens of a greedy text.
 ROWS, NEW_TOKENS = 4, 128
+# Of a text file: tokens of a window, and windows at most.
+WINDOW, MAX_WINDOWS = 256, 32
 
 
 def measure(
@@ -78,24 +82,50 @@ def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
     return Exits(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
 
 
+def read_texts(lm: LanguageModel, paths: Sequence[str]) -> dict[str, Texts]:
+    """The beginnings of text files, cut into windows that the model reads: one kind of work per file, by its name.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing, no text, or too short to be judged.
+    """
+    found: dict[str, Texts] = {}
+    width = min(WINDOW, lm.config.context_length)
+    for path in paths:
+        ids = lm.encode(read_text(path, "`fitness` must be a text file that the model was not trained on"))
+        starts = range(0, min(len(ids), MAX_WINDOWS * width), width)
+        windows = [(ids[at : at + width], 0) for at in starts if len(ids) > at + 1]
+        if not windows:
+            raise ValueError(f"{path} has {len(ids)} tokens; the fitness test needs at least 2")
+        stem = Path(path).stem
+        found[path if stem in found else stem] = Texts.rows(windows)
+    return found
+
+
+def by_exit(report: Mapping[str, Any]) -> tuple[list[int], dict[str, dict[str, str]]]:
+    """The figures of a report as text, for four exits: their layers, and by kind of work and figure the four values."""
+    depth = report["num_layers"]
+    layers = sorted({max(1, round(depth * part / 4)) for part in (1, 2, 3, 4)})
+
+    def cell(values: Sequence[float] | None, digits: int) -> str:
+        return "-" if values is None else " / ".join(f"{values[layer - 1]:.{digits}f}" for layer in layers)
+
+    columns = (("loss", 3), ("agreement", 2), ("confidence", 2), ("accuracy", 2))
+    cells = {
+        kind: {name: cell(figures[name], digits) for name, digits in columns}
+        for kind, figures in report["kinds"].items()
+    }
+    return layers, cells
+
+
 def markdown(report: Mapping[str, Any]) -> list[str]:
     """The report as lines of Markdown: the figures by exit and kind of work, then the gate."""
-    depth = report["num_layers"]
-    shown = sorted({max(1, round(depth * part / 4)) for part in (1, 2, 3, 4)})
+    layers, cells = by_exit(report)
+    shown = ", ".join(map(str, layers))
     lines = [
-        "| by exit after "
-        + ", ".join(map(str, shown))
-        + " layers | loss | agreement | confidence | answers right |",
+        f"| by exit after {shown} layers | loss | agreement | confidence | answers right |",
         "|---|---|---|---|---|",
     ]
-    for kind, figures in report["kinds"].items():
-        cells = [
-            "-"
-            if figures[name] is None
-            else " / ".join(f"{figures[name][layers - 1]:.{digits}f}" for layers in shown)
-            for name, digits in (("loss", 3), ("agreement", 2), ("confidence", 2), ("accuracy", 2))
-        ]
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    lines += [f"| {kind} | " + " | ".join(row.values()) + " |" for kind, row in cells.items()]
     lines += ["", "| gate | found | wanted | |", "|---|---|---|---|"]
     for check in (Check(**one) for one in report["checks"]):
         value = "-" if check.value is None else f"{check.value:.3f}"

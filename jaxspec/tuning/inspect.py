@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,11 +14,12 @@ import numpy as np
 
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.profile import floor_bytes
-from jaxspec.bench.timing import interleaved
+from jaxspec.bench.steps import SubmodelSteps
+from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel, Prompt
 from jaxspec.engine.session import bucket, prefill_piece
-from jaxspec.methods.asd import MAX_LAYERS
+from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
@@ -27,20 +29,18 @@ from jaxspec.tuning.exits import exit_agreement
 PROMPTS = prompt_set.sample(2)
 DEFAULT_BUDGET = 64
 SUBLAYERS = ("attention", "mlp")
-# One timing takes at least this long, unless so many steps do not.
-_TIMING_MS, _MOST_STEPS = 15.0, 1024
+# One timing takes at least this long, or has this many steps.
+_TIMING_MS, _MAX_STEPS = 15.0, 1024
 
 
 def inspect_model(
     lm: LanguageModel,
     prompts: Sequence[Prompt] = PROMPTS,
     *,
-    alpha: float = 0.985,
-    every: int = 3,
-    keep_last: int = 2,
+    asd: ASDNumbers | None = None,
     max_new_tokens: int | None = None,
     repeats: int = 15,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: OnProgress = lambda what: None,
 ) -> dict[str, Any]:
     """Looks at a model through the eyes of ASD and of early exits.
 
@@ -61,7 +61,7 @@ def inspect_model(
     Args:
       lm: the model.
       prompts: texts or lists of token ids, at least one.
-      alpha, every, keep_last: α, m and n of `admg`.
+      asd: α, m and n of `admg`; by default the paper's.
       max_new_tokens: how many tokens to go on for; None for 64, or what the context leaves.
       repeats: turns of the timing.
       on_progress: called with what is being done.
@@ -75,9 +75,9 @@ def inspect_model(
       `prompt_tokens`, `new_tokens`, `similarity` (two lists), `mask` and `exit_agreement`.
 
     Raises:
-      ValueError: no prompt, an empty one, one too long, α, m or n out of range, or what `lm.generate` raises.
+      ValueError: no prompt, an empty one, one too long, or what `lm.generate` raises.
     """
-    check_mask_options(alpha, every, keep_last)
+    asd = asd or ASDNumbers()
     ids = [_encode(lm, prompt) for prompt in prompts]
     budgets = [_budget(lm, len(one), max_new_tokens) for one in ids]
     on_progress("generating")
@@ -94,16 +94,14 @@ def inspect_model(
 
     # Those of the prompts, and last that of their mean.
     attention = np.concatenate([similarities, mean[None]])[:, :, 0]
-    runs = np.asarray(admg(jnp.asarray(attention, jnp.float32), alpha, every, keep_last))
+    runs = np.asarray(admg(jnp.asarray(attention, jnp.float32), *dataclasses.astuple(asd)))
     *masks, mean_mask = (_mask(lm, LayerPlan.of(run)) for run in runs)
     return {
         "model": lm.name,
         "device": lm.device.device_kind,
         "dtype": lm.dtype,
         "num_layers": lm.config.num_layers,
-        "alpha": alpha,
-        "every": every,
-        "keep_last": keep_last,
+        **dataclasses.asdict(asd),
         "similarity": {name: _summary(mean[:, kind]) for kind, name in enumerate(SUBLAYERS)},
         "time_ms": time_ms,
         "live_tokens": live,
@@ -123,19 +121,6 @@ def inspect_model(
             for row, prompt in enumerate(prompts)
         ],
     }
-
-
-def check_mask_options(alpha: float, every: int, keep_last: int) -> None:
-    """Refuses numbers that `admg` has no meaning for.
-
-    Raises:
-      ValueError: α is not in (0, 1], or m or n is negative or more than any model's layers.
-    """
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha is {alpha}; give a cosine above 0 and at most 1 (1 skips none for it)")
-    for name, layers in (("every", every), ("keep_last", keep_last)):
-        if not 0 <= layers <= MAX_LAYERS:
-            raise ValueError(f"{name} is {layers}; give 0 (none) or a number of layers, at most {MAX_LAYERS}")
 
 
 def weights_read(lm: LanguageModel, plan: LayerPlan) -> float:
@@ -161,39 +146,21 @@ def sublayer_ms(lm: LanguageModel, live: int, repeats: int = 15) -> dict[str, fl
       live: tokens in the cache, at least 1.
       repeats: turns.
     """
-    config, depth = lm.config, lm.config.num_layers
+    depth = lm.config.num_layers
     everything = range(depth)
     plans = {
         "attention": LayerPlan.skipping(depth, mlp=everything),
         "mlp": LayerPlan.skipping(depth, attention=everything),
         "neither": LayerPlan.skipping(depth, everything, everything),
     }
-
-    @functools.partial(jax.jit, static_argnames="plan", donate_argnames="cache")
-    def steps(params, cache, count, plan):
-        start = jnp.full(1, live - 1, jnp.int32)
-
-        def step(_, carry):
-            token, cache = carry
-            hidden, cache = llama.run_layers(
-                config, params, llama.embed(params, token), start, cache, plan=plan
-            )
-            # Hangs each step on the one before, for next to nothing: without the head, no true token.
-            return jnp.argmax(hidden, axis=-1).astype(jnp.int32) % config.vocab_size, cache
-
-        return jax.lax.fori_loop(0, count, step, (jnp.zeros((1, 1), jnp.int32), cache))
-
-    # Put in place at once: what a call returns must look like what the first one took.
-    caches = {name: jax.device_put(_cache(lm, bucket(live)), lm.device) for name in plans}
-
-    def run(name: str, count: int) -> None:
-        token, caches[name] = steps(lm.params, caches[name], jnp.int32(count), plan=plans[name])
-        jax.block_until_ready(token)
-
-    count = _steps_per_timing(functools.partial(run, "attention"))
-    for name in plans:
-        run(name, 1)
-    taken = interleaved({name: functools.partial(run, name, count) for name in plans}, repeats)
+    steps = {
+        name: SubmodelSteps(lm, plan, head=False, live=live, capacity=bucket(live))
+        for name, plan in plans.items()
+    }
+    count = _steps_per_timing(steps["attention"])
+    for run in steps.values():
+        run(1)
+    taken = interleaved({name: functools.partial(run, count) for name, run in steps.items()}, repeats)
 
     def per_sublayer(name: str) -> float:
         differences = (some - none for some, none in zip(taken[name], taken["neither"], strict=True))
@@ -206,7 +173,7 @@ def _steps_per_timing(run: Callable[[int], None]) -> int:
     """How many steps `run` must take for its time to mean something; the fastest of a few tries counts."""
     count = 1
     run(count)
-    while count < _MOST_STEPS and min(interleaved({"": functools.partial(run, count)}, 3)[""]) < _TIMING_MS:
+    while count < _MAX_STEPS and min(interleaved({"": functools.partial(run, count)}, 3)[""]) < _TIMING_MS:
         count *= 2
     return count
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench.speed import acceptance, tokens_per_second
+from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
+from jaxspec.bench.timing import Run, measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter
-from jaxspec.tuning.agreement import Calibration, agreement
-from jaxspec.tuning.cost import Costs, predicted_speedup
+from jaxspec.tuning.agreement import AgreementTexts, agreement
+from jaxspec.tuning.costs import Costs, predicted_speedup
 
 _agreement = jax.jit(agreement, static_argnames="config")
 
@@ -29,7 +29,7 @@ class Agreement:
       by_speedup: score by the predicted speed-up, for masks of different cost; else by the agreement alone.
     """
 
-    def __init__(self, lm: LanguageModel, texts: Calibration, costs: Costs, by_speedup: bool) -> None:
+    def __init__(self, lm: LanguageModel, texts: AgreementTexts, costs: Costs, by_speedup: bool) -> None:
         self._lm, self._texts, self._costs, self._by_speedup = lm, texts, costs, by_speedup
         self(LayerPlan.skipping(lm.config.num_layers))  # compiles
 
@@ -52,10 +52,8 @@ Method = Drafter | tuple[Drafter, Any]
 
 
 class Speed:
-    """Measures the speed of drafters beside plain decoding; one set of executables serves all of one structure.
-
-    It counts as `benchmarks.suite` does: texts end where the model ends them, and a speed-up is the ratio of all
-    tokens ÷ all time.
+    """Measures the speed of drafters beside plain decoding, see `bench.speed`; one set of executables serves all of
+    one structure. Texts end where the model ends them.
 
     Args:
       lm: the model.
@@ -67,37 +65,37 @@ class Speed:
     def __init__(
         self, lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, drafter: Method
     ) -> None:
-        self._prompts = prompts
-        self._turns = 0
+        self._lm, self._prompts, self._turns = lm, prompts, 0
         self._generate = functools.partial(lm.generate, max_new_tokens=max_new_tokens, temperature=0.0)
-        self(drafter)
-        lm.executables.wait()
+        warm_up([lm], self._runs(drafter), prompts)
+
+    def _runs(self, drafter: Method) -> dict[str, Run]:
+        return {
+            "drafted": lambda prompt, turn: self._generate(prompt, method=drafter),
+            "plain": lambda prompt, turn: self._generate(prompt),
+        }
 
     def __call__(self, drafter: Method) -> dict[str, Any]:
         """One turn over all prompts.
 
         Returns:
-          `score` (the speed-up over plain decoding, each prompt of which ran just before or after),
-          `tokens_per_second`, `plain_tokens_per_second`, and `draft_acceptance_rate`, null where nothing was
-          drafted.
+          `score` (the speed-up over plain decoding), `tokens_per_second`, `plain_tokens_per_second`, and
+          `draft_acceptance_rate`, null where nothing was drafted.
 
         Raises:
           ValueError: every text ends with its first token, so that there is no speed.
         """
-        mine: list[Result] = []
-        plain: list[Result] = []
-        for prompt in self._prompts:
-            # There and back, so that both see the same noise.
-            turn: list[tuple[list[Result], dict[str, Any]]] = [(mine, {"method": drafter}), (plain, {})]
-            for results, method in turn if self._turns % 2 == 0 else reversed(turn):
-                results.append(self._generate(prompt, **method))
-            self._turns += 1
-        speed, plain_speed = tokens_per_second(mine), tokens_per_second(plain)
-        if speed is None or plain_speed is None:
+        runs = self._runs(drafter)
+        measured = measure_runs([self._lm], runs, self._prompts, 1, first_turn=self._turns, warm=True)
+        by_prompt = list(measured)
+        self._turns += 1
+        mine, plain = ([taken[name] for taken in by_prompt] for name in runs)
+        score, _ = speed_ratio(mine, plain)
+        if score is None:
             raise ValueError("every text ends with its first token; give other prompts")
         return {
-            "score": speed / plain_speed,
-            "tokens_per_second": speed,
-            "plain_tokens_per_second": plain_speed,
+            "score": score,
+            "tokens_per_second": tokens_per_second(mine),
+            "plain_tokens_per_second": tokens_per_second(plain),
             "draft_acceptance_rate": acceptance(mine)["draft_acceptance_rate"],
         }

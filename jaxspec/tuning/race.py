@@ -9,18 +9,20 @@ from typing import Any, Generic, TypeVar
 Candidate = TypeVar("Candidate", bound=Hashable)
 # What one turn measured of a candidate, by name; `score` ranks.
 Turn = dict[str, Any]
+# Called with how many turns are done, of how many, and the best line so far.
+OnMeasured = Callable[[int, int, dict[str, Any]], None]
 # Candidates that are measured again once all have been measured once.
 FINALISTS = 6
 
 
 class Race(Generic[Candidate]):
-    """A sweep in two heats. Interrupted (Ctrl-C), it ends with what was measured.
+    """A sweep in two heats; interrupted (Ctrl-C), it ends with what was measured.
 
     Args:
       measure: takes a turn of a candidate.
       repeats: turns of the second heat.
       row: a candidate and its turns → its line in the report.
-      on_measured: told how many turns are done, of how many, and the best line so far.
+      on_measured: called after each turn, see `OnMeasured`.
 
     Attributes:
       interrupted: whether it was.
@@ -31,11 +33,11 @@ class Race(Generic[Candidate]):
         measure: Callable[[Candidate], Turn],
         repeats: int,
         row: Callable[[Candidate, Sequence[Turn]], dict[str, Any]],
-        on_measured: Callable[[int, int, dict[str, Any]], None],
+        on_measured: OnMeasured,
     ) -> None:
-        self._measure, self._repeats, self._row, self._told = measure, repeats, row, on_measured
+        self._measure, self._repeats, self._row, self._on_measured = measure, repeats, row, on_measured
         self._once: dict[Candidate, list[Turn]] = {}
-        self._anew: dict[Candidate, list[Turn]] = {}
+        self._again: dict[Candidate, list[Turn]] = {}
         self._total = 0
         self.interrupted = False
 
@@ -58,7 +60,7 @@ class Race(Generic[Candidate]):
             self._total = len(candidates) + self._repeats * len(finalists)
             for turn in range(self._repeats):
                 for candidate in finalists if turn % 2 == 0 else reversed(finalists):
-                    self._turn(candidate, self._anew)
+                    self._turn(candidate, self._again)
         except KeyboardInterrupt:
             self.interrupted = True
             if not self._once:
@@ -66,19 +68,19 @@ class Race(Generic[Candidate]):
 
     def turns(self, candidate: Candidate) -> list[Turn]:
         """What counts of a candidate: its second heat, else its first; [] if it was not measured."""
-        return self._anew.get(candidate) or self._once.get(candidate) or []
+        return self._again.get(candidate) or self._once.get(candidate) or []
 
     def results(self) -> list[dict[str, Any]]:
         """Lines of the report, the best first; those of the second heat stand before the others."""
-        single = {one: turns for one, turns in self._once.items() if one not in self._anew}
-        return self._ranked(self._anew) + self._ranked(single)
+        single = {one: turns for one, turns in self._once.items() if one not in self._again}
+        return self._ranked(self._again) + self._ranked(single)
 
     def _turn(self, candidate: Candidate, heat: dict[Candidate, list[Turn]]) -> None:
         taken = self._measure(candidate)
         heat.setdefault(candidate, []).append(taken)
-        done = sum(map(len, (*self._once.values(), *self._anew.values())))
+        done = sum(map(len, (*self._once.values(), *self._again.values())))
         # Single turns do not compare with medians of many.
-        self._told(done, self._total, self._ranked(self._anew or self._once)[0])
+        self._on_measured(done, self._total, self._ranked(self._again or self._once)[0])
 
     def _ranked(self, heat: dict[Candidate, list[Turn]]) -> list[dict[str, Any]]:
         return sorted((self._row(*entry) for entry in heat.items()), key=lambda row: -row["score"])

@@ -1,4 +1,4 @@
-"""Searches for the mask of Draft & Verify; `masks`, `proposals`, `agreement` and `cost` are what is pure of it."""
+"""Searches for the mask of Draft & Verify, and writes down what was tried."""
 
 from __future__ import annotations
 
@@ -8,67 +8,26 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
-from jaxspec.tuning.calibration import Report, calibrate, continuations, measure_costs
-from jaxspec.tuning.cost import Costs
+from jaxspec.tuning.costs import Costs, measure_costs
 from jaxspec.tuning.masks import MaskSpace
 from jaxspec.tuning.objectives import Agreement, Speed
+from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import Proposer, propose_bayesian, propose_random
+from jaxspec.tuning.texts import continuations, prepare_texts
 from jaxspec.tuning.trial_log import TrialLog
 
-Objective = Literal["agreement", "speed"]
-OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
-# Tokens generated a prompt: a pass is cheap, and the paper's for speed.
-_TOKENS: dict[Objective, int] = {"agreement": 96, "speed": 32}
 _PROPOSERS: dict[str, Proposer] = {
     "bayesian": propose_bayesian,
     "random": propose_random,
     # Of all masks, where there are no more of them than trials.
     "exhaustive": propose_random,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchOptions:
-    """What is searched for, and how.
-
-    Attributes:
-      objective: `agreement`, of one parallel pass over the model's own text, weighed against the draft's cost
-        by `predicted_speedup` unless a skip ratio fixes that; or `speed`, the measured speed-up over plain
-        decoding in turns with it, see `objectives.Speed`.
-      skip_ratio, keep_first_last: see `MaskSpace`.
-      trials: masks that a search tries, no two the same.
-      random: search at random only.
-      compare_random: search at random as well, as many masks; None for where it costs seconds (agreement).
-      max_new_tokens: of each prompt's text; None for 96, with speed the paper's 32.
-      seed: of the proposals.
-    """
-
-    objective: Objective = "agreement"
-    skip_ratio: float | None = None
-    keep_first_last: bool = True
-    trials: int = 200
-    random: bool = False
-    compare_random: bool | None = None
-    max_new_tokens: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
-        if self.trials < 1:
-            raise ValueError(f"trials is {self.trials}; give at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens generated a prompt."""
-        return self.max_new_tokens if self.max_new_tokens is not None else _TOKENS[self.objective]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +83,7 @@ class Search:
 
 
 class Watcher(Protocol):
-    """Told of every trial: the kind of search, how many it has tried, of how many, and the best so far."""
+    """Called after every trial: the kind of search, how many it has tried, of how many, and the best so far."""
 
     def __call__(self, kind: str, done: int, budget: int, best: Trial) -> None: ...
 
@@ -136,7 +95,7 @@ def search(
     log: Path,
     *,
     resume: bool = True,
-    on_progress: Report = lambda what: None,
+    on_progress: OnProgress = lambda what: None,
     on_trial: Watcher = lambda kind, done, budget, best: None,
 ) -> Search:
     """Tries masks until the budget is used, or until interrupted (Ctrl-C), which ends it early.
@@ -150,7 +109,8 @@ def search(
       options: what is searched for.
       log: the file of trials.
       resume: whether to continue the log; else it starts empty.
-      on_progress, on_trial: told what is being done.
+      on_progress: called with what is being done.
+      on_trial: called after each trial.
 
     Raises:
       ValueError: the log belongs to another search, or the options do not suit the model.
@@ -199,7 +159,8 @@ def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
         return ("exhaustive",)
     if options.random:
         return ("random",)
-    compare = options.objective == "agreement" if options.compare_random is None else options.compare_random
+    # Agreement costs seconds.
+    compare = options.objective == "agreement" or options.compare_random
     return ("bayesian", "random") if compare else ("bayesian",)
 
 
@@ -232,11 +193,11 @@ class _Record:
         self._by_plan = {trial.plan: trial for _, trial in self._read}
 
     def trials(self, kind: str) -> list[Trial]:
-        """Of one kind of search, in order."""
+        """The trials of one kind of search, in order."""
         return [trial for entry, trial in self._read if entry["search"] == kind]
 
     def seconds(self, kind: str) -> float:
-        """That they took."""
+        """How long the trials of one kind of search took in all."""
         return sum(1e-3 * entry["elapsed_ms"] for entry, _ in self._read if entry["search"] == kind)
 
     def known(self, plan: LayerPlan) -> Trial | None:
@@ -245,7 +206,7 @@ class _Record:
 
     @property
     def costs(self) -> Costs | None:
-        """As measured when the search began: all its trials are weighed by the same."""
+        """The costs as measured when the search began, which weigh all its trials; None if none are written down."""
         for entry in self._log.entries:
             if "costs" in entry:
                 given = entry["costs"]
@@ -253,7 +214,7 @@ class _Record:
         return None
 
     def add_costs(self, costs: Costs) -> None:
-        """Writes them down."""
+        """Writes the costs down."""
         self._log.add({"costs": dataclasses.asdict(costs)})
 
     def add(self, kind: str, trial: Trial, elapsed_ms: float, new: bool) -> None:
@@ -281,7 +242,7 @@ def _evaluator(
     prompts: Sequence[Sequence[int]],
     options: SearchOptions,
     record: _Record,
-    on_progress: Report,
+    on_progress: OnProgress,
 ) -> Callable[[LayerPlan], dict[str, Any]]:
     if options.objective == "speed":
         on_progress("compiling")
@@ -289,7 +250,7 @@ def _evaluator(
         speed = Speed(lm, prompts, options.tokens, plain)
         return lambda plan: speed(DraftVerify(lm.config, plan.traced()))
     on_progress("generating the model's own text")
-    texts, _ = calibrate(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
+    texts, _ = prepare_texts(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
     costs = record.costs
     if costs is None:
         costs = measure_costs(lm, on_progress=on_progress)
@@ -303,7 +264,7 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
 
     Returns:
       `model`, `device`, `dtype`, the options, `num_masks` (how many there are), `budget`, `interrupted`,
-      `costs` (see `tuning.cost.Costs`, null for measured speed); `searches`, each with `search` (bayesian,
+      `costs` (see `costs.Costs`, null for measured speed); `searches`, each with `search` (bayesian,
       random, exhaustive), `trials`, `seconds`, `best_trial` (how many were tried when the best was found), and of
       that `skip_attention`, `skip_mlp`, `score` and what it follows from; `best`, the best of them.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io.files import parse_json, write_atomic
+from jaxspec.io.messages import shown
 
 FORMAT = "jaxspec.search/1"
 
@@ -67,7 +68,7 @@ class TrialLog:
             if found.get(name) != header.get(name):
                 raise ValueError(
                     f"{self.path} belongs to another search: its {name.replace('_', ' ')} is "
-                    f"{_shown(found.get(name))}, now {_shown(header.get(name))}; give the same, "
+                    f"{_value(found.get(name))}, now {_value(header.get(name))}; give the same, "
                     "add resume=False to begin again, or give another `output`"
                 )
 
@@ -76,8 +77,8 @@ def _names(*headers: dict[str, Any]) -> Iterable[str]:
     return dict.fromkeys(name for header in headers for name in header)
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is None else str(value)
+def _value(value: Any) -> str:
+    return "not set" if value is None else shown(value)
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -1,0 +1,216 @@
+"""A few steps in a compiled loop, to be timed: rounds of the real loop, drafts under a mask, parts of a model.
+
+All begin at the same live length in each call, so that calls differ in noise alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec import decoding
+from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.session import prefill_piece
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
+from jaxspec.sampling import Greedy, Law
+from jaxspec.stopping import Constant
+
+# Tokens in the cache while steps are timed, steps in one timing, and positions that the cache holds.
+LIVE, ROUNDS, CAPACITY = 32, 8, 128
+# Tokens of the prompt whose prefill is timed.
+PREFILL = 256
+
+
+class Loop:
+    """A compiled function that is called again and again on what it gave back, such as a donated cache.
+
+    Args:
+      run: (state, *arguments) → what to wait for, and the next state.
+      state: of the first call.
+
+    Attributes:
+      rounds: steps in one call.
+    """
+
+    rounds = ROUNDS
+
+    def __init__(self, run: Callable[..., tuple[Any, Any]], state: Any) -> None:
+        self._run, self._state = run, state
+
+    def __call__(self, *arguments: Any) -> None:
+        """Runs once; returns when the device is done."""
+        done, self._state = self._run(self._state, *arguments)
+        jax.block_until_ready(done)
+
+
+@struct.dataclass
+class WrongDrafts(StatelessDrafter):
+    """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
+
+    Attributes:
+      num_draft_tokens: K.
+    """
+
+    num_draft_tokens: int = struct.field(pytree_node=False)
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """Always all rows."""
+        return (self.num_draft_tokens + 1,)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+    ) -> tuple[Proposal, State, KVCache]:
+        """Tokens that follow from the row's length alone."""
+        vocab_size = params.target["embed"].shape[0]
+        step = jnp.arange(1, self.num_draft_tokens + 1)[None]
+        tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
+        count = jnp.full_like(view.length, self.num_draft_tokens)
+        return Proposal(tokens.astype(jnp.int32), count), state, view.cache
+
+
+class Steps(Loop):
+    """A few rounds of the real decoding loop.
+
+    Args:
+      lm: the model.
+      params: its parameters.
+      drafter: decides how many rows a round has.
+      capacity: of the cache.
+
+    Attributes:
+      prefill: feeds a prompt of `PREFILL` tokens; returns before the device is done.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, params: Weights, drafter: Drafter, capacity: int = CAPACITY
+    ) -> None:
+        parts = decoding.Parts(drafter, GreedyAcceptor(), Greedy())
+        halt = jnp.zeros(1, bool)
+
+        @functools.partial(jax.jit, static_argnames="piece")
+        def start(params, request, piece):
+            return decoding.prefill(lm.config, params, parts, request, piece=piece)
+
+        @functools.partial(jax.jit, donate_argnames="state")
+        def rounds(params, state):
+            state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
+            state, emitted = decoding.chunk(
+                lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity
+            )
+            return emitted, state
+
+        piece = prefill_piece(PREFILL, lm.device.platform)
+        self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), piece=piece)
+        state, _ = start(params, _request(lm, LIVE, capacity), piece=LIVE)
+        super().__init__(functools.partial(rounds, params), state)
+
+
+class DraftSteps(Loop):
+    """One draft of `rounds` tokens by the model itself under a traced mask, without its verification.
+
+    A call takes the mask, bool[L, 2] (`LayerPlan.traced`); one executable serves every mask.
+
+    Args:
+      lm: the model.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        weights, num_layers = Weights(lm.params), lm.config.num_layers
+
+        def drafter(plan: jax.Array | LayerPlan) -> DraftVerify:
+            return DraftVerify(lm.config, plan, rule=Constant(), num_draft_tokens=ROUNDS)
+
+        parts = decoding.Parts(drafter(LayerPlan.skipping(num_layers)), GreedyAcceptor(), Greedy())
+
+        @jax.jit
+        def start(params, request):
+            return decoding.prefill(lm.config, params, parts, request, piece=LIVE)
+
+        @functools.partial(jax.jit, donate_argnames="cache")
+        def draft(params, tokens, length, keys, remembered, cache, plan):
+            view = View(tokens, length, cache, jnp.full_like(length, CAPACITY))
+            proposal, _, cache = drafter(plan).propose(keys, params, remembered, view, Greedy())
+            return proposal.tokens, cache
+
+        state, _ = start(weights, _request(lm, LIVE, CAPACITY))
+        run = functools.partial(draft, weights, state.tokens, state.length, state.keys, state.drafter_state)
+        super().__init__(run, state.cache)
+
+
+class SubmodelSteps(Loop):
+    """A few steps of a part of a model, each fed what the one before gave: no method, nothing to decide.
+
+    A call takes how many steps to run, `rounds` of them by default; no number compiles again.
+
+    Args:
+      lm: the model.
+      plan: the sublayers that run.
+      num_rows: tokens that a step feeds.
+      head: whether the final norm and the head run; without them only the layers do.
+      live: tokens in the cache, those that the step feeds included.
+      capacity: of the cache.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        plan: LayerPlan,
+        num_rows: int = 1,
+        head: bool = True,
+        live: int = LIVE + 1,
+        capacity: int = 256,
+    ) -> None:
+        cache = kv.create(lm.config, 1, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
+        fed = jnp.arange(3, 3 + num_rows, dtype=jnp.int32)[None] % lm.config.vocab_size
+        start = jnp.full(1, live - num_rows, jnp.int32)
+        run = functools.partial(_submodel_steps, lm.config, plan, head, lm.params, fed, start)
+        # Put in place at once: what a call returns must look like what the first one took.
+        super().__init__(run, jax.device_put(cache, lm.device))
+
+    def __call__(self, count: int = ROUNDS) -> None:
+        """Runs `count` steps; returns when the device is done."""
+        super().__call__(jnp.int32(count))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+def _submodel_steps(
+    config: LlamaConfig,
+    plan: LayerPlan,
+    head: bool,
+    params: llama.Params,
+    fed: jax.Array,
+    start: jax.Array,
+    cache: KVCache,
+    count: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    def step(_, carry):
+        token, cache = carry
+        hidden, cache = llama.run_layers(config, params, llama.embed(params, token), start, cache, plan=plan)
+        # Without the head no true token, but for next to nothing something that hangs on the step.
+        read = llama.logits(config, params, hidden) if head else hidden
+        return jnp.argmax(read, axis=-1).astype(jnp.int32) % config.vocab_size, cache
+
+    return jax.lax.fori_loop(0, count, step, (fed, cache))
+
+
+def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:
+    """One row of `live` made-up tokens that nothing ends."""
+    prompt = 3 + jnp.arange(capacity, dtype=jnp.int32)[None] % (lm.config.vocab_size - 3)
+    one = jnp.ones(1, jnp.int32)
+    nothing = -jnp.ones((1, 1), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 1)
+    return decoding.Request(prompt, live * one, 10**6 * one, nothing, keys)

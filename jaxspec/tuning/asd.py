@@ -1,0 +1,222 @@
+"""Which settings (α, m, n) of ASD are worth measuring on given prompts, and which of them is fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench.timing import OnProgress
+from jaxspec.drafting.asd import ASD, admg
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.asd_numbers import ASDNumbers
+from jaxspec.tuning.objectives import Speed
+from jaxspec.tuning.options import ASDGrid, Sweep
+from jaxspec.tuning.race import OnMeasured, Race, Turn, medians
+from jaxspec.tuning.texts import prepare_texts
+
+# (m, n) of the paper, Table 2, and off.
+EVERYS, KEEP_LASTS = (0, 2, 3, 4, 5), (0, 1, 2, 3)
+_QUANTILES = (0.2, 0.4, 0.6, 0.8)
+# Settings with all rules on, from the fastest down, among which the ablation looks for one where each matters.
+_BASES = 12
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Settings that give the same masks on all prompts, so that one measurement serves all of them.
+
+    Attributes:
+      settings: the first stands for all: it has the fewest rules on, and of such the most cautious numbers.
+      plans: bool[P, L, 2], the mask of each prompt, True for what runs.
+    """
+
+    settings: tuple[ASDNumbers, ...]
+    plans: np.ndarray
+
+    @property
+    def skipped(self) -> tuple[float, float]:
+        """Attention and MLP sublayers skipped, means over the prompts."""
+        attention, mlp = (~self.plans).sum(axis=1).mean(axis=0)
+        return float(attention), float(mlp)
+
+
+def default_alphas(similarities: np.ndarray) -> tuple[float, ...]:
+    """Quantiles of the attention sublayers' similarities float[P, L], the paper's α, and 1 (off), rising.
+
+    Each is rounded down to three digits, so that its sublayer is among those that go.
+    """
+    quantiles = np.floor(1e3 * np.quantile(similarities, _QUANTILES)) / 1e3
+    return tuple(sorted({*(float(q) for q in quantiles if 0 < q < 1), ASDNumbers().alpha, 1.0}))
+
+
+def grid(alphas: Sequence[float], everys: Sequence[int], keep_lasts: Sequence[int]) -> list[ASDNumbers]:
+    """Every combination.
+
+    Raises:
+      ValueError: a number is outside its range.
+    """
+    for name, values in (("alpha", alphas), ("every", everys), ("keep_last", keep_lasts)):
+        for value in values:
+            try:
+                ASDNumbers(**{name: value})  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"`{name}s` has {value}; {str(error).partition('; ')[2]}") from None
+    return [ASDNumbers(*numbers) for numbers in itertools.product(alphas, everys, keep_lasts)]
+
+
+def grouped(similarities: jax.Array | np.ndarray, settings: Sequence[ASDNumbers]) -> list[Group]:
+    """The settings by the masks that they give.
+
+    Left out are settings under which some prompt's draft would skip every sublayer, or all prompts' none.
+
+    Args:
+      similarities: float32[P, L], C of each prompt and attention sublayer.
+      settings: to be grouped.
+    """
+    settings = sorted(settings, key=lambda s: (s.rules, -s.alpha, -s.keep_last, -s.every))
+    found: dict[bytes, list[ASDNumbers]] = {}
+    masks: dict[bytes, np.ndarray] = {}
+    for setting, plans in zip(settings, masks_of(similarities, settings), strict=True):
+        if plans.any(axis=(1, 2)).all() and not plans.all():
+            found.setdefault(plans.tobytes(), []).append(setting)
+            masks[plans.tobytes()] = plans
+    return [Group(tuple(same), masks[key]) for key, same in found.items()]
+
+
+def masks_of(similarities: jax.Array | np.ndarray, settings: Sequence[ASDNumbers]) -> np.ndarray:
+    """The masks of each setting and prompt, bool[S, P, L, 2]."""
+    alpha, every, keep_last = zip(*map(dataclasses.astuple, settings), strict=True)
+
+    def column(values: Sequence[float], dtype) -> jax.Array:
+        return jnp.asarray(values, dtype)[:, None, None]
+
+    numbers = column(alpha, jnp.float32), column(every, jnp.int32), column(keep_last, jnp.int32)
+    return np.asarray(admg(jnp.asarray(similarities), *numbers))
+
+
+def ablation(setting: ASDNumbers) -> dict[str, ASDNumbers]:
+    """The rows of the paper's ablation (Table 5) for a setting with all rules on, by name."""
+    return {
+        "all rules": setting,
+        "cosine and rule 2": dataclasses.replace(setting, every=0),
+        "cosine alone": dataclasses.replace(setting, every=0, keep_last=0),
+        "rules 1 and 2": dataclasses.replace(setting, alpha=1.0),
+    }
+
+
+def tune_asd(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    tried: ASDGrid | None = None,
+    sweep: Sweep | None = None,
+    *,
+    on_progress: OnProgress = lambda what: None,
+    on_measured: OnMeasured = lambda done, total, best: None,
+) -> dict[str, Any]:
+    """Sweeps (α, m, n) and measures tokens/s beside plain decoding, in turns.
+
+    Settings that give the same masks on every prompt are measured once; all once, then the fastest of them
+    and the rows of the paper's ablation again, in turns, which is what counts. Interrupted (Ctrl-C), it ends
+    with what was measured.
+
+    Args:
+      lm: the model.
+      prompts: token ids.
+      tried: the settings that are tried; by default those of `ASDGrid`.
+      sweep: how they are measured.
+      on_progress: called with what is being done.
+      on_measured: called with how many measurements are done, of how many, and the best row so far.
+
+    Returns:
+      `results`, the best first: `alpha`, `every`, `keep_last`, `same_masks` (how many settings of the grid
+      these masks stand for), `skipped_attention`, `skipped_mlp` (means over the prompts), `turns`, `score`
+      (the speed-up, its median over the turns), `tokens_per_second`, `plain_tokens_per_second`,
+      `draft_acceptance_rate`; `ablation`, rows of the same with `rules`, of a fast setting in which each
+      of them counts; `similarities` (`min`, `mean`, `max`), `settings`, `distinct`, `interrupted`.
+
+    Raises:
+      ValueError: a number outside its range, or no setting of the grid skips anything.
+      KeyboardInterrupt: interrupted before the first measurement.
+    """
+    tried, sweep = tried or ASDGrid(), sweep or Sweep()
+    on_progress("reading the prompts")
+    # What the prompts are followed by does not matter here.
+    _, gathered = prepare_texts(lm, prompts, [[0, 0]] * len(prompts))
+    similarities = np.asarray(gathered)[:, :, 0]
+    settings = grid(
+        tried.alphas or default_alphas(similarities), tried.everys or EVERYS, tried.keep_lasts or KEEP_LASTS
+    )
+    found = grouped(similarities, settings)
+    if not found:
+        raise ValueError(
+            "no setting skips anything on these prompts; give lower `alphas`, or `everys` above 0"
+        )
+    on_progress("compiling")
+    speed = Speed(lm, prompts, sweep.max_new_tokens, _drafter(lm, found[0].settings[0]))
+    rows: dict[str, tuple[ASDNumbers, Group]] = {}
+
+    def also(fastest: list[Group]) -> list[Group]:
+        rows.update(_ablation_rows(fastest, similarities))
+        return [group for _, group in rows.values()]
+
+    race = Race[Group](lambda group: speed(_drafter(lm, group.settings[0])), sweep.repeats, _row, on_measured)
+    race.run(found, also)
+    return {
+        "results": race.results(),
+        "ablation": [
+            {"rules": name, **_row(group, turns), **dataclasses.asdict(setting)}
+            for name, (setting, group) in rows.items()
+            if (turns := race.turns(group))
+        ],
+        "similarities": {
+            "min": float(similarities.min()),
+            "mean": float(similarities.mean()),
+            "max": float(similarities.max()),
+        },
+        "settings": len(settings),
+        "distinct": len(found),
+        "interrupted": race.interrupted,
+    }
+
+
+def _drafter(lm: LanguageModel, setting: ASDNumbers) -> ASD:
+    return ASD(lm.config, jnp.float32(setting.alpha), jnp.int32(setting.every), jnp.int32(setting.keep_last))
+
+
+def _ablation_rows(fastest: Sequence[Group], similarities: np.ndarray) -> dict[str, tuple[ASDNumbers, Group]]:
+    """The ablation of a fast setting with all rules on, by name; rows that skip nothing are left out."""
+    complete = [s for group in fastest for s in group.settings if s.rules == 3]
+    if not complete:
+        return {}
+    by_masks = {group.plans.tobytes(): group for group in fastest}
+
+    def named(base: ASDNumbers) -> dict[str, tuple[ASDNumbers, Group]]:
+        return {
+            name: (setting, by_masks.get(group.plans.tobytes(), group))
+            for name, setting in ablation(base).items()
+            for group in grouped(similarities, [setting])
+        }
+
+    def telling(rows: dict[str, tuple[ASDNumbers, Group]]) -> int:
+        return len({group for _, group in rows.values()})
+
+    # In a shallow model a rule may be on and yet change nothing.
+    every = [named(base) for base in complete[:_BASES]]
+    return max(every, key=telling)
+
+
+def _row(group: Group, turns: Sequence[Turn]) -> dict[str, Any]:
+    attention, mlp = group.skipped
+    return {
+        **dataclasses.asdict(group.settings[0]),
+        "same_masks": len(group.settings),
+        "skipped_attention": attention,
+        "skipped_mlp": mlp,
+        **medians(turns),
+    }

@@ -1,0 +1,130 @@
+"""What a draft is worth: the measured costs of a round's parts, and the speed-up that they and its agreement allow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.bench.steps import DraftSteps, Steps, WrongDrafts
+from jaxspec.bench.timing import OnProgress, interleaved, median_ratio
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Drafter, Weights, rising_widths
+
+# The longest draft that is considered: K of Draft & Verify.
+MAX_DRAFT_LENGTH = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Measured times of a round's parts, all in milliseconds, for one text.
+
+    Attributes:
+      attention_ms, mlp_ms: of one sublayer, when one token is drafted.
+      rest_ms: of the rest of a draft step: embedding, final norm, head, choice of the token.
+      verify_ms: pairs (rows, time) of the rounds that verify this many rows, rising; the first has 1 row and is
+        a step of plain decoding. A round takes the narrowest that holds its draft.
+    """
+
+    attention_ms: float
+    mlp_ms: float
+    rest_ms: float
+    verify_ms: tuple[tuple[int, float], ...]
+
+    def draft_step_ms(self, plan: LayerPlan) -> float:
+        """Time to draft one token with what a plan runs."""
+        attention = plan.num_layers - len(plan.skip_attention)
+        mlp = plan.num_layers - len(plan.skip_mlp)
+        return self.rest_ms + attention * self.attention_ms + mlp * self.mlp_ms
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A speed-up over plain decoding, and the draft length K that gives it."""
+
+    speedup: float
+    num_draft_tokens: int
+
+
+def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:
+    """Expected tokens of a round that drafts K, each right with probability a: (1 − a^(K+1)) ÷ (1 − a).
+
+    Leviathan et al. 2023, equation 1.
+    """
+    return sum(agreement**accepted for accepted in range(num_draft_tokens + 1))
+
+
+def predicted_speedup(
+    agreement: float, plan: LayerPlan, costs: Costs, longest: int = MAX_DRAFT_LENGTH
+) -> Prediction:
+    """The best speed-up over plain decoding of drafts of constant length K = 1 … `longest`.
+
+        tokens_per_round(a, K) · verify(1) ÷ (K · draft step + verify(K + 1))
+
+    with a the agreement rate, the draft step the sum of its sublayers and the rest, and verify(n) the round
+    of n rows. It takes acceptances as independent, so it ranks masks; it does not predict their speeds.
+    """
+    step, plain = costs.draft_step_ms(plan), costs.verify_ms[0][1]
+
+    def speedup(num_draft_tokens: int) -> float:
+        verify = next(ms for rows, ms in costs.verify_ms if rows > num_draft_tokens)
+        return tokens_per_round(agreement, num_draft_tokens) * plain / (num_draft_tokens * step + verify)
+
+    best = max(range(1, longest + 1), key=speedup)
+    return Prediction(speedup(best), best)
+
+
+def measure_costs(
+    lm: LanguageModel, *, repeats: int = 9, on_progress: OnProgress = lambda what: None
+) -> Costs:
+    """Times the parts of a round of one text, in turns with plain decoding; each figure is a median.
+
+    Draft steps run under four masks in one executable (all, no attention, no MLP, neither), from which least
+    squares give the share of a sublayer; rounds are those of the real loop, as in `bench.steps`.
+    """
+    num_layers = lm.config.num_layers
+    every = range(num_layers)
+    plans = {
+        "all": LayerPlan.skipping(num_layers),
+        "no attention": LayerPlan.skipping(num_layers, attention=every),
+        "no mlp": LayerPlan.skipping(num_layers, mlp=every),
+        "neither": LayerPlan.skipping(num_layers, every, every),
+    }
+    widths = rising_widths(MAX_DRAFT_LENGTH)
+
+    def verifying(rows: int) -> Drafter:
+        return WrongDrafts(rows - 1) if rows > 1 else Autoregressive()
+
+    with jax.default_device(lm.device):
+        draft = DraftSteps(lm)
+        timed: dict[str, Callable[[], Any]] = {
+            name: functools.partial(draft, plan.traced()) for name, plan in plans.items()
+        }
+        rounds = {rows: Steps(lm, Weights(lm.params), verifying(rows)) for rows in widths}
+        timed |= {str(rows): steps for rows, steps in rounds.items()}
+        for number, (name, run) in enumerate(timed.items(), 1):
+            what = f"a round of {name} rows" if name.isdigit() else "a draft"
+            on_progress(f"compiling {what}, {number} of {len(timed)}")
+            run()
+        taken = interleaved(
+            timed, repeats, lambda turn: on_progress(f"measuring the costs of a round's parts, {turn}")
+        )
+    plain_ms = statistics.median(taken["1"])
+
+    def typical_ms(name: str, count: int) -> float:
+        """Of one of `count` in a timing; by its ratio to plain decoding in the same turn."""
+        return plain_ms * median_ratio(taken[name], taken["1"]) / count
+
+    ran = [(1, num_layers - len(p.skip_attention), num_layers - len(p.skip_mlp)) for p in plans.values()]
+    step_ms = [typical_ms(name, draft.rounds) for name in plans]
+    fitted, *_ = np.linalg.lstsq(np.array(ran), np.array(step_ms), rcond=None)
+    rest, attention, mlp = (max(float(ms), 0.0) for ms in fitted)
+    verify = tuple((rows, typical_ms(str(rows), rounds[rows].rounds)) for rows in widths)
+    return Costs(attention, mlp, rest, verify)

@@ -1,0 +1,108 @@
+"""What `search` and `tune` take: frozen dataclasses that are the commands' options too, so nothing here imports JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Objective = Literal["agreement", "speed"]
+OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
+# Tokens generated per prompt: a pass is cheap, and the paper's number for speed.
+_TOKENS: dict[Objective, int] = {"agreement": 96, "speed": 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """What is searched for, and how.
+
+    Attributes:
+      objective: agreement compares drafts with text that the model wrote, in one pass, and weighs that against
+        their cost; speed measures tokens per second, which takes much longer.
+      skip_ratio: skip exactly this share of all sublayers. Default: as many as pays.
+      keep_first_last: always run the first and the last layer. Default: yes.
+      trials: how many masks to try, no two the same.
+      random: try masks at random instead.
+      compare_random: with --objective speed, try as many at random beside; agreement always does.
+      max_new_tokens: how many tokens to generate after each prompt. Default 96, with --objective speed 32.
+      seed: of the search.
+
+    Raises:
+      ValueError: an unknown objective, or a number outside its range.
+    """
+
+    objective: Objective = "agreement"
+    skip_ratio: float | None = None
+    keep_first_last: bool = True
+    trials: int = 200
+    random: bool = False
+    compare_random: bool = False
+    max_new_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
+        if self.trials < 1:
+            raise ValueError(f"trials is {self.trials}; give at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated per prompt."""
+        return self.max_new_tokens if self.max_new_tokens is not None else _TOKENS[self.objective]
+
+
+@dataclasses.dataclass(frozen=True)
+class ASDGrid:
+    """The settings of ASD that are tried: every combination of these.
+
+    Attributes:
+      alphas: an alpha to try, 1 for off. Default: quantiles of the similarities found, .985, and off.
+      everys: an every to try, 0 for off. Default: 0, 2, 3, 4, 5.
+      keep_lasts: a keep-last to try, 0 for off. Default: 0, 1, 2, 3.
+    """
+
+    alphas: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--alpha"})
+    everys: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--every"})
+    keep_lasts: tuple[int, ...] = dataclasses.field(default=(), metadata={"option": "--keep-last"})
+
+
+@dataclasses.dataclass(frozen=True)
+class S2DGrid:
+    """The thresholds of S2D that are tried at each exit but the last.
+
+    Attributes:
+      thresholds: a threshold to try: 0 always takes an exit, 1 never. Default: 0, .3, .5, .7, .9, 1.
+
+    Raises:
+      ValueError: a threshold is not from 0 to 1.
+    """
+
+    thresholds: tuple[float, ...] = dataclasses.field(default=(), metadata={"option": "--threshold"})
+
+    def __post_init__(self) -> None:
+        if not all(0 <= value <= 1 for value in self.thresholds):
+            raise ValueError(f"`thresholds` has {self.thresholds}; give numbers from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """How settings are measured.
+
+    Attributes:
+      max_new_tokens: at most this many tokens after each prompt.
+      repeats: how often the fastest are measured again.
+
+    Raises:
+      ValueError: a number outside its range.
+    """
+
+    max_new_tokens: int = 64
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; give at least 2")
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; give at least 1")

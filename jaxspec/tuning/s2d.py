@@ -1,0 +1,121 @@
+"""Which thresholds of S2D are fastest on given prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxspec.bench.timing import OnProgress
+from jaxspec.drafting.s2d import S2D
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.method_files import fingerprint
+from jaxspec.model import llama
+from jaxspec.tuning.objectives import Speed
+from jaxspec.tuning.options import S2DGrid, Sweep
+from jaxspec.tuning.race import OnMeasured, Race, medians
+
+THRESHOLDS = (0.0, 0.3, 0.5, 0.7, 0.9, 1.0)
+# Settings of thresholds beyond which a sweep would take hours.
+MAX_SETTINGS = 200
+
+
+class SortedDraft(NamedTuple):
+    """A draft with sorted exits, whatever thresholds it has.
+
+    Attributes:
+      drafter: the method.
+      params: its parameters; None where the target drafts for itself.
+      fingerprint: of the draft's layers up to its last exit, by which its thresholds are found.
+    """
+
+    drafter: S2D
+    params: Any
+    fingerprint: str
+
+
+def sorted_draft(lm: LanguageModel, draft: str | None = None) -> SortedDraft:
+    """The draft in a directory, or the target as its own draft.
+
+    Raises:
+      ValueError, FileNotFoundError: it has no sorted exits, or what `load` raises.
+    """
+    drafter, params = lm.drafter("s2d", beside=False, draft=draft)
+    assert isinstance(drafter, S2D)
+    last = drafter.exits[-1]
+    read = llama.truncate(lm.params if params is None else params, last)
+    return SortedDraft(drafter, params, fingerprint(drafter.config.truncated(last), read))
+
+
+def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
+    """Thresholds for `exits` exits but the last: every choice that does not rise from exit to exit.
+
+    As in the paper: what is sure enough to leave early would be sure enough later. So nothing is tried twice: an
+    exit that is always taken (0) makes those after it unreachable, and they have 0 too.
+
+    Raises:
+      ValueError: they are too many to be measured.
+    """
+    falling = sorted(set(values), reverse=True)
+    count = math.comb(len(falling) + exits - 2, exits - 1)
+    if count > MAX_SETTINGS:
+        raise ValueError(
+            f"{len(falling)} thresholds at {exits - 1} exits are {count} settings, more than {MAX_SETTINGS}; "
+            "give fewer `thresholds`"
+        )
+    return list(itertools.combinations_with_replacement(falling, exits - 1))
+
+
+def tune_s2d(
+    lm: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    drafter: S2D,
+    draft: Any = None,
+    tried: S2DGrid | None = None,
+    sweep: Sweep | None = None,
+    *,
+    on_progress: OnProgress = lambda what: None,
+    on_measured: OnMeasured = lambda done, total, best: None,
+) -> dict[str, Any]:
+    """Sweeps S2D's thresholds and measures tokens/s beside plain decoding, in turns, as `tune_asd` does.
+
+    Args:
+      lm: the target.
+      prompts: token ids.
+      drafter: the method, with any thresholds.
+      draft: its parameters; None where the target drafts for itself.
+      tried: the thresholds that are tried; by default those of `S2DGrid`.
+      sweep: how they are measured.
+      on_progress: called with what is being done.
+      on_measured: called with how many measurements are done, of how many, and the best row so far.
+
+    Returns:
+      `results`, the best first: `thresholds`, `turns`, `score`, `tokens_per_second`,
+      `plain_tokens_per_second`, `draft_acceptance_rate`; `settings`, `interrupted`.
+
+    Raises:
+      ValueError: the draft has one exit.
+      KeyboardInterrupt: interrupted before the first measurement.
+    """
+    tried, sweep = tried or S2DGrid(), sweep or Sweep()
+    if len(drafter.exits) < 2:
+        raise ValueError(f"the draft has one exit ({drafter.exits[0]} layers); there is nothing to tune")
+
+    def method(thresholds: tuple[float, ...]) -> tuple[S2D, Any]:
+        return dataclasses.replace(drafter, thresholds=jnp.asarray(thresholds, jnp.float32)), draft
+
+    candidates = s2d_grid(tried.thresholds or THRESHOLDS, len(drafter.exits))
+    on_progress("compiling")
+    speed = Speed(lm, prompts, sweep.max_new_tokens, method(candidates[0]))
+    race = Race[tuple[float, ...]](
+        lambda thresholds: speed(method(thresholds)),
+        sweep.repeats,
+        lambda thresholds, turns: {"thresholds": list(thresholds), **medians(turns)},
+        on_measured,
+    )
+    race.run(candidates)
+    return {"results": race.results(), "settings": len(candidates), "interrupted": race.interrupted}
