@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.bench.compare import compare
 from jaxspec.bench.timing import interleaved, median_ratio
-from jaxspec.engine.results import Piece, Result, Statistics
+from jaxspec.engine.results import Piece, Result, Statistics, Token
 from jaxspec.method_options import MethodOptions
 
 
@@ -50,14 +50,14 @@ class Fake:
 
     def _pieces(self, method):
         self.calls.append(f"warm {method}")
-        yield Piece(0, "", [], [], self._result(method).statistics)
+        yield Piece(0, "", [], self._result(method).statistics)
 
     def _result(self, method):
         tokens, drafts = self._tokens[method], 0 if method == "autoregressive" else 4
         decode_ms = 1e3 * (len(tokens) - 1) / next(self._speeds[method])
         rounds = len(tokens) - 1 - drafts // 2
         counts = (len(tokens), rounds, drafts, drafts, drafts // 2, (), 2 * decode_ms, decode_ms, 0.0)
-        return Result("", tokens, "length", Statistics(*counts), [])
+        return Result("", [Token(token) for token in tokens], "length", Statistics(*counts))
 
 
 def test_a_comparison():

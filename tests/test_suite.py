@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.bench import prompts, suite, suite_report
 from jaxspec.bench.suite import Options, measure, parse_run
-from jaxspec.engine.results import Result, Statistics
+from jaxspec.engine.results import Result, Statistics, Token
 from tests.test_cli import write_model, write_tokenizer
 
 KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
@@ -24,7 +24,7 @@ def few_prompts(monkeypatch):
 
 def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0) -> Result:
     counts = (len(tokens), len(tokens) - 1 - accepted, drafts, drafts, accepted, ())
-    return Result("", tokens, "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0), [])
+    return Result("", list(map(Token, tokens)), "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0))
 
 
 class Fake:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.results import Token
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import state_shardings
@@ -63,10 +64,7 @@ class Update:
     Attributes:
       index: which request.
       row: which row of the batch holds it until the next step.
-      tokens: new token ids.
-      drafted: for each, whether it was an accepted draft.
-      proposed: for each, how many draft tokens its round verified.
-      log_probs: for each, under the target's raw law; None if not asked for.
+      tokens: the new tokens.
       done: whether the row has ended.
       broken: whether it did because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
@@ -74,10 +72,7 @@ class Update:
 
     index: int
     row: int
-    tokens: list[int]
-    drafted: list[bool]
-    proposed: list[int]
-    log_probs: list[float] | None
+    tokens: list[Token]
     done: bool
     broken: bool
     stats: decoding.Stats
@@ -349,26 +344,24 @@ class Session:
             held = self._rows[row]
             if held is None:
                 continue
-            count = int(host.count[at])
-            laws = None if host.log_probs is None else host.log_probs[at, :count].tolist()
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
-            done = bool(host.done[at])
-            updates.append(
-                Update(
-                    held[0],
-                    row,
-                    host.tokens[at, :count].tolist(),
-                    host.drafted[at, :count].tolist(),
-                    host.proposed[at, :count].tolist(),
-                    laws,
-                    done,
-                    bool(host.broken[at]),
-                    stats,
-                )
-            )
+            done, broken = bool(host.done[at]), bool(host.broken[at])
+            updates.append(Update(held[0], row, _tokens_of(host, at), done, broken, stats))
             if done:
                 self._end(row)
         return updates
+
+
+def _tokens_of(host: Emitted, row: int) -> list[Token]:
+    """What a row gained, from what a call emitted, on the host."""
+    count = int(host.count[row])
+    drafted = host.drafted[row, :count]
+    # Every round but perhaps a text's last ends with a token that is no draft: the rounds are counted from the last.
+    ends = np.cumsum(~drafted[::-1])[::-1]
+    rounds = host.stats.num_rounds[row] - (ends - ends[-1:])
+    log_probs = [None] * count if host.log_probs is None else host.log_probs[row, :count].tolist()
+    columns = host.tokens[row, :count], drafted, host.proposed[row, :count], rounds
+    return [Token(*one) for one in zip(*(column.tolist() for column in columns), log_probs, strict=True)]
 
 
 def _filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
