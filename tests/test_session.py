@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.engine import language_model
-from jaxspec.engine import session as engine
-from jaxspec.engine.session import RowRequest, Session, bucket
+from jaxspec.engine import buckets, language_model
+from jaxspec.engine.buckets import bucket
+from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.session import Session
 from jaxspec.protocol import Weights
 from tests import tiny
 
@@ -38,7 +39,7 @@ def log_probs(result):
 @pytest.fixture
 def small_buckets(monkeypatch):
     """Batches start in the smallest bucket instead of the one they end in."""
-    monkeypatch.setattr(engine, "START_CAPACITY", engine.MIN_CAPACITY)
+    monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
 
 
 @each_method

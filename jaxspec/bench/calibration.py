@@ -17,8 +17,8 @@ from jaxspec.bench.profile import CAPACITY, LIVE, Steps, WrongDrafts
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.engine.buckets import bucket, prefill_piece
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.session import bucket, prefill_piece
 from jaxspec.io.files import read_text
 from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan

@@ -15,8 +15,8 @@ from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.asd import admg
+from jaxspec.engine.buckets import bucket, prefill_piece
 from jaxspec.engine.language_model import LanguageModel, Prompt
-from jaxspec.engine.session import bucket, prefill_piece
 from jaxspec.methods import MOST_LAYERS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama

@@ -17,9 +17,9 @@ from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.engine.buckets import prefill_piece
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.loading import resolve_placement
-from jaxspec.engine.session import prefill_piece
 from jaxspec.io.memory import check_fits
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache

@@ -60,7 +60,7 @@ class Statistics:
       decode_ms: of that, from its first token to its last.
       compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
       decode_compile_ms: of `decode_ms`, the same.
-      static_plans: looks of the host (of the whole batch) that found a program for the rows' mask, or did not.
+      static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
     """
 
     num_tokens: int

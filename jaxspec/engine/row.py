@@ -1,4 +1,4 @@
-"""One text, gathered from what its row gains at each look of the host."""
+"""One text, gathered from what its row gains at each host poll."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxspec.decoding import Stats
 from jaxspec.engine.executables import VariantCounts
+from jaxspec.engine.requests import RowRequest
 from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
-from jaxspec.engine.session import RowRequest, Update
+from jaxspec.engine.session import Update
 from jaxspec.engine.text import RowText
 
 
