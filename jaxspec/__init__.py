@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxspec import methods
     from jaxspec.engine.language_model import LanguageModel, load
-    from jaxspec.engine.results import Piece, Result, Statistics
+    from jaxspec.engine.results import Piece, Result, Statistics, Token
     from jaxspec.io.embedded import embedded_model
     from jaxspec.methods import METHODS
 
@@ -16,6 +16,7 @@ __all__ = [
     "Piece",
     "Result",
     "Statistics",
+    "Token",
     "embedded_model",
     "load",
     "methods",
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.engine.results": ("Piece", "Result", "Statistics"),
+    "jaxspec.engine.results": ("Piece", "Result", "Statistics", "Token"),
     "jaxspec.io.embedded": ("embedded_model",),
     "jaxspec.methods": ("METHODS",),
 }

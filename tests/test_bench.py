@@ -12,7 +12,7 @@ from jaxspec import methods
 from jaxspec.bench.compare import compare
 from jaxspec.bench.speed import speed_ratio, tokens_per_second
 from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
-from jaxspec.engine.results import Result, Statistics
+from jaxspec.engine.results import Result, Statistics, Token
 
 
 def test_functions_take_turns():
@@ -55,7 +55,7 @@ class Fake:
         decode_ms = 1e3 * (len(tokens) - 1) / next(self._speeds[method])
         rounds = len(tokens) - 1 - drafts // 2
         counts = (len(tokens), rounds, drafts, drafts, drafts // 2, (), 2 * decode_ms, decode_ms, 0.0)
-        return Result("", tokens, "length", Statistics(*counts), [])
+        return Result("", [Token(token) for token in tokens], "length", Statistics(*counts))
 
 
 def test_a_comparison():

@@ -33,7 +33,7 @@ from jaxspec.console import terminal
 from jaxspec.console.errors import in_options, option_names
 from jaxspec.console.parsing import parse
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Piece, Statistics
+from jaxspec.engine.results import Piece, Statistics, Token
 from jaxspec.engine.text import RowText
 from jaxspec.io import embedded, huggingface, orbax
 from jaxspec.io import tokenizer as tokenizers
@@ -200,15 +200,15 @@ def test_a_terminal_shows_accepted_drafts_in_colour(model, monkeypatch, no_colou
 
 
 def canned(lm: LanguageModel, prompt: str, **options):
-    """In the place of `generate`: "a", then " bear", in tokens of one character; " be" were drafts."""
-    first, second = lm.encode("a")[1:], lm.encode(" bear")[1:]
-    drafted = [lm.tokenizer.decode([token]) in " be" for token in second]
+    """Instead of `stream`: "a", then " bear", in tokens of one character; " be" were drafts."""
+    first = [Token(token) for token in lm.encode("a")[1:]]
+    second = [Token(token, lm.tokenizer.decode([token]) in " be") for token in lm.encode(" bear")[1:]]
     statistics = Statistics(1 + len(second), 2, 1, 3, 1, (0, 1), 9.0, 8.0, 0.0)
-    yield Piece(0, "a", first, [False], statistics)
+    yield Piece(0, "a", first, statistics)
     if options["max_new_tokens"] == 1:
         raise KeyboardInterrupt
-    result = jaxspec.Result("a bear", first + second, "eos", statistics, [False, *drafted])
-    yield Piece(0, " bear", second, drafted, statistics, result)
+    result = jaxspec.Result("a bear", first + second, "eos", statistics)
+    yield Piece(0, " bear", second, statistics, result)
 
 
 def test_painted_text_keeps_its_first_space(tmp_path):
@@ -216,8 +216,8 @@ def test_painted_text_keeps_its_first_space(tmp_path):
     loaded = tokenizer("byte_fallback")
     lm = LanguageModel(CONFIG, {}, tokenizer=loaded, name="x", device=jax.devices()[0])
     painter = _Painter(_row_text(lm, "ab", Generate()))
-    tokens = loaded.encode("bear")[1:]
-    assert painter.paint(Piece(0, " bear", tokens, [False] * len(tokens), None, object())) == " bear"
+    tokens = [Token(token) for token in loaded.encode("bear")[1:]]
+    assert painter.paint(Piece(0, " bear", tokens, None, object())) == " bear"
 
 
 def test_painted_text_is_the_text(model):
@@ -232,9 +232,9 @@ def test_painted_text_is_the_text(model):
             size = int(rng.integers(1, 6))
             last = at + size >= len(tokens)
             gained, used, stopped = row.push(tokens[at : at + size], last)
-            drafted = rng.integers(0, 2, used).astype(bool).tolist()
+            records = [Token(token, bool(rng.integers(0, 2))) for token in tokens[at : at + used]]
             result = object() if last or stopped else None
-            shown += painter.paint(Piece(0, gained, tokens[at : at + used], drafted, None, result))
+            shown += painter.paint(Piece(0, gained, records, None, result))
             at += size
         assert ANSI.sub("", shown) == row.text
         assert ANSI.search(shown)

@@ -26,7 +26,7 @@ from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.s2d import S2D
-from jaxspec.engine import session as engine
+from jaxspec.engine import compiled
 from jaxspec.model import llama, numerics
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
@@ -95,7 +95,7 @@ def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 @each_method
 def test_no_cache_is_copied(lm, method, batch):
     """Caches are passed on and updated in place, in the loops and around them."""
-    chunk = calls(lm, method, batch)[engine._chunk]
+    chunk = calls(lm, method, batch)[compiled.chunk]
     used = on_caches(chunk.text(), cache_shapes(chunk))
     assert "dynamic-update-slice" in used
     assert used <= {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
@@ -139,7 +139,7 @@ def all_constants(closed: Any) -> list[Any]:
 @each_method
 def test_the_widths_of_verification(lm, method):
     """One to all of K + 1 rows, where a draft may be short."""
-    call = calls(lm, method, 2)[engine._chunk]
+    call = calls(lm, method, 2)[compiled.chunk]
     text = call.function.trace(*call.args, **call.static).lower().as_text()
     vocabulary = tiny.TARGET.vocab_size
     heads = re.findall(rf"-> tensor<2x(\d+)x{vocabulary}xf32>", text)
@@ -154,7 +154,7 @@ def test_the_widths_of_verification(lm, method):
 def test_every_loop_lowers_for_accelerators(lm, method, platform):
     """On a machine that has none, in bfloat16 as there."""
     used = calls(lm, method, 2)
-    assert {engine._prefill, engine._chunk} <= set(used)
+    assert {compiled.prefill, compiled.chunk} <= set(used)
     for function, call in used.items():
         args = jax.tree.map(as_bfloat16, call.args)
         lowered = export.export(jax.jit(functools.partial(function, **call.static)), platforms=[platform])(

@@ -66,7 +66,7 @@ def test_stop_strings_across_token_borders(lm, plain, method, streams):
             decode = lm.tokenizer.decode
             assert any(stop in decode(row.tokens) for stop in stops)
             assert not any(stop in decode(row.tokens[:-1]) for stop in stops)
-            assert len(row.drafted) == used == row.statistics.num_tokens
+            assert len(row.token_records) == used == row.statistics.num_tokens
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(lm, plain):

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.engine.results import Token
 from jaxspec.engine.row import recount
 
 rounds = st.lists(
@@ -12,18 +13,17 @@ rounds = st.lists(
 
 
 def tokens_of(played):
-    """The flags of the tokens that rounds of (verified, accepted) emit, after the prefill's."""
-    drafted, proposed = [False], [0]
-    for verified, accepted in played:
-        drafted += [True] * accepted + [False]
-        proposed += [verified] * (accepted + 1)
-    return drafted, proposed
+    """The tokens that rounds of (verified, accepted) emit, after the prefill's."""
+    tokens = [Token(0)]
+    for number, (verified, accepted) in enumerate(played, 1):
+        tokens += [Token(0, at < accepted, verified, number) for at in range(accepted + 1)]
+    return tokens
 
 
 @given(rounds)
 def test_whole_rounds_are_counted_as_played(played):
     """Without a cut inside a round, the counts are those of the rounds."""
-    counts = recount(*tokens_of(played))
+    counts = recount(tokens_of(played))
     drafting = [accepted for verified, accepted in played if verified]
     assert counts["num_rounds"] == len(played)
     assert counts["num_drafts"] == len(drafting)
@@ -36,8 +36,7 @@ def test_whole_rounds_are_counted_as_played(played):
 
 def test_a_cut_round_counts_what_is_left_of_it():
     """A stop string inside accepted drafts leaves the drafts after it out of every count."""
-    drafted, proposed = tokens_of([(4, 4)])
-    counts = recount(drafted[:3], proposed[:3])
+    counts = recount(tokens_of([(4, 4)])[:3])
     assert counts == {
         "num_rounds": 1,
         "num_drafts": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.engine import session as engine
-from jaxspec.engine.session import RowRequest, Session, bucket
+from jaxspec.engine import buckets, language_model
+from jaxspec.engine.buckets import bucket
+from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.session import Session
 from jaxspec.protocol import Weights
 from tests import tiny
 
@@ -29,10 +32,14 @@ def stream(lm, prompts, method, **options):
     return lm.stream([list(prompt) for prompt in prompts], **tiny.options(method), **options)
 
 
+def log_probs(result):
+    return [token.log_prob for token in result.token_records]
+
+
 @pytest.fixture
 def small_buckets(monkeypatch):
     """Batches start in the smallest bucket instead of the one they end in."""
-    monkeypatch.setattr(engine, "START_CAPACITY", engine.MIN_CAPACITY)
+    monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
 
 
 @each_method
@@ -70,7 +77,11 @@ def test_statistics(lm, method):
         stats = row.statistics
         assert stats.num_tokens == len(row.tokens) == 18
         assert stats.num_tokens == 1 + stats.num_rounds + stats.num_accepted_tokens
-        assert sum(row.drafted) == stats.num_accepted_tokens <= stats.num_draft_tokens
+        assert (
+            sum(token.drafted for token in row.token_records)
+            == stats.num_accepted_tokens
+            <= stats.num_draft_tokens
+        )
         assert sum(stats.acceptance_histogram) == stats.num_drafts <= stats.num_rounds
         accepted = sum(count * rounds for count, rounds in enumerate(stats.acceptance_histogram))
         assert accepted == stats.num_accepted_tokens
@@ -82,6 +93,27 @@ def test_statistics(lm, method):
             assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
         assert stats.decode_compile_ms <= stats.decode_ms <= stats.elapsed_ms
         assert stats.decode_compile_ms <= stats.compile_ms <= stats.elapsed_ms
+
+
+@each_method
+@pytest.mark.parametrize("polls", [1, 3, 64])
+def test_each_token_knows_its_round(lm, monkeypatch, method, polls):
+    """However often the host looks: a round is accepted drafts and one token more, the last one may be cut."""
+    monkeypatch.setattr(language_model, "QUIET_ROUNDS", polls)
+    for row in generate(lm, PROMPTS, method, max_new_tokens=18):
+        first, *rest = row.token_records
+        assert first[:4] == (row.tokens[0], False, 0, 0)
+        rounds = [list(group) for _, group in itertools.groupby(rest, key=lambda token: token.round)]
+        assert [group[0].round for group in rounds] == list(range(1, row.statistics.num_rounds + 1))
+        for number, group in enumerate(rounds, 1):
+            *drafts, last = (token.drafted for token in group)
+            assert all(drafts)
+            assert not last or number == len(rounds)
+            assert len({token.proposed for token in group}) == 1
+        accepted = [sum(token.drafted for token in group) for group in rounds if group[0].proposed]
+        for size, count in enumerate(row.statistics.acceptance_histogram):
+            assert accepted.count(size) == count
+        assert row.draft_lengths == [group[0].proposed for group in rounds]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -107,7 +139,7 @@ def test_a_single_token(lm):
 def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     found = generate(lm, PROMPTS[:1], method, max_new_tokens=80, ignore_eos=True, logprobs=True)[0]
     assert found.tokens == tiny.greedy(PROMPTS[0], 80)
-    np.testing.assert_allclose(found.log_probs, tiny.log_probs(PROMPTS[0], found.tokens), atol=2e-4)
+    np.testing.assert_allclose(log_probs(found), tiny.log_probs(PROMPTS[0], found.tokens), atol=2e-4)
     assert found.statistics.num_tokens == 80
 
 
@@ -154,7 +186,7 @@ def test_prompt_and_budget_may_fill_the_context():
 def test_log_probs_are_the_targets(lm, method):
     budget = 10
     row = generate(lm, PROMPTS[:1], method, max_new_tokens=budget, ignore_eos=True, logprobs=True)[0]
-    np.testing.assert_allclose(row.log_probs, tiny.log_probs(PROMPTS[0], row.tokens), atol=1e-4)
+    np.testing.assert_allclose(log_probs(row), tiny.log_probs(PROMPTS[0], row.tokens), atol=1e-4)
 
 
 # Randomness
@@ -169,7 +201,7 @@ def session_of(lm, requests, **options) -> dict[int, list[int]]:
     texts: dict[int, list[int]] = {request.stream: [] for request in requests}
     while not session.done:
         for update in session.step(3):
-            texts[requests[update.index].stream] += update.tokens
+            texts[requests[update.index].stream] += [token.id for token in update.tokens]
     return texts
 
 

@@ -15,7 +15,7 @@ from jaxspec.cli.options import ModelOptions, SamplingOptions
 from jaxspec.console import terminal
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result, Statistics
+from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.tuning import objectives
 from jaxspec.tuning.texts import read_prompts
 from tests import tiny
@@ -34,7 +34,7 @@ def deep() -> LanguageModel:
 def result(num_tokens: int, ms: float) -> Result:
     """A text of so many tokens in so many milliseconds after the first."""
     statistics = Statistics(num_tokens, 1, 0, 0, 0, (), ms, ms, 0.0)
-    return Result(None, [1] * num_tokens, "length", statistics, [False] * num_tokens)
+    return Result(None, [Token(1)] * num_tokens, "length", statistics)
 
 
 # What tuning counts by

@@ -13,7 +13,7 @@ from benchmarks.suite import Options, measure, parse_run
 from jaxspec import methods
 from jaxspec.bench import prompts
 from jaxspec.cli.options import SamplingOptions
-from jaxspec.engine.results import Result, Statistics
+from jaxspec.engine.results import Result, Statistics, Token
 from tests.test_cli import write_model, write_tokenizer
 
 KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
@@ -26,7 +26,7 @@ def few_prompts(monkeypatch):
 
 def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0) -> Result:
     counts = (len(tokens), len(tokens) - 1 - accepted, drafts, drafts, accepted, ())
-    return Result("", tokens, "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0), [])
+    return Result("", list(map(Token, tokens)), "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0))
 
 
 class Fake:

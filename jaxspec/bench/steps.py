@@ -17,8 +17,8 @@ from flax import struct
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.engine.buckets import prefill_piece
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.session import prefill_piece
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache

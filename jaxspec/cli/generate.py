@@ -148,10 +148,10 @@ class _Painter:
         """The text of a piece. What a token completes has the colour of that token."""
         ended = piece.result is not None
         spans = []
-        for at, (token, drafted) in enumerate(zip(piece.tokens, piece.drafted, strict=True)):
-            gained, _, _ = self._row.push([token], ended and at == len(piece.tokens) - 1)
-            spans.append(painted(gained, ACCEPTED) if drafted else gained)
-        if ended and not piece.tokens:
+        for at, token in enumerate(piece.token_records, 1):
+            gained, _, _ = self._row.push([token.id], ended and at == len(piece.token_records))
+            spans.append(painted(gained, ACCEPTED) if token.drafted else gained)
+        if ended and not piece.token_records:
             spans.append(self._row.push([], True)[0])
         return "".join(spans)
 

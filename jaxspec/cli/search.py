@@ -42,7 +42,7 @@ class Search:
 
     def run(self) -> int:
         """Searches; returns the exit status."""
-        if not self.random:
+        if not self.search.random:
             require("search", "bayes_opt")
         with Bar() as bar:
             bar("loading the model")

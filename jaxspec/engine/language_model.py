@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine import compilation_cache as persistent_cache
+from jaxspec.engine.buckets import START_CAPACITY, bucket
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
@@ -25,13 +26,16 @@ from jaxspec.engine.requests import (
     Numbers,
     Prompt,
     Prompts,
+    RowRequest,
     batch_of,
     check_text,
+    needs_sampling,
     requests_of,
+    stop_strings,
 )
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
-from jaxspec.engine.session import START_CAPACITY, RowRequest, Session, bucket, needs_sampling
+from jaxspec.engine.session import Session
 from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, memory
 from jaxspec.io.arguments import flag, shown, whole
@@ -44,7 +48,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Drafter, Weights
 
-# Rounds between two looks of the host: while a text is watched (streamed, stop strings), and otherwise.
+# Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
 # A name, or a drafter, alone or with its parameters.
 AnyMethod = str | Method | Drafter | tuple[Drafter, Any]
@@ -352,12 +356,14 @@ class LanguageModel:
     ) -> tuple[Iterator[Piece], bool]:
         """Checks the arguments of `generate`; its pieces, and whether there is a single prompt.
 
-        `rounds`: between two looks of the host, where there is no stop string.
+        `rounds`: between two host polls, where there is no stop string.
         """
         ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
         chat = flag("chat", chat)
         batch, single = batch_of(prompts, messages)
-        stops = self._stops(stop)
+        stops = stop_strings(stop)
+        if stops and self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
         rows = whole("max_batch", max_batch)
         if rows < 1:
             raise ValueError(f"max_batch is {rows}; give at least 1")
@@ -403,17 +409,6 @@ class LanguageModel:
         directory = self.directory if beside else None
         drafter, weights = self._method(method, method_options, ("greedy",), directory)
         return drafter, weights.drafter
-
-    def _stops(self, stop: Any) -> tuple[str, ...]:
-        """The stop strings."""
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
-            raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
-        if stops and self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
-        if "" in stops:
-            raise ValueError("a stop string is empty; give at least one character")
-        return tuple(stops)
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
         """Refuses a batch whose cache cannot fit beside the model, before anything is computed."""

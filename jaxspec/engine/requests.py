@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.engine.session import RowRequest
 from jaxspec.io.arguments import listed, real, shown, whole
 from jaxspec.model.config import LlamaConfig
 
@@ -25,6 +25,76 @@ Numbers = float | Sequence[float | None] | None
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRequest:
+    """One text to generate, in tokens.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: at least 1.
+      eos_ids: tokens that end it.
+      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
+      seed: with `stream`, names the row's randomness.
+      stream: apart from other rows of the same seed.
+
+    Raises:
+      ValueError: a number outside its range.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}; give 0 (all tokens) or a positive number")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; give a number from 0 to 1")
+
+
+def needs_sampling(requests: Sequence[RowRequest]) -> bool:
+    """Whether any row is drawn at random."""
+    return any(request.temperature > 0 for request in requests)
+
+
+def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
+    """The numbers a `Sampling` law needs for these rows; filters that none of them uses stay None."""
+    used = ["temperature"]
+    if any(request.top_k > 0 for request in requests):
+        used.append("top_k")
+    if any(request.top_p < 1 for request in requests):
+        used.append("top_p")
+    if any(request.min_p > 0 for request in requests):
+        used.append("min_p")
+    return tuple(used)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The stop strings, from none, one or several.
+
+    Raises:
+      ValueError: they are something else, or one of them is empty.
+    """
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
+        raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
+    if "" in stops:
+        raise ValueError("a stop string is empty; give at least one character")
+    return tuple(stops)
 
 
 def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
@@ -134,16 +204,14 @@ def requests_of(
                 f"token id {outside} of {which} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
             )
         requests.append(
-            _checked(
-                RowRequest(
-                    prompt=tuple(ids),
-                    max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
-                    eos_ids=() if ignore_eos else config.eos_token_ids,
-                    seed=0 if seeds[index] is None else seeds[index],
-                    # With a seed of its own a row does not depend on its place in the list.
-                    stream=0 if own else index,
-                    **{key: values[index] for key, values in numbers.items() if values[index] is not None},
-                )
+            RowRequest(
+                prompt=tuple(ids),
+                max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
+                eos_ids=() if ignore_eos else config.eos_token_ids,
+                seed=0 if seeds[index] is None else seeds[index],
+                # With a seed of its own a row does not depend on its place in the list.
+                stream=0 if own else index,
+                **{key: values[index] for key, values in numbers.items() if values[index] is not None},
             )
         )
     return requests
@@ -163,20 +231,6 @@ def _budget(name: str, length: int, asked: int | None, context: int) -> int:
             "shorten one of them"
         )
     return asked
-
-
-def _checked(request: RowRequest) -> RowRequest:
-    if not (request.temperature >= 0 and math.isfinite(request.temperature)):
-        raise ValueError(f"temperature is {request.temperature}; give 0 (greedy) or a positive number")
-    if not 0 < request.top_p <= 1:
-        raise ValueError(f"top_p is {request.top_p}; give a number above 0 and at most 1")
-    if not 0 <= request.top_k < 2**31:
-        raise ValueError(f"top_k is {request.top_k}; give 0 (all tokens) or a positive number")
-    if not 0 <= request.seed < 2**32:
-        raise ValueError(f"seed is {request.seed}; give a number from 0 to {2**32 - 1}")
-    if not 0 <= request.min_p <= 1:
-        raise ValueError(f"min_p is {request.min_p}; give a number from 0 to 1")
-    return request
 
 
 def per_row(name: str, value: Any, count: int, number: Callable[[str, Any], Any]) -> list[Any]:

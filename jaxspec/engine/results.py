@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import reprlib
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from jaxspec.engine.executables import VariantCounts
 
 FinishReason = Literal["eos", "stop", "length", "error"]
+
+
+class Token(NamedTuple):
+    """One generated token, and how it came about.
+
+    Attributes:
+      id: the token id.
+      drafted: whether it was an accepted draft; else the target's own: the last token of its round.
+      proposed: how many draft tokens its round verified.
+      round: the number of its round, from 1; 0 for the first token, which the prefill gives.
+      log_prob: its log-probability under the model's raw law (temperature 1, no filter); None if not asked for.
+    """
+
+    id: int
+    drafted: bool = False
+    proposed: int = 0
+    round: int = 0
+    log_prob: float | None = None
+
+
+def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
+    """Of each round after the prefill that some of these tokens come from, how many draft tokens it verified, and how
+    many of those are among the tokens. Of a round whose own token is missing (the text was cut before it), the drafts
+    after the cut do not count as verified.
+    """
+    rounds = []
+    for number, group in itertools.groupby(tokens, key=lambda token: token.round):
+        of_round = list(group)
+        last, accepted = of_round[-1], sum(token.drafted for token in of_round)
+        if number:
+            rounds.append((accepted if last.drafted else last.proposed, accepted))
+    return rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +60,7 @@ class Statistics:
       decode_ms: of that, from its first token to its last.
       compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
       decode_compile_ms: of `decode_ms`, the same.
-      static_plans: looks of the host (of the whole batch) that found a program for the rows' mask, or did not.
+      static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
     """
 
     num_tokens: int
@@ -69,12 +103,9 @@ class Result:
 
     Attributes:
       text: the text without prompt and end-of-text; None where the model has no tokenizer.
-      tokens: its token ids, end-of-text included.
+      token_records: its tokens, end-of-text included, each with how it came about.
       finish_reason: `eos`, `stop` (a stop string; the text ends before it), `length`, or `error` (see `error`).
       statistics: counts and times.
-      drafted: for each token, whether it was an accepted draft.
-      log_probs: for each token, under the model's raw law; None if not asked for.
-      proposed: for each token, how many draft tokens its round verified.
       gamma: the γ of its adaptive stop rule when the text ended, cut to [0, 1]; of several such rules that of the
         first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from
         text to text as Draft & Verify does, generate one after another with `gamma=result.gamma`. The rounds that ran
@@ -82,13 +113,15 @@ class Result:
     """
 
     text: str | None
-    tokens: list[int]
+    token_records: list[Token]
     finish_reason: FinishReason
     statistics: Statistics
-    drafted: list[bool]
-    log_probs: list[float] | None = None
-    proposed: list[int] = dataclasses.field(default_factory=list)
     gamma: float | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its token ids, end-of-text included."""
+        return [token.id for token in self.token_records]
 
     def __str__(self) -> str:
         return self.text if self.text is not None else " ".join(map(str, self.tokens))
@@ -111,9 +144,7 @@ class Result:
     @property
     def draft_lengths(self) -> list[int]:
         """Of each round after the prefill, how many draft tokens it verified."""
-        rest = list(zip(self.drafted, self.proposed, strict=True))[1:]
-        # A round ends with a token that is no draft, unless the text was cut before it.
-        return [length for at, (drafted, length) in enumerate(rest) if not drafted or at == len(rest) - 1]
+        return [verified for verified, _ in played_rounds(self.token_records)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +154,18 @@ class Piece:
     Attributes:
       index: which prompt.
       text: new text that is final; "" where a character or a stop string may still be incomplete.
-      tokens: new token ids.
-      drafted: for each, whether it was an accepted draft.
+      token_records: the new tokens, each with how it came about.
       statistics: of this text up to here.
       result: the whole, once this text has ended.
     """
 
     index: int
     text: str
-    tokens: list[int]
-    drafted: list[bool]
+    token_records: list[Token]
     statistics: Statistics
     result: Result | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new token ids."""
+        return [token.id for token in self.token_records]

@@ -1,4 +1,4 @@
-"""One text, gathered from what its row gains at each look of the host."""
+"""One text, gathered from what its row gains at each host poll."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxspec.decoding import Stats
 from jaxspec.engine.executables import VariantCounts
-from jaxspec.engine.results import FinishReason, Piece, Result, Statistics
-from jaxspec.engine.session import RowRequest, Update
+from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
+from jaxspec.engine.session import Update
 from jaxspec.engine.text import RowText
 
 
@@ -22,10 +23,7 @@ class Row:
     def __init__(self, request: RowRequest, text: RowText, began: float) -> None:
         self._request, self._text, self._began = request, text, began
         self._first: tuple[float, float] | None = None
-        self._tokens: list[int] = []
-        self._drafted: list[bool] = []
-        self._proposed: list[int] = []
-        self._log_probs: list[float] | None = None
+        self._tokens: list[Token] = []
 
     def take(
         self,
@@ -41,15 +39,11 @@ class Row:
         now = time.perf_counter()
         if self._first is None:
             self._first = (now, blocked_ms)
-        gained, used, stopped = self._text.push(update.tokens, update.done)
-        tokens, drafted = update.tokens[:used], update.drafted[:used]
+        gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)
+        tokens = update.tokens[:used]
         self._tokens += tokens
-        self._drafted += drafted
-        self._proposed += update.proposed[:used]
-        if update.log_probs is not None:
-            self._log_probs = (self._log_probs or []) + update.log_probs[:used]
         # The rounds after a stop string ran before the host saw it: they are no part of this text.
-        counts = recount(self._drafted, self._proposed) if stopped else _counts(update.stats)
+        counts = recount(self._tokens) if stopped else _counts(update.stats)
         width = len(update.stats.acceptance_histogram)
         histogram = counts.pop("acceptance_histogram")
         statistics = Statistics(
@@ -63,16 +57,14 @@ class Row:
             static_plans=variants,
         )
         if not (stopped or update.done):
-            return Piece(update.index, gained, tokens, drafted, statistics)
-        ended = bool(self._tokens) and self._tokens[-1] in self._request.eos_ids
+            return Piece(update.index, gained, tokens, statistics)
+        ended = bool(self._tokens) and self._tokens[-1].id in self._request.eos_ids
         reason: FinishReason = (
             "stop" if stopped else "error" if update.broken else "eos" if ended else "length"
         )
         text = self._text.text if self._text.has_text else None
-        result = Result(
-            text, self._tokens, reason, statistics, self._drafted, self._log_probs, self._proposed, gamma()
-        )
-        return Piece(update.index, gained, tokens, drafted, statistics, result)
+        result = Result(text, self._tokens, reason, statistics, gamma())
+        return Piece(update.index, gained, tokens, statistics, result)
 
 
 def _counts(stats: Stats) -> dict[str, Any]:
@@ -81,34 +73,21 @@ def _counts(stats: Stats) -> dict[str, Any]:
     return counts | {"acceptance_histogram": tuple(counts["acceptance_histogram"])}
 
 
-def recount(drafted: Sequence[bool], proposed: Sequence[int]) -> dict[str, Any]:
+def recount(tokens: Sequence[Token]) -> dict[str, Any]:
     """The counts of a text that was cut, from its tokens; drafts after the cut are left out.
-
-    Args:
-      drafted: for each token, whether it was an accepted draft; the first one is the prefill's.
-      proposed: for each, how many draft tokens its round verified.
 
     Returns:
       The counts of `Statistics` by name; the histogram may be shorter than K + 1.
     """
-    remaining = list(zip(drafted, proposed, strict=True))[1:]
-    rounds: list[tuple[int, int]] = []  # drafted, accepted
-    at = 0
-    while at < len(remaining):
-        end = at
-        while end < len(remaining) and remaining[end][0]:
-            end += 1
-        # A round ends with a token that is no draft, unless the text was cut before it.
-        rounds.append((remaining[at][1] if end < len(remaining) else end - at, end - at))
-        at = end + 1
+    rounds = played_rounds(tokens)
     drafting = [(verified, accepted) for verified, accepted in rounds if verified]
-    most = max((accepted for _, accepted in drafting), default=-1)
+    longest = max((accepted for _, accepted in drafting), default=-1)
     return {
         "num_rounds": len(rounds),
         "num_drafts": len(drafting),
         "num_draft_tokens": sum(verified for verified, _ in drafting),
         "num_accepted_tokens": sum(accepted for _, accepted in drafting),
         "acceptance_histogram": tuple(
-            sum(accepted == size for _, accepted in drafting) for size in range(most + 1)
+            sum(accepted == size for _, accepted in drafting) for size in range(longest + 1)
         ),
     }

@@ -1,4 +1,4 @@
-"""A batch of rows on their way through the compiled loop: buckets, growth, refilling. Tokens only, no text."""
+"""A batch of rows on their way through the compiled loop: begun, refilled, ended. Tokens only, no text."""
 
 from __future__ import annotations
 
@@ -15,58 +15,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
+from jaxspec.engine import buckets, compiled
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
+from jaxspec.engine.results import Token
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.sharding import state_shardings
 from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.stopping import GammaState
 
-# Below this many tokens in all a batch starts in the bucket it ends in; above, it grows as it goes.
-START_CAPACITY = 512
-MIN_CAPACITY = 32
-# Positions fed at once by a prefill: bounds its memory. A CPU is as fast with few (see `numerics`), and pads less.
-MAX_PIECE, MAX_PIECE_CPU, MIN_PIECE = 256, 32, 16
-# Tokens a row can emit between two looks of the host, beyond the K + 1 of the last round.
+# Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
 WINDOW = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class RowRequest:
-    """One text to generate, in tokens.
-
-    Attributes:
-      prompt: token ids, at least one.
-      max_new_tokens: at least 1.
-      eos_ids: tokens that end it.
-      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
-      seed: with `stream`, names the row's randomness.
-      stream: apart from other rows of the same seed.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    eos_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stream: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Update:
-    """What one row gained between two looks of the host.
+    """What one row gained between two host polls.
 
     Attributes:
       index: which request.
       row: which row of the batch holds it until the next step.
-      tokens: new token ids.
-      drafted: for each, whether it was an accepted draft.
-      proposed: for each, how many draft tokens its round verified.
-      log_probs: for each, under the target's raw law; None if not asked for.
+      tokens: the new tokens.
       done: whether the row has ended.
       broken: whether it did because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
@@ -74,28 +44,10 @@ class Update:
 
     index: int
     row: int
-    tokens: list[int]
-    drafted: list[bool]
-    proposed: list[int]
-    log_probs: list[float] | None
+    tokens: list[Token]
     done: bool
     broken: bool
     stats: decoding.Stats
-
-
-def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
-    """The power of two at or above `size`, at least `smallest`."""
-    return max(smallest, 1 << (size - 1).bit_length())
-
-
-def prefill_piece(longest: int, platform: str) -> int:
-    """How many positions a prefill feeds at once where the longest prompt has so many tokens."""
-    return min(bucket(longest, MIN_PIECE), MAX_PIECE_CPU if platform == "cpu" else MAX_PIECE)
-
-
-def needs_sampling(requests: Sequence[RowRequest]) -> bool:
-    """Whether any row is drawn at random."""
-    return any(request.temperature > 0 for request in requests)
 
 
 class Session:
@@ -127,13 +79,11 @@ class Session:
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
     ) -> None:
-        self._call, self._prepare = executables.call, executables.prepare
-        self._compiled = executables.compiled
-        self._variant = executables.variant
+        self._executables = executables
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
-        self._filters = _filters_used(requests) if needs_sampling(requests) else None
+        self._filters = filters_used(requests) if needs_sampling(requests) else None
         self._drafter, self._acceptor = self._put((drafter, acceptor))
         # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
         self._specialised: Drafter | None = None
@@ -175,7 +125,7 @@ class Session:
         return None if state is None else float(np.clip(np.asarray(state.gamma)[row], 0, 1))
 
     def step(self, max_rounds: int) -> list[Update]:
-        """One look: prefills what waits and fits, else runs up to `max_rounds` rounds."""
+        """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds."""
         if self._state is None:
             first = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
             return self._begin(first)
@@ -190,24 +140,28 @@ class Session:
         self._halt = np.zeros(len(first), bool)
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
-        arguments, static = self._prefill_arguments(requests, self._start_capacity(requests), self._parts)
+        capacity = buckets.start_capacity(requests, self._drafter.reach)
+        arguments, static = self._prefill_arguments(requests, capacity, self._parts)
         if self._mesh is None and any(request.max_new_tokens > 1 for request in requests):
-            state, _ = _prefill.eval_shape(*arguments, **static)
+            state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_chunk(state)  # beside the prefill
-        self._state, emitted = self._call(_prefill, *arguments, **static)
+        self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
         updates = self._updates(emitted, range(len(first)))
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
-            self._compiled(_chunk, *self._chunk_arguments(0), **self._chunk_static())
+            self._executables.compiled(compiled.chunk, *self._chunk_arguments(0), **self._chunk_static())
         return updates
 
     def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
         self._rows[row] = (index, request)
-        if self._start_capacity([request]) > self.capacity:
-            self._grow(self._start_capacity([request]))
+        needed = buckets.start_capacity([request], self._drafter.reach)
+        if needed > self.capacity:
+            self._grow(needed)
         arguments, static = self._prefill_arguments([request], self.capacity, self._parts_of([request]))
-        single, emitted = self._call(_prefill, *arguments, **static)
-        self._state = self._call(_insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh)
+        single, emitted = self._executables.call(compiled.prefill, *arguments, **static)
+        self._state = self._executables.call(
+            compiled.insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh
+        )
         self._halt[row] = False
         # A row that has ended keeps its old law: whatever it draws is thrown away.
         self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
@@ -216,25 +170,26 @@ class Session:
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
-        if self._lengths.max() + self._drafter.reach > self.capacity:
+        longest, reach = int(self._lengths.max()), self._drafter.reach
+        if buckets.must_grow(longest, reach, self.capacity):
             self._grow(2 * self.capacity)
-        elif 2 * self._lengths.max() > self.capacity:
+        elif self._mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next()
-        arguments, static, compiled = self._chunk_arguments(max_rounds), self._chunk_static(), None
+        arguments, static, variant = self._chunk_arguments(max_rounds), self._chunk_static(), None
         if self._rows_changed and getattr(self._drafter, "static", False):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments
             special = (params, dataclasses.replace(parts, drafter=self._specialised), *rest)
-            compiled = self._variant(_chunk, *special, **static)
-        if compiled is not None:
-            self._state, emitted = compiled(*special)
+            variant = self._executables.variant(compiled.chunk, *special, **static)
+        if variant is not None:
+            self._state, emitted = variant(*special)
         else:
-            self._state, emitted = self._call(_chunk, *arguments, **static)
+            self._state, emitted = self._executables.call(compiled.chunk, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
 
     def _specialise(self) -> None:
-        """Looks whether all rows have one mask."""
+        """Finds out whether all rows have one mask."""
         assert self._state is not None
         self._rows_changed = False
         live = jnp.array([held is not None for held in self._rows])
@@ -251,7 +206,7 @@ class Session:
     def _prefill_arguments(
         self, requests: list[RowRequest], capacity: int, parts: Parts
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `_prefill` takes, traced and static."""
+        """What `compiled.prefill` takes, traced and static."""
         batch = len(requests)
         longest = max(len(request.prompt) for request in requests)
         tokens = np.zeros((batch, capacity), np.int32)
@@ -271,7 +226,7 @@ class Session:
         }
         static = {
             "config": self._config,
-            "piece": min(prefill_piece(longest, self._platform), capacity),
+            "piece": min(buckets.prefill_piece(longest, self._platform), capacity),
             "merged": self._mesh is None,
             "log_probs": self._log_probs,
             "mesh": self._mesh,
@@ -279,32 +234,29 @@ class Session:
         return (self._params, parts, decoding.Request(**self._put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
-        self._state = self._call(_grow, self._state, capacity=capacity, mesh=self._mesh)
+        self._state = self._executables.call(compiled.grow, self._state, capacity=capacity, mesh=self._mesh)
+
+    def _unfinished(self) -> list[RowRequest]:
+        return [held[1] for held in (*self._rows, *self._waiting) if held is not None]
 
     def _prepare_next(self) -> None:
-        """Compiles the next bucket's executables in the background if some row may need it.
-
-        Asked for from half of this bucket on: most texts end before.
-        """
+        """Compiles the next bucket's executables in the background."""
         state = self._state
         assert state is not None
-        held = [row[1] for row in self._rows if row is not None]
-        waiting = [request for _, request in self._waiting]
-        limits = [len(request.prompt) + request.max_new_tokens for request in held + waiting]
-        if self._mesh is not None or max(limits) + self._drafter.reach <= state.capacity:
-            return
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
-        self._prepare(_grow, state, capacity=capacity, mesh=None)
+        self._executables.prepare(compiled.grow, state, capacity=capacity, mesh=None)
         self._prepare_chunk(larger)
 
     def _prepare_chunk(self, state: Any) -> None:
         """Compiles the loop in the background for a state of such shapes."""
         scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
-        self._prepare(_chunk, self._params, self._parts, state, scalar, halt, **self._chunk_static())
+        self._executables.prepare(
+            compiled.chunk, self._params, self._parts, state, scalar, halt, **self._chunk_static()
+        )
 
     def _chunk_arguments(self, max_rounds: int) -> tuple[Any, ...]:
-        """What `_chunk` takes, traced."""
+        """What `compiled.chunk` takes, traced."""
         limits = self._put((np.int32(max_rounds), self._halt))
         return (self._params, self._parts, self._state, *limits)
 
@@ -316,12 +268,6 @@ class Session:
             "log_probs": self._log_probs,
             "mesh": self._mesh,
         }
-
-    def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
-        reach = self._drafter.reach
-        total = max(len(r.prompt) + r.max_new_tokens for r in requests) + reach
-        prompt = max(len(r.prompt) for r in requests) + 1 + reach
-        return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
         law: Law = Greedy()
@@ -346,68 +292,21 @@ class Session:
             held = self._rows[row]
             if held is None:
                 continue
-            count = int(host.count[at])
-            laws = None if host.log_probs is None else host.log_probs[at, :count].tolist()
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
-            done = bool(host.done[at])
-            updates.append(
-                Update(
-                    held[0],
-                    row,
-                    host.tokens[at, :count].tolist(),
-                    host.drafted[at, :count].tolist(),
-                    host.proposed[at, :count].tolist(),
-                    laws,
-                    done,
-                    bool(host.broken[at]),
-                    stats,
-                )
-            )
+            done, broken = bool(host.done[at]), bool(host.broken[at])
+            updates.append(Update(held[0], row, _tokens_of(host, at), done, broken, stats))
             if done:
                 self._end(row)
         return updates
 
 
-def _filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
-    """The numbers a `Sampling` law needs for these rows; filters that none of them uses stay None."""
-    used = ["temperature"]
-    if any(request.top_k > 0 for request in requests):
-        used.append("top_k")
-    if any(request.top_p < 1 for request in requests):
-        used.append("top_p")
-    if any(request.min_p > 0 for request in requests):
-        used.append("min_p")
-    return tuple(used)
-
-
-def _constrained(mesh: Mesh | None, state: DecodeState) -> DecodeState:
-    """Fixes where a state lives, so that what one call returns the next one takes."""
-    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "piece", "merged", "log_probs", "mesh"))
-def _prefill(params, parts, request, *, config, piece, merged, log_probs, mesh):
-    state, emitted = decoding.prefill(
-        config, params, parts, request, piece=piece, merged=merged, log_probs=log_probs
-    )
-    return _constrained(mesh, state), emitted
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config", "window", "log_probs", "mesh"), donate_argnames="state"
-)
-def _chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs, mesh):
-    state, emitted = decoding.chunk(
-        config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
-    )
-    return _constrained(mesh, state), emitted
-
-
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
-def _insert(state, row, single, *, mesh):
-    return _constrained(mesh, decoding.insert(state, row, single))
-
-
-@functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
-def _grow(state, *, capacity, mesh):
-    return _constrained(mesh, decoding.grow(state, capacity))
+def _tokens_of(host: Emitted, row: int) -> list[Token]:
+    """What a row gained, from what a call emitted, on the host."""
+    count = int(host.count[row])
+    drafted = host.drafted[row, :count]
+    # Every round but perhaps a text's last ends with a token that is no draft: the rounds are counted from the last.
+    ends = np.cumsum(~drafted[::-1])[::-1]
+    rounds = host.stats.num_rounds[row] - (ends - ends[-1:])
+    log_probs = [None] * count if host.log_probs is None else host.log_probs[row, :count].tolist()
+    columns = host.tokens[row, :count], drafted, host.proposed[row, :count], rounds
+    return [Token(*one) for one in zip(*(column.tolist() for column in columns), log_probs, strict=True)]

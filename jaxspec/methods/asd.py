@@ -47,7 +47,8 @@ class ASD(MaskedMethod):
 
         given = {"alpha": self.alpha, "every": self.every, "keep_last": self.keep_last}
         usual = self._usual(target, resources) if None in given.values() else ASDNumbers()
-        chosen = dataclasses.replace(usual, **{name: n for name, n in given.items() if n is not None})
+        changes: dict[str, Any] = {name: number for name, number in given.items() if number is not None}
+        chosen = dataclasses.replace(usual, **changes)
         depth = target.config.num_layers
         if chosen.keep_last > depth:
             raise ValueError(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Proposal, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.testing import laws, reference
-from jaxspec.testing.loop import Loop, chunk, committed, generated, prefill
+from jaxspec.testing.loop import Loop, chunk, committed, generated, num_compiled
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
 # Ragged: prompts and budgets of different lengths, and one that repeats itself.
@@ -71,14 +71,17 @@ def check_drafter(
             check(loop)
         if name != "greedy":
             report(f"check_sampled_law, {name} acceptor")
-            check_sampled_law(lambda law, name=name: drafter_loop(make, name, small, law))
+            check_sampled_law(functools.partial(drafter_loop, make, name, small))
 
 
 def drafter_loop(
     make: Drafter | MakeDrafter, acceptor: str, config: LlamaConfig = TARGET, law: Law | None = None
 ) -> Loop:
     """Returns the loop of a drafter on a small model; see `check_drafter`."""
-    drafter, own = (make, None) if hasattr(make, "propose") else make(config)
+    drafter: Any = make
+    own = None
+    if not hasattr(make, "propose"):
+        drafter, own = cast(MakeDrafter, make)(config)
     if law is None:
         law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
     parts = Parts(drafter, ACCEPTORS[acceptor](), law)
@@ -146,13 +149,13 @@ def check_no_recompilation(loop: Loop) -> None:
     """Another prompt, length, budget, seed, number, end of text, limit of rounds or halted row compiles nothing."""
     state, _ = loop.begin(PROMPTS, BUDGETS)
     loop.go_on(state)
-    sizes = prefill._cache_size(), chunk._cache_size()
+    sizes = num_compiled()
     other = dataclasses.replace(loop, parts=jax.tree.map(_changed, loop.parts))
     prompts = ((4, 4, 9, 1, 12, 0, 3, 3, 3, 2, 1), (2, 1), (11,))
     state, _ = other.begin(prompts, (3, 20, 8), seeds=(8, 8, 1000), eos=(3, 4))
     state, _ = other.go_on(state, rounds=2, halt=[False, False, True])
     other.go_on(state, rounds=50)
-    assert (prefill._cache_size(), chunk._cache_size()) == sizes, "another number compiled another program"
+    assert num_compiled() == sizes, "another number compiled another program"
 
 
 def _changed(leaf: Any) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,12 @@ from jaxspec.testing.models import CAPACITY, TARGET, params
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece", "merged", "log_probs"))
 # Not donated: tests look at a state before and after.
 chunk = jax.jit(decoding.chunk, static_argnames=("config", "window", "log_probs"))
+
+
+def num_compiled() -> tuple[int, int]:
+    """Returns how many programs of `prefill` and of `chunk` have been compiled."""
+    sizes = (cast(Any, function)._cache_size() for function in (prefill, chunk))
+    return next(sizes), next(sizes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +58,8 @@ class Loop:
         length = np.array([len(prompt) for prompt in prompts], np.int32)
         keys = jax.vmap(jax.random.key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
         limit = np.asarray(length + np.asarray(budgets), np.int32)
-        request = Request(*map(jnp.asarray, (tokens, length, limit, eos_ids)), keys)
+        arrays: Any = tuple(map(jnp.asarray, (tokens, length, limit, eos_ids)))
+        request = Request(*arrays, keys)
         return prefill(self.config, self.weights, self.parts, request, piece=8, log_probs=log_probs)
 
     def go_on(

@@ -39,7 +39,7 @@ def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
     """Random parameters on the device; what a seed's models share makes their drafts agree now and then."""
     drawn = reference.random_params(config, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
-    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.float32([[[1.0]], [[0.6]]])
+    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
     return jax.tree.map(jnp.asarray, drawn)
 
 

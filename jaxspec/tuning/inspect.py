@@ -17,8 +17,8 @@ from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.steps import SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.drafting.asd import admg
+from jaxspec.engine.buckets import bucket, prefill_piece
 from jaxspec.engine.language_model import LanguageModel, Prompt
-from jaxspec.engine.session import bucket, prefill_piece
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
 from jaxspec.model import llama

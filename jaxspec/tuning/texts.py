@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.timing import OnProgress, check_budget
+from jaxspec.engine.buckets import bucket, prefill_piece
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.session import bucket, prefill_piece
 from jaxspec.io.files import read_text
 from jaxspec.tuning.agreement import AgreementTexts, prepare
 
