@@ -152,6 +152,8 @@ def prefill(
 ) -> tuple[DecodeState, Emitted]:
     """Feeds the prompts; leaves each row's first token pending.
 
+    The same as `start_prefill`, `feed` of every piece, and `end_prefill`.
+
     Args:
       config: the target.
       params: all parameters.
@@ -164,11 +166,47 @@ def prefill(
     Returns:
       The state, and what was emitted (one token per row; none where the logits are not finite).
     """
-    batch, capacity = request.tokens.shape
-    cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
-    hidden, similarities, cache = llama.prefill(
-        config, params.target, request.tokens, request.length, cache, piece
-    )
+    stop = (jnp.max(request.length) + piece - 1) // piece
+    fed = start_prefill(config, params, request, merged=merged)
+    fed = feed(config, params, request, fed, jnp.int32(0), stop, piece=piece)
+    return end_prefill(config, params, parts, request, fed, piece=piece, log_probs=log_probs)
+
+
+def start_prefill(
+    config: LlamaConfig, params: Weights, request: Request, *, merged: bool = True
+) -> llama.Prefilling:
+    """Prompts of which nothing has been fed. `merged`: the cache's layout, static, see `model.cache`."""
+    cache = kv.create(config, *request.tokens.shape, params.target["embed"].dtype, merged)
+    return llama.start_prefill(config, params.target, request.length, cache)
+
+
+def feed(
+    config: LlamaConfig,
+    params: Weights,
+    request: Request,
+    fed: llama.Prefilling,
+    first: jax.Array,
+    stop: jax.Array,
+    *,
+    piece: int,
+) -> llama.Prefilling:
+    """Feeds the pieces of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
+    return llama.feed(config, params.target, request.tokens, request.length, fed, first, stop, piece)
+
+
+def end_prefill(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    fed: llama.Prefilling,
+    *,
+    piece: int,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Draws the first tokens after prompts that have been fed whole; see `prefill`."""
+    batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
+    similarities = fed.similarities / request.length[:, None, None]
     logits = llama.logits(config, params.target, hidden)
     sound = is_finite(logits)
     token, _ = parts.law.draw(_fold_in(request.keys, request.length), logits)
@@ -315,15 +353,17 @@ def decode_round(
     return state, outcome, token_log_probs
 
 
-def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeState:
-    """Replaces row `row`, int32 scalar, by the one row of `single` (same method, same capacity)."""
+def insert(
+    state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array | int = 0
+) -> DecodeState:
+    """Replaces row `row` by row `which` of `others`, int32 scalars (same method, same capacity)."""
 
-    def put(full, one):
+    def put(full, new):
         if isinstance(full, KVCache):
-            return kv.insert(full, row, one)
-        return full.at[row].set(one[0])
+            return kv.insert(full, row, new, which)
+        return full.at[row].set(new[which])
 
-    return jax.tree.map(put, state, single, is_leaf=lambda node: isinstance(node, KVCache))
+    return jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def grow(state: DecodeState, capacity: int) -> DecodeState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
-from jaxspec.decoding import Parts
+from jaxspec.decoding import Parts, Request
 from jaxspec.protocol import Acceptance, Proposal, Weights
 from jaxspec.sampling import Greedy
 from tests import tiny
@@ -292,3 +293,34 @@ def test_insert_into_a_running_batch():
     ]
     single, _ = rounds_of(alone, single, 99)
     assert tiny.generated(single, [PROMPTS[1]]) == found[:1]
+
+
+def test_how_a_prompt_is_cut_does_not_matter():
+    """The same bits, however many pieces are fed in one call."""
+    loop = tiny.loop(tiny.Combination("asd", "constant", "greedy"))
+    prompts = [list(range(1, 12)) * 2, [5]]
+    tokens = np.zeros((2, 24), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    request = Request(jnp.asarray(tokens), length, length + 4, jnp.full((2, 1), -1, jnp.int32), keys)
+    feed = jax.jit(functools.partial(decoding.feed, loop.config, piece=4))
+    end = jax.jit(functools.partial(decoding.end_prefill, loop.config, piece=4))
+    ends = []
+    for cuts in ((0, 6), (0, 1, 6), (0, 2, 3, 4, 5, 6)):
+        fed = decoding.start_prefill(loop.config, loop.weights, request)
+        for first, stop in itertools.pairwise(cuts):
+            fed = feed(loop.weights, request, fed, jnp.int32(first), jnp.int32(stop))
+        ends.append(end(loop.weights, loop.parts, request, fed))
+    for state, emitted in ends[1:]:
+        parts = (
+            (state.cache, state.drafter_state, emitted),
+            (ends[0][0].cache, ends[0][0].drafter_state, ends[0][1]),
+        )
+        assert all(map(np.array_equal, *map(jax.tree.leaves, parts)))
+    _, whole = tiny.prefill(loop.config, loop.weights, loop.parts, request, piece=4)
+    assert whole.tokens.tolist() == ends[0][1].tokens.tolist()
+    assert [int(token) for token in whole.tokens[:, 0]] == [
+        tiny.greedy(prompt, 1, config=loop.config)[0] for prompt in prompts
+    ]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import LanguageModel
+from jaxspec.engine import buckets
 from jaxspec.model.sharding import param_shardings
 from jaxspec.testing import reference
 from tests import tiny
@@ -45,6 +46,14 @@ for options in (
     assert [row.tokens for row in rows] == expected, options
     assert all((row.gamma is None) == (options["method"] not in ("asd", "adaspeed")) for row in rows)
     print(options["method"])
+
+# A long prompt that is fed between the rounds of its neighbour.
+buckets.POLL_PIECES, buckets.MAX_PIECE_CPU = 1, 16
+long = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2)
+assert rows[1].tokens == expected[1]
+assert rows[2].tokens == reference.greedy(config, tiny.params(config), long, 10)
+print("fed")
 """
 
 
@@ -68,4 +77,5 @@ def test_a_mesh_decodes_as_one_device():
         "asd",
         "s2d",
         "adaspeed",
+        "fed",
     ]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.acceptance import BlockAcceptor
-from jaxspec.engine import buckets, language_model
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
+from jaxspec.engine import buckets, compiled, language_model
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.requests import RowRequest
 from jaxspec.engine.session import Session
@@ -164,6 +164,98 @@ def test_room_for_a_longer_prompt(lm, small_buckets, max_batch):
     rows = generate(lm, prompts, max_new_tokens=budgets, ignore_eos=True, max_batch=max_batch)
     for prompt, budget, row in zip(prompts, budgets, rows, strict=True):
         assert row.tokens == tiny.greedy(prompt, budget)
+
+
+# Long prompts that come after another text
+
+LONG = tuple(int(token) for token in np.random.default_rng(0).integers(1, 10, 100))
+
+
+def steps_of(lm, requests, method="autoregressive", rounds=1, **options):
+    """What each host poll gives: tokens by request."""
+    drafter, weights = tiny.drafter_of(method, "constant", lm.config)
+    session = Session(
+        lm.executables, lm.config, Weights(lm.params, weights), drafter, GreedyAcceptor(), requests, **options
+    )
+    steps = []
+    while not session.done:
+        gained = [(update.index, [token.id for token in update.tokens]) for update in session.step(rounds)]
+        steps.append(dict(gained))
+    return steps
+
+
+def joined(steps, index):
+    return [token for step in steps for token in step.get(index, [])]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """A host poll feeds 16 positions of a long prompt."""
+    monkeypatch.setattr(buckets, "POLL_PIECES", 1)
+    monkeypatch.setattr(buckets, "MAX_PIECE_CPU", 16)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d"])
+def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_pieces, method):
+    requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
+    steps = steps_of(lm, requests, method, max_batch=2)
+    first = next(at for at, step in enumerate(steps) if 2 in step)
+    # 100 tokens are 7 pieces; with the last one the first token comes.
+    assert [len(step.get(1, [])) > 0 for step in steps[:first]] == [True] * 7
+    for index, request in enumerate(requests):
+        assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
+
+
+def test_a_long_prompt_waits_for_nobody(lm, small_pieces):
+    """Alone in the batch its pieces follow each other; the batch may grow meanwhile, and others come and go."""
+    requests = [
+        RowRequest(PROMPTS[0], 1),
+        RowRequest(LONG, 4),
+        RowRequest(PROMPTS[1], 3),
+        RowRequest(LONG[:90], 5),
+        RowRequest(PROMPTS[0], 40),
+        RowRequest(LONG[:70], 6, temperature=0.0),
+    ]
+    for max_batch in (1, 2, 3):
+        steps = steps_of(lm, requests, max_batch=max_batch)
+        for index, request in enumerate(requests):
+            assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
+
+
+def test_a_batch_grows_while_a_prompt_is_fed(lm, small_pieces, small_buckets, monkeypatch):
+    """What has been fed has the room that the batch had; its rows need that of the batch now."""
+    monkeypatch.setattr(buckets, "MAX_PIECE_CPU", 8)
+    requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 40), RowRequest(LONG[:28], 20)]
+    capacities = []
+    insert = Session._insert
+
+    def spy(self, rows, others, emitted):
+        capacities.append((others.capacity, self.capacity))
+        return insert(self, rows, others, emitted)
+
+    monkeypatch.setattr(Session, "_insert", spy)
+    steps = steps_of(lm, requests, max_batch=2, rounds=30)
+    assert any(before < now for before, now in capacities)
+    for index, request in enumerate(requests):
+        assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
+
+
+def test_rows_that_end_together_are_refilled_in_one_call(lm, monkeypatch):
+    """Three of four rows; the fourth is a stand-in, whose text is nobody's."""
+    shapes, call = [], lm.executables.call
+
+    def spy(function, *args, **static):
+        if function is compiled.prefill:
+            shapes.append(args[2].tokens.shape[0])
+        return call(function, *args, **static)
+
+    monkeypatch.setattr(lm.executables, "call", spy)
+    requests = [RowRequest(PROMPTS[0], 1)] * 3 + [RowRequest(PROMPTS[1], 30)]
+    requests += [RowRequest(prompt, 9) for prompt in ((1, 2, 3), (4,), (9, 9))]
+    steps = steps_of(lm, requests, max_batch=4)
+    assert shapes == [4, 4]
+    for index, request in enumerate(requests):
+        assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
 def test_prompt_and_budget_may_fill_the_context():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState
+from jaxspec.model.llama import Prefilling
 from jaxspec.model.sharding import state_shardings
 
+State = TypeVar("State", DecodeState, Prefilling)
 
-def _constrained(mesh: Mesh | None, state: DecodeState) -> DecodeState:
+
+def _constrained(mesh: Mesh | None, state: State) -> State:
     """Fixes where a state lives, so that what one call returns the next one takes."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
@@ -22,6 +27,28 @@ def prefill(params, parts, request, *, config, piece, merged, log_probs, mesh):
     """See `decoding.prefill`."""
     state, emitted = decoding.prefill(
         config, params, parts, request, piece=piece, merged=merged, log_probs=log_probs
+    )
+    return _constrained(mesh, state), emitted
+
+
+@functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))
+def start_prefill(params, request, *, config, merged, mesh):
+    """See `decoding.start_prefill`."""
+    return _constrained(mesh, decoding.start_prefill(config, params, request, merged=merged))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "piece", "mesh"), donate_argnames="fed")
+def feed(params, request, fed, first, stop, *, config, piece, mesh):
+    """See `decoding.feed`; what was fed before is donated."""
+    return _constrained(mesh, decoding.feed(config, params, request, fed, first, stop, piece=piece))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "piece", "log_probs", "mesh"), donate_argnames="cache")
+def end_prefill(params, parts, request, fed, cache, *, config, piece, log_probs, mesh):
+    """See `decoding.end_prefill`; the cache of what was fed comes apart from the rest, and is donated."""
+    fed = dataclasses.replace(fed, cache=cache)
+    state, emitted = decoding.end_prefill(
+        config, params, parts, request, fed, piece=piece, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted
 
@@ -38,9 +65,9 @@ def chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs, 
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
-def insert(state, row, single, *, mesh):
+def insert(state, row, others, which, *, mesh):
     """See `decoding.insert`; the state is donated."""
-    return _constrained(mesh, decoding.insert(state, row, single))
+    return _constrained(mesh, decoding.insert(state, row, others, which))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"))

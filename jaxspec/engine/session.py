@@ -20,6 +20,7 @@ from jaxspec.engine.executables import Executables
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Prefilling
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
@@ -27,6 +28,22 @@ from jaxspec.stopping import GammaState
 
 # Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
 WINDOW = 64
+
+
+@dataclasses.dataclass
+class _Refill:
+    """Rows to be replaced by requests whose prompts are being fed.
+
+    `arguments` and `static` are what `compiled.prefill` takes; `fed` is what of the prompts has been fed, up to
+    piece number `next_piece` of `num_pieces`.
+    """
+
+    rows: dict[int, tuple[int, RowRequest]]
+    arguments: tuple[Weights, Parts, decoding.Request]
+    static: dict[str, Any]
+    fed: Prefilling
+    num_pieces: int
+    next_piece: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +109,8 @@ class Session:
         self._waiting = deque(enumerate(requests))
         # Which request each row holds; None once it has ended.
         self._rows: list[tuple[int, RowRequest] | None] = []
+        # Rows whose long prompts are being fed, the first first; they count as ended until then.
+        self._refills: deque[_Refill] = deque()
         self._max_batch = max_batch
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
@@ -100,7 +119,7 @@ class Session:
     @property
     def done(self) -> bool:
         """Whether every request has ended."""
-        return not self._waiting and all(row is None for row in self._rows)
+        return not (self._waiting or self._refills) and all(row is None for row in self._rows)
 
     @property
     def capacity(self) -> int:
@@ -125,13 +144,17 @@ class Session:
         return None if state is None else float(np.clip(np.asarray(state.gamma)[row], 0, 1))
 
     def step(self, max_rounds: int) -> list[Update]:
-        """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds."""
+        """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds.
+
+        A long prompt that comes after another text is fed in bounded pieces, between the rounds of its neighbours.
+        (A drafter with a cache of its own fills that in one go, once the whole prompt is through.)
+        """
         if self._state is None:
             first = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
             return self._begin(first)
-        for row, held in enumerate(self._rows):
-            if held is None and self._waiting:
-                return self._refill(row, *self._waiting.popleft())
+        updates = self._refill() or self._feed()
+        if updates or all(held is None for held in self._rows):
+            return updates
         return self._decode(max_rounds)
 
     def _begin(self, first: list[tuple[int, RowRequest]]) -> list[Update]:
@@ -152,21 +175,82 @@ class Session:
             self._executables.compiled(compiled.chunk, *self._chunk_arguments(0), **self._chunk_static())
         return updates
 
-    def _refill(self, row: int, index: int, request: RowRequest) -> list[Update]:
-        self._rows[row] = (index, request)
-        needed = buckets.start_capacity([request], self._drafter.reach)
+    def _refill(self) -> list[Update]:
+        """Gives the free rows to requests that wait: short prompts are prefilled at once, all in one call."""
+        taken = {row for refill in self._refills for row in refill.rows}
+        free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
+        given = {row: self._waiting.popleft() for row in free[: len(self._waiting)]}
+        short: dict[int, tuple[int, RowRequest]] = {}
+        long: dict[int, tuple[int, RowRequest]] = {}
+        for row, held in given.items():
+            (long if buckets.is_long(held[1], self._platform) else short)[row] = held
+        if long:
+            arguments, static = self._refill_arguments(long)
+            names = ("config", "merged", "mesh")
+            fed = self._executables.call(
+                compiled.start_prefill, arguments[0], arguments[2], **{name: static[name] for name in names}
+            )
+            longest = max(len(request.prompt) for _, request in long.values())
+            self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["piece"])))
+        if not short:
+            return []
+        arguments, static = self._refill_arguments(short)
+        return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
+
+    def _feed(self) -> list[Update]:
+        """Feeds some pieces of the long prompts that came first; with the last of them their rows begin."""
+        if not self._refills:
+            return []
+        refill = self._refills[0]
+        params, parts, request = refill.arguments
+        shared = {name: refill.static[name] for name in ("config", "piece", "mesh")}
+        first = refill.next_piece
+        refill.next_piece = min(first + buckets.POLL_PIECES, refill.num_pieces)
+        numbers = self._put((np.int32(first), np.int32(refill.next_piece)))
+        refill.fed = self._executables.call(compiled.feed, params, request, refill.fed, *numbers, **shared)
+        if refill.next_piece < refill.num_pieces:
+            return []
+        self._refills.popleft()
+        fed, cache = dataclasses.replace(refill.fed, cache=None), refill.fed.cache
+        arguments = (params, parts, request, fed, cache)
+        return self._insert(
+            refill.rows,
+            *self._executables.call(compiled.end_prefill, *arguments, **shared, log_probs=self._log_probs),
+        )
+
+    def _refill_arguments(
+        self, rows: dict[int, tuple[int, RowRequest]]
+    ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
+        """What `compiled.prefill` takes for requests that take rows over, in a capacity in which they fit.
+
+        Their number is rounded up to a power of two, so that few programs serve all: the first one stands in.
+        """
+        requests = [request for _, request in rows.values()]
+        needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
-        arguments, static = self._prefill_arguments([request], self.capacity, self._parts_of([request]))
-        single, emitted = self._executables.call(compiled.prefill, *arguments, **static)
-        self._state = self._executables.call(
-            compiled.insert, self._state, self._put(np.int32(row)), single, mesh=self._mesh
-        )
-        self._halt[row] = False
-        # A row that has ended keeps its old law: whatever it draws is thrown away.
-        self._parts = self._parts_of([held[1] if held is not None else request for held in self._rows])
+        count = min(buckets.bucket(len(requests), 1), len(self._rows))
+        requests += requests[:1] * (count - len(requests))
+        return self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
+
+    def _insert(
+        self, rows: dict[int, tuple[int, RowRequest]], others: DecodeState, emitted: Emitted
+    ) -> list[Update]:
+        """Puts the first rows of `others`, which have been prefilled, into these rows."""
+        if others.capacity < self.capacity:  # the batch has grown since
+            others = self._executables.call(compiled.grow, others, capacity=self.capacity, mesh=self._mesh)
+        for which, (row, held) in enumerate(rows.items()):
+            numbers = self._put((np.int32(row), np.int32(which)))
+            self._state = self._executables.call(
+                compiled.insert, self._state, numbers[0], others, numbers[1], mesh=self._mesh
+            )
+            self._rows[row] = held
+            self._halt[row] = False
+        # A row that has ended keeps some law: whatever it draws is thrown away.
+        some = next(iter(rows.values()))
+        self._parts = self._parts_of([(held or some)[1] for held in self._rows])
         self._rows_changed = True
-        return self._updates(emitted, [row])
+        return self._updates(emitted, list(rows))
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
@@ -205,7 +289,7 @@ class Session:
 
     def _prefill_arguments(
         self, requests: list[RowRequest], capacity: int, parts: Parts
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
         """What `compiled.prefill` takes, traced and static."""
         batch = len(requests)
         longest = max(len(request.prompt) for request in requests)
@@ -237,7 +321,11 @@ class Session:
         self._state = self._executables.call(compiled.grow, self._state, capacity=capacity, mesh=self._mesh)
 
     def _unfinished(self) -> list[RowRequest]:
-        return [held[1] for held in (*self._rows, *self._waiting) if held is not None]
+        return [
+            held[1]
+            for held in (*self._rows, *self._waiting, *(h for r in self._refills for h in r.rows.values()))
+            if held is not None
+        ]
 
     def _prepare_next(self) -> None:
         """Compiles the next bucket's executables in the background."""
@@ -286,7 +374,7 @@ class Session:
 
     def _updates(self, emitted: Emitted, rows: Sequence[int]) -> list[Update]:
         host = jax.device_get(emitted)
-        self._lengths[list(rows)] = host.length
+        self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
         for at, row in enumerate(rows):
             held = self._rows[row]

@@ -211,16 +211,18 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     return dataclasses.replace(cache, layers=[(pad(keys), pad(values)) for keys, values in cache.layers])
 
 
-def insert(cache: KVCache, row: jax.Array, single: KVCache) -> KVCache:
-    """Replaces row `row` by the one row of `single` (of the same capacity)."""
+def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | int = 0) -> KVCache:
+    """Replaces row `row` by row `which` of `others` (of the same capacity)."""
+    count = len(others.rope_length)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        first = row * new.shape[0]
-        return jax.lax.dynamic_update_slice(buffer, new, (first,) + (0,) * (buffer.ndim - 1))
+        size, rest = new.shape[0] // count, (0,) * (buffer.ndim - 1)
+        one = jax.lax.dynamic_slice(new, (which * size, *rest), (size, *new.shape[1:]))
+        return jax.lax.dynamic_update_slice(buffer, one, (row * size, *rest))
 
     layers = [
-        (put(keys, one_keys), put(values, one_values))
-        for (keys, values), (one_keys, one_values) in zip(cache.layers, single.layers, strict=True)
+        (put(keys, new_keys), put(values, new_values))
+        for (keys, values), (new_keys, new_values) in zip(cache.layers, others.layers, strict=True)
     ]
-    rope_length = cache.rope_length.at[row].set(single.rope_length[0])
+    rope_length = cache.rope_length.at[row].set(others.rope_length[which])
     return dataclasses.replace(cache, layers=layers, rope_length=rope_length)

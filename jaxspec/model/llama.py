@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.model import cache as kv
 from jaxspec.model import rope
@@ -281,29 +282,64 @@ def prefill(
         positions of the cosine between the residual stream before its norm and after its addition.
       the cache.
     """
-    batch = tokens.shape[0]
-    cache = dataclasses.replace(cache, rope_length=length)
-    last = jnp.zeros((batch, config.hidden_size), params["embed"].dtype)
-    sums = jnp.zeros((batch, config.num_layers, 2), jnp.float32)
+    state = start_prefill(config, params, length, cache)
+    stop = (jnp.max(length) + piece - 1) // piece
+    state = feed(config, params, tokens, length, state, jnp.int32(0), stop, piece)
+    return state.hidden, state.similarities / length[:, None, None], state.cache
 
-    def feed(carry):
-        index, last, sums, cache = carry
+
+@struct.dataclass
+class Prefilling:
+    """Prompts of which some pieces have been fed.
+
+    Attributes:
+      hidden: [B, D], of each row's last token, before the final norm, once it has been fed.
+      similarities: float32[B, L, 2], see `prefill`, summed over the positions fed.
+      cache: holds the positions fed; None where it goes its own way.
+    """
+
+    hidden: jax.Array
+    similarities: jax.Array
+    cache: Any
+
+
+def start_prefill(config: LlamaConfig, params: Params, length: jax.Array, cache: KVCache) -> Prefilling:
+    """Prompts of length int32[B] of which nothing has been fed, and a cache to be filled from slot 0."""
+    cache = dataclasses.replace(cache, rope_length=length)
+    last = jnp.zeros((length.shape[0], config.hidden_size), params["embed"].dtype)
+    return Prefilling(last, jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32), cache)
+
+
+def feed(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    state: Prefilling,
+    first: jax.Array,
+    stop: jax.Array,
+    piece: int,
+) -> Prefilling:
+    """Feeds the pieces from number `first` up to number `stop`, int32 scalars; see `prefill`.
+
+    What a piece computes does not depend on how many are fed in one call.
+    """
+    batch = tokens.shape[0]
+
+    def feed_piece(carry):
+        index, state = carry
         begin = index * piece
         fed = jax.lax.dynamic_slice_in_dim(tokens, begin, piece, axis=1)
         start = jnp.full(batch, begin, jnp.int32)
         cosines: list[jax.Array] = []
-        hidden, cache = run_layers(
-            config, params, embed(params, fed), start, cache, watch=lambda x, y: cosines.append(cosine(x, y))
-        )
+        watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
+        hidden, cache = run_layers(config, params, embed(params, fed), start, state.cache, watch=watch)
         real = begin + jnp.arange(piece)[None] < length[:, None]
-        sums += jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1).reshape(sums.shape)
+        of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
+        sums = state.similarities + of_piece.reshape(state.similarities.shape)
         offset = length - 1 - begin
         here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, piece - 1)[:, None, None], axis=1)[:, 0]
-        last = jnp.where(((offset >= 0) & (offset < piece))[:, None], here, last)
-        return index + 1, last, sums, cache
+        last = jnp.where(((offset >= 0) & (offset < piece))[:, None], here, state.hidden)
+        return index + 1, Prefilling(last, sums, cache)
 
-    longest = jnp.max(length)
-    _, last, sums, cache = jax.lax.while_loop(
-        lambda carry: carry[0] * piece < longest, feed, (jnp.int32(0), last, sums, cache)
-    )
-    return last, sums / length[:, None, None], cache
+    return jax.lax.while_loop(lambda carry: carry[0] < stop, feed_piece, (first, state))[1]
