@@ -11,10 +11,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The blocks of code of a page in a language."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def code(page: str) -> str:
     """The Python blocks of a page, one after another."""
-    text = (ROOT / "docs" / page).read_text("utf-8")
-    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return "\n\n".join(blocks(page))
 
 
 def test_the_code_of_adding_a_drafter_runs(capsys, monkeypatch):
