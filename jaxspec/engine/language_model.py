@@ -302,8 +302,8 @@ class LanguageModel:
         """Generates a text after each prompt, and yields its pieces as they come.
 
         Args:
-          prompts, messages, method, acceptor, max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
-            ignore_eos, logprobs, chat, max_batch, **options: as in `generate`. All are checked before this returns.
+          prompts: a text, token ids or messages, or a list of such.
+          **options: as in `generate`, like all the arguments between. They are checked before this returns.
 
         Returns:
           An iterator of `Piece`s, of which the last of each prompt carries the result: the one that `generate`
