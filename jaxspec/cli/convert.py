@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -46,9 +47,11 @@ class Convert:
         from jaxspec.io import checkpoint, huggingface, tokenizer
         from jaxspec.io.hf_config import config_json
 
-        save = huggingface.save
+        save: Callable[..., None] = huggingface.save
         if self.to == "orbax":
-            from jaxspec.io.orbax import save
+            from jaxspec.io import orbax
+
+            save = orbax.save
 
         destination = Path(self.dst)
         _check_destination(destination)

@@ -46,7 +46,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document.
+    """A text to learn from, some of whose spans may be read only.
 
     Attributes:
       spans: laid end to end.
@@ -60,7 +60,7 @@ class Document:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The document's whole text."""
         return "".join(span.text for span in self.spans)
 
 
@@ -70,7 +70,7 @@ class Malformed(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """How conversations become text.
+    """A chat template and its special tokens, by which conversations become text.
 
     Attributes:
       template: Jinja, as in a tokenizer's `chat_template`.
@@ -93,7 +93,7 @@ class Chat:
 
 
 def chat_of(directory: Path) -> Chat:
-    """How a model's own tokenizer writes conversations; Vicuna's form where it does not say."""
+    """Reads the chat template of a model's tokenizer; Vicuna's form where it has none."""
     settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
     template = settings.get("chat_template")
     if (directory / TEMPLATE).is_file():
@@ -123,7 +123,7 @@ Convert = Callable[[Mapping[str, Any], Chat], list[Document]]
 
 
 def plain(text: str) -> list[Document]:
-    """The document of a text, learned whole; none for an empty one."""
+    """Makes one document of a text, all of which is learned; none of an empty text."""
     text = text.strip()
     return [Document((Span(text),), text)] if text else []
 
@@ -190,12 +190,12 @@ def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def gsm8k_prompt(question: str) -> str:
-    """What stands before the answer to a problem of grade-school mathematics."""
+    """Builds the prompt of a GSM8K problem: what stands before its answer."""
     return f"Question: {question.strip()}\nAnswer:"
 
 
 def mbpp_prompt(task: str) -> str:
-    """What stands before the code of a Python function: its task as a comment."""
+    """Builds the prompt of an MBPP task: the task as a comment, before the code."""
     return f"# {' '.join(task.split())}\n"
 
 
