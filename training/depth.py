@@ -29,7 +29,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.model import llama
 from jaxspec.selection.fitness import Texts
-from training.data import formats, packing, sources, tokenizer
+from training.data import conversations, formats, packing, sources, tokenizer
 from training.data.sources import DataOptions
 from training.parsing import parse
 from training.start import document_marks
@@ -66,7 +66,7 @@ def held_out_texts(
     lm: LanguageModel, options: Options, words: Tokenizer, console: Console
 ) -> dict[str, Texts]:
     """Reads held-out texts by kind, packed as training packs them."""
-    _, held_out = sources.read_kinds(options.data, formats.chat_of(options.model), console.print)
+    _, held_out = sources.read_kinds(options.data, conversations.chat_of(options.model), console.print)
     marks = document_marks(lm.config)
     return {
         kind: Texts(

@@ -19,7 +19,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
 from training import command
-from training.data import formats, sources
+from training.data import conversations, formats, sources
 from training.data.sources import HELD_OUT, DataOptions, SourceArgument
 from training.loop.progress import Pace, Progress, duration
 from training.parsing import parse, plain
@@ -268,7 +268,7 @@ def train(options: Options, console: Console) -> None:
     """
     lm = jaxspec.load(options.model)
     given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    documents = sources.read_kinds(given, formats.chat_of(Path(options.model)), console.print)
+    documents = sources.read_kinds(given, conversations.chat_of(Path(options.model)), console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
         prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)

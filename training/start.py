@@ -16,7 +16,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import induction
-from training.data import formats, tokenizer
+from training.data import conversations, tokenizer
 from training.data.sources import Kinds
 from training.losses.base import Loss
 from training.options import SCRATCH, JobOptions
@@ -117,16 +117,16 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
         return
     # A model that learns conversations is used in the form in which it has read them.
     talks = any(document.chat for part in kinds.values() for document in part)
-    tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
+    tokenizer.save(words, run, options.model.context, conversations.CHAT_TEMPLATE if talks else None)
 
 
-def chat_of(options: JobOptions) -> formats.Chat:
+def chat_of(options: JobOptions) -> conversations.Chat:
     """Chooses how conversations are written: by the given model's or tokenizer's own template."""
     given = given_tokenizer(options)
     if given is None:
-        return formats.Chat()
+        return conversations.Chat()
     with tokenizer.files_of(given) as directory:
-        return formats.chat_of(directory)
+        return conversations.chat_of(directory)
 
 
 def document_marks(config: LlamaConfig) -> tuple[int, int]:

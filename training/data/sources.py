@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 from tokenizers import Tokenizer
 
-from training.data import formats, packing, sizing, tasks, tokenizer
+from training.data import conversations, formats, packing, reading, sizing, tasks, tokenizer
 from training.data.sizing import AUTO, Sized
 
 # One of this many documents is held out: the same in all commands, so that a probe is judged on what its model
@@ -27,7 +27,7 @@ class Source:
     """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.formats.read`.
+      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.reading.read`.
       kind: the kind of work; held-out loss is reported per kind. By default the file's or family's name.
       format: one of `training.data.formats.FORMATS`, or auto.
       weight: how often it is drawn, relative to the other sources.
@@ -115,7 +115,7 @@ class DataOptions:
 
 
 def read_kinds(
-    options: DataOptions, chat: formats.Chat, report: Callable[[str], None]
+    options: DataOptions, chat: conversations.Chat, report: Callable[[str], None]
 ) -> tuple[Kinds, Kinds]:
     """Reads all sources; returns the training and the held-out documents, by kind.
 
@@ -124,7 +124,7 @@ def read_kinds(
     """
     kinds: Kinds = {}
     for source in options.data:
-        found = formats.read(source.path, source.format, chat, options.skip_malformed, report)
+        found = reading.read(source.path, source.format, chat, options.skip_malformed, report)
         kinds.setdefault(source.kind, []).extend(found)
     parts: tuple[Kinds, Kinds] = ({}, {})
     for kind, documents in kinds.items():
