@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from training.data import formats, packing, sources, tasks, tokenizer
+from training.data import conversations, formats, packing, reading, sources, tasks, tokenizer
 from training.data.tasks import code, edits, sums
 from training.data.tasks import task as task_words
 
@@ -144,7 +144,7 @@ def test_answers_to_questions_follow_from_the_facts():
 
 
 def test_of_a_task_only_the_completion_is_learned(tmp_path):
-    (first, *_) = documents = formats.read("tasks:sums:30", formats.AUTO, formats.Chat(), False)
+    (first, *_) = documents = reading.read("tasks:sums:30", formats.AUTO, conversations.Chat(), False)
     assert len(documents) == 30
     assert [span.learn for span in first.spans] == [False, True]
     assert first.origin
@@ -156,7 +156,7 @@ def test_of_a_task_only_the_completion_is_learned(tmp_path):
     assert np.flatnonzero(encoded.learn)[0] == len(encoded.tokens) - encoded.learn.sum()
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps({"prompt": "Two?", "completion": " 2"}) + "\n")
-    (own,) = formats.read(str(file), formats.AUTO, formats.Chat(), False)
+    (own,) = reading.read(str(file), formats.AUTO, conversations.Chat(), False)
     assert own.spans == (formats.Span("Two?", False), formats.Span(" 2"))
     assert not own.chat
 
@@ -171,14 +171,14 @@ def test_of_a_task_only_the_completion_is_learned(tmp_path):
 )
 def test_a_wrong_name_of_tasks_is_refused(path, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        formats.read(path, formats.AUTO, formats.Chat(), False)
+        reading.read(path, formats.AUTO, conversations.Chat(), False)
 
 
 def test_an_empty_completion_is_refused(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps({"prompt": "Two?", "completion": ""}) + "\n")
-    with pytest.raises(formats.Malformed, match=r"own.jsonl:1: `completion` is empty"):
-        formats.read(str(file), formats.AUTO, formats.Chat(), False)
+    with pytest.raises(reading.Malformed, match=r"own.jsonl:1: `completion` is empty"):
+        reading.read(str(file), formats.AUTO, conversations.Chat(), False)
 
 
 @pytest.mark.parametrize("family", ["sums", "edits", "facts"])
@@ -201,7 +201,7 @@ def test_what_is_asked_of_boxes_has_one_answer():
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_a_held_out_task_is_no_task_of_the_training_with_other_names(family):
-    documents = formats.read(f"tasks:{family}:3000", formats.AUTO, formats.Chat(), False)
+    documents = reading.read(f"tasks:{family}:3000", formats.AUTO, conversations.Chat(), False)
     training, held_out = packing.split(documents, 20)
     if family in ("code", "sums"):
         assert len({one.origin for one in documents}) < len(documents)

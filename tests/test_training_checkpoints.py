@@ -18,7 +18,7 @@ import pytest
 
 from tests.test_training_run import STORIES, arguments, metrics
 from training import sft
-from training.data import formats
+from training.data import reading
 from training.loop import checkpoints, lock
 from training.loop.checkpoints import CHECKSUMS, Checkpoints, damage
 from training.loop.step import TrainState
@@ -267,7 +267,7 @@ def test_a_full_disk_is_an_error_without_a_logged_traceback(directory, monkeypat
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
+    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     return folder
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, trainers
 
 from jaxspec.bench import prompts
 from training import parsing, sft
-from training.data import copy_edit, formats, sources, tokenizer
+from training.data import conversations, copy_edit, formats, reading, sources, tokenizer
 
 STORY = (
     "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
@@ -21,7 +21,7 @@ STORY = (
 
 
 def read(path, form=formats.AUTO, skip=False, report=print):
-    return formats.read(str(path), form, formats.Chat(), skip, report)
+    return reading.read(str(path), form, conversations.Chat(), skip, report)
 
 
 def write_lines(path, records):
@@ -35,7 +35,7 @@ def texts(documents):
 
 def test_plain_text_is_cut_at_its_separators(tmp_path):
     file = tmp_path / "a.txt"
-    file.write_text(f"one\n{formats.SEPARATOR}\n\n two\nlines \n{formats.SEPARATOR}\n \n")
+    file.write_text(f"one\n{reading.SEPARATOR}\n\n two\nlines \n{reading.SEPARATOR}\n \n")
     assert texts(read(file)) == ["one", "two\nlines"]
 
 
@@ -78,20 +78,20 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    (document,) = formats.read(str(file), formats.AUTO, formats.Chat(template, eos_token="<e>"), False)
+    (document,) = reading.read(str(file), formats.AUTO, conversations.Chat(template, eos_token="<e>"), False)
     assert [(span.text, span.learn) for span in document.spans] == [
         ("[system]Be kind.[user]Hi[assistant]", False),
         ("Hello!<e>", True),
     ]
     settings = {"chat_template": template, "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert formats.chat_of(tmp_path) == formats.Chat(template, "<b>", "<e>")
+    assert conversations.chat_of(tmp_path) == conversations.Chat(template, "<b>", "<e>")
     (tmp_path / "chat_template.jinja").write_text("other")
-    assert formats.chat_of(tmp_path).template == "other"
-    assert formats.chat_of(tmp_path / "nowhere") == formats.Chat()
-    rewriting = formats.Chat("{{ messages | length }}")
-    with pytest.raises(formats.Malformed, match="rewrites earlier turns"):
-        formats.read(str(file), formats.AUTO, rewriting, False)
+    assert conversations.chat_of(tmp_path).template == "other"
+    assert conversations.chat_of(tmp_path / "nowhere") == conversations.Chat()
+    rewriting = conversations.Chat("{{ messages | length }}")
+    with pytest.raises(reading.Malformed, match="rewrites earlier turns"):
+        reading.read(str(file), formats.AUTO, rewriting, False)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
 )
 def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_asked(tmp_path, line, said):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "good"}, "", line, {"text": "fine"}])
-    with pytest.raises(formats.Malformed, match=rf"a\.jsonl:3: .*{said}.*--skip-malformed"):
+    with pytest.raises(reading.Malformed, match=rf"a\.jsonl:3: .*{said}.*--skip-malformed"):
         read(file)
     reported = []
     assert texts(read(file, skip=True, report=reported.append)) == ["good", "fine"]
@@ -118,10 +118,10 @@ def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_aske
 def test_records_of_a_json_list_have_lines_too(tmp_path):
     file = tmp_path / "a.json"
     file.write_text('[\n {"text": "a"},\n {"text":\n  4}\n]')
-    with pytest.raises(formats.Malformed, match=r"a\.json:3: `text`"):
+    with pytest.raises(reading.Malformed, match=r"a\.json:3: `text`"):
         read(file)
     file.write_text('[\n {"text": "a"},\n {"text" "b"}]')
-    with pytest.raises(formats.Malformed, match=r"a\.json:3: not JSON"):
+    with pytest.raises(reading.Malformed, match=r"a\.json:3: not JSON"):
         read(file, skip=True)
     file.write_text('{"text": "a"}')
     with pytest.raises(ValueError, match="not a JSON list"):
@@ -131,7 +131,7 @@ def test_records_of_a_json_list_have_lines_too(tmp_path):
 def test_a_line_that_is_not_utf8_is_one_malformed_record(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(formats.Malformed, match=r"a\.jsonl:2: not UTF-8"):
+    with pytest.raises(reading.Malformed, match=r"a\.jsonl:2: not UTF-8"):
         read(file)
     assert texts(read(file, skip=True, report=lambda _: None)) == ["a"]
 
@@ -157,7 +157,7 @@ def test_hugging_face_data_sets_are_read_when_their_package_is_there(monkeypatch
         load_dataset=lambda name, split: asked.append((name, split)) or [{"text": "a"}, {"question": "b"}]
     )
     monkeypatch.setitem(sys.modules, "datasets", package)
-    with pytest.raises(formats.Malformed, match="hf:owner/name:test record 1: no known keys"):
+    with pytest.raises(reading.Malformed, match="hf:owner/name:test record 1: no known keys"):
         read("hf:owner/name:test")
     assert texts(read("hf:owner/name", skip=True, report=lambda _: None)) == ["a"]
     assert asked == [("owner/name", "test"), ("owner/name", "train")]
@@ -173,7 +173,7 @@ def test_copy_edit_tasks_edit_what_they_say(tmp_path):
         for name in ("Tim", "Ann")
         for animal in ("cat", "ant")
     ]
-    file.write_text(f"\n{formats.SEPARATOR}\n".join(stories))
+    file.write_text(f"\n{reading.SEPARATOR}\n".join(stories))
     documents = read(file, "copy-edit")
     assert {document.origin for document in documents} == set(stories)
     edited = 0

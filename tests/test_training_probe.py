@@ -16,7 +16,7 @@ from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
 from training import probe
-from training.data import formats, sources, tokenizer
+from training.data import formats, reading, sources, tokenizer
 from training.losses import base
 from training.probes import estimates, fit, gather
 
@@ -221,7 +221,7 @@ def directory(tmp_path_factory):
     )
     huggingface.save(folder, config, llama.init_params(config, jax.random.key(0), scale=3.0), np.float32)
     tokenizer.save(words, folder, 64)
-    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
+    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     return folder
 
 

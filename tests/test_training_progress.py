@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.test_training_run import STORIES, arguments, metrics
 from training import job, layerskip, parsing, sft, soft
-from training.data import formats, packing, sizing, sources, tokenizer
+from training.data import conversations, packing, reading, sizing, sources, tokenizer
 from training.data.sizing import AUTO
 from training.loop.progress import FIRST_S, MOST_S, Pace, Progress, counted, duration
 from training.reports import curves
@@ -88,7 +88,7 @@ def test_times_and_numbers_are_said_as_people_say_them():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
+    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     return folder
 
 
@@ -278,7 +278,7 @@ def test_the_data_of_a_small_file_suffice_for_what_is_chosen(folder):
     options = parsing.parse(
         sft.Options, ["--data", str(folder / "text.txt"), "--output", "o", "--held-out", "6"], "x"
     )
-    documents = sources.read_kinds(options.data, formats.Chat(), print)
+    documents = sources.read_kinds(options.data, conversations.Chat(), print)
     characters = sum(len(one.text) for one in documents[0]["text"])
     options, _ = options.settled(characters, {})
     start = start_model(options, documents[0], resumed=False)

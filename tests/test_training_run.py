@@ -24,7 +24,7 @@ from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
 from training import export, layerskip, parsing, plots, sft, soft, throughput
 from training import run as run_record
-from training.data import formats, packing, sources, tokenizer
+from training.data import conversations, packing, reading, sources, tokenizer
 from training.loop import checkpoints, step
 from training.losses import base
 from training.options import SCRATCH
@@ -113,7 +113,7 @@ def losses_of(records: list[dict]) -> list[tuple]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{formats.SEPARATOR}\n".join(STORIES))
+    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     return folder
 
 
@@ -166,7 +166,9 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.BOS_ID, (tokenizer.EOS_ID,))
     params = huggingface.load_params(directory, config, jnp.float32)
     words = tokenizer.load(directory)
-    held_out = packing.split(formats.read(str(folder / "text.txt"), "text", formats.Chat(), False), 6)[1]
+    held_out = packing.split(reading.read(str(folder / "text.txt"), "text", conversations.Chat(), False), 6)[
+        1
+    ]
     encoded = tokenizer.encode_documents(words, held_out, tokenizer.BOS_ID, tokenizer.EOS_ID)
     nothing = base.Given(jnp.int32(0), jax.random.key(0))
     total, weight = base.next_token(config)(params, packing.pack(encoded, 32), nothing)
@@ -650,7 +652,7 @@ def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):
     assert ours.config.num_layers == 1
     assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
     assert ours.words.to_str() == theirs.words.to_str()
-    assert our_chat == their_chat != formats.Chat()
+    assert our_chat == their_chat != conversations.Chat()
 
 
 def test_training_goes_on_from_a_gguf_file(folder, tmp_path):

@@ -28,7 +28,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
-from training.data import formats, packing, sources, tokenizer
+from training.data import conversations, formats, packing, sources, tokenizer
 from training.data.sources import DataOptions
 from training.parsing import parse
 from training.start import document_marks
@@ -64,8 +64,8 @@ class Options:
 def held_out_texts(
     lm: LanguageModel, options: Options, words: Tokenizer, console: Console
 ) -> dict[str, Texts]:
-    """Held-out texts by kind, packed as training packs them."""
-    _, held_out = sources.read_kinds(options.data, formats.chat_of(options.model), console.print)
+    """Reads held-out texts by kind, packed as training packs them."""
+    _, held_out = sources.read_kinds(options.data, conversations.chat_of(options.model), console.print)
     marks = document_marks(lm.config)
     return {
         kind: Texts(
@@ -84,7 +84,7 @@ def _packed(
 
 
 def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
-    """Tokens per second of plain decoding by the whole and by the cut model, and their ratio."""
+    """Measures plain decoding by the whole and by the cut model: tokens per second of each, and their ratio."""
     config = lm.config.truncated(options.cut)
     cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
     texts = prompts.sample(options.prompts)
@@ -109,7 +109,7 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(Options, arguments, "python -m training.depth")

@@ -84,7 +84,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
 
 
 def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
-    """At most `rows` windows of each kind of a run's held-out text."""
+    """Reads at most `rows` windows of each kind of a run's held-out text."""
     parts, _ = packing.stored(run / packing.TOKENS_FILE)
     return {
         kind: fitness.Texts(**packing.spread(windows, rows)) for kind, windows in parts["held_out"].items()
@@ -92,7 +92,7 @@ def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
 
     def work(given: list[str], prog: str, console: Console) -> int:
         options = parse_plain(Options, given, prog)

@@ -28,7 +28,7 @@ class Options(JobOptions):
 
 
 def recipe(options: Options) -> LayerSkipOptions:
-    """The recipe with what it leaves open settled: how dropout moves follows from where training starts."""
+    """Completes the recipe: how dropout changes over time follows from where training starts."""
     if options.layerskip.dropout_over_time is not None:
         return options.layerskip
     over_time: Literal["exponential", "constant"] = "exponential" if options.start == SCRATCH else "constant"
@@ -41,7 +41,7 @@ def usual_exits(layers: int) -> tuple[int, ...]:
 
 
 def objective(options: Options, start: Start) -> Objective:
-    """The LayerSkip loss; the exits draft for the model itself.
+    """Makes the LayerSkip loss; the exits draft for the model itself.
 
     Raises:
       ValueError: an exit is not below the last layer.
@@ -58,7 +58,7 @@ def objective(options: Options, start: Start) -> Objective:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     return job.main(Options, objective, "training.layerskip", arguments)
 
 

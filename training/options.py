@@ -64,13 +64,13 @@ class ModelOptions:
 
     @property
     def stages(self) -> Stages:
-        """How deep the model is at each step."""
+        """The depth of the model at each step."""
         return Stages(self.growth, self.layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What all training commands share.
+    """The options that all training commands share.
 
     The same command goes on where it was stopped; Ctrl-C stops it with a checkpoint and an export.
 
@@ -145,14 +145,14 @@ class JobOptions:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of the products."""
+        """The dtype in which products are computed."""
         if self.compute != "auto":
             return self.compute
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
     @property
     def run_directory(self) -> Path:
-        """Where the run's own files are kept."""
+        """The directory of the run's own files."""
         if self.run is not None:
             return self.run
         assert self.output is not None

@@ -33,7 +33,7 @@ _CONFIG_HELP = (
 
 
 def parse(command: type[Options], arguments: Sequence[str] | None, prog: str) -> Options:
-    """Options from `--config FILE.yaml`, given any number of times, and the command line, which wins.
+    """Parses options from `--config FILE.yaml`, given any number of times, and the command line, which wins.
 
     A YAML file holds what the command line does: option names (with _ or -) and values; sections are free. Of
     several files the later ones win.
@@ -61,7 +61,7 @@ def parse(command: type[Options], arguments: Sequence[str] | None, prog: str) ->
 def parse_plain(
     command: type[Options], arguments: Sequence[str] | None, prog: str, description: str | None = None
 ) -> Options:
-    """Options from the command line alone.
+    """Parses options from the command line alone.
 
     Raises:
       WrongOptions, SystemExit: as `parse`.
@@ -99,7 +99,7 @@ def _collected(words: list[str], option: str) -> list[str]:
 
 
 def yaml_words(file: Path) -> list[str]:
-    """A YAML file as words of the command line.
+    """Turns a YAML file into words of the command line.
 
     Raises:
       WrongOptions: it cannot be read, or is no mapping of options.
@@ -142,7 +142,7 @@ def _word(value: Any) -> str:
 
 
 def plain(options: Any) -> Any:
-    """Options as dictionaries, lists, texts and numbers, as they are written into YAML and JSON."""
+    """Turns options into dictionaries, lists, texts and numbers, as they are written into YAML and JSON."""
     if isinstance(options, (Source, Auto, Path)):
         return str(options)
     if dataclasses.is_dataclass(options) and not isinstance(options, type):
@@ -151,12 +151,12 @@ def plain(options: Any) -> Any:
 
 
 def to_yaml(options: Any) -> str:
-    """The resolved options as a file that `--config` reads."""
+    """Writes the resolved options as YAML that `--config` reads."""
     return yaml.safe_dump(plain(options), sort_keys=False)
 
 
 def chosen_earlier(file: Path) -> dict[str, int]:
-    """The numbers in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
+    """Reads the sizes in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         sections = [part for part in content.values() if isinstance(part, dict)]

@@ -26,7 +26,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
 
     def work(given: list[str], prog: str, console: Console) -> int:
         console.print("wrote " + ", ".join(map(str, curves.draw(parse_plain(Options, given, prog).run))))

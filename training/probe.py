@@ -19,7 +19,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
 from training import command
-from training.data import formats, sources
+from training.data import conversations, formats, sources
 from training.data.sources import HELD_OUT, DataOptions, SourceArgument
 from training.loop.progress import Pace, Progress, duration
 from training.parsing import parse, plain
@@ -28,7 +28,7 @@ from training.probes import fit, gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Trains a linear probe for each exit layer, for texts of one law, and reports what it is good for.
+    """Trains a linear probe for each exit layer, for one setting of sampling, and reports how good it is.
 
     Beside the probe stand, on the same held-out tokens: the base rate (the share accepted in training, for every
     token), the draft's own probability, and that probability with Platt scaling (two numbers).
@@ -88,20 +88,20 @@ class Options:
 
     @property
     def law(self) -> dict[str, float]:
-        """The law's numbers that are not off."""
+        """The sampling settings that are not off."""
         off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
 
     @property
     def law_name(self) -> str:
-        """How the probe's file calls the law."""
+        """The name of the sampling settings in the probe's file name."""
         return method_files.law_name(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def prompt_ids(
     documents: dict[str, list[formats.Document]], options: Options, lm: LanguageModel, count: int
 ) -> list[list[int]]:
-    """The beginnings of `count` documents, or of all there are, of each kind as many as its weight says."""
+    """Tokenises the beginnings of `count` documents, or of all there are, of each kind as many as its weight says."""
     rng = np.random.default_rng(options.seed)
     weights = DataOptions(options.data).weights
     total = sum(weights.values())
@@ -131,7 +131,7 @@ def decoded(
     report: Callable[[int], None],
     **more: Any,
 ) -> dict[str, Any]:
-    """What a method does with the prompts: mean acceptance length, and tokens drafted and accepted per round."""
+    """Decodes the prompts by a method: mean acceptance length, and tokens drafted and accepted per round."""
     settings: dict[str, Any] = {"temperature": 0.0, **options.law, **more}
     pieces = lm.stream(
         prompts,
@@ -240,7 +240,7 @@ class _Prompts(Progress):
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Two small tables: the estimates, and what decoding makes of them."""
+    """Prints two small tables: the estimates, and how the methods decode with them."""
 
     def figure(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
@@ -260,14 +260,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def train(options: Options, console: Console) -> None:
-    """Trains all probes that are asked for.
+    """Trains a probe for each exit layer of the options.
 
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
     lm = jaxspec.load(options.model)
     given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    documents = sources.read_kinds(given, formats.chat_of(Path(options.model)), console.print)
+    documents = sources.read_kinds(given, conversations.chat_of(Path(options.model)), console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
         prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)
@@ -279,7 +279,7 @@ def train(options: Options, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
 
     def work(given: list[str], prog: str, console: Console) -> int:
         train(parse(Options, given, prog), console)

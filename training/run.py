@@ -21,7 +21,7 @@ OPTIONS_FILE = "options.yaml"
 
 
 def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
-    """What must stay as it was where a run goes on; all else, as its length, may change. Kept in run.json."""
+    """Lists what must be the same where a run is resumed, for run.json; all else, as its length, may change."""
     scratch = options.start == SCRATCH
     return {
         "job": module,
@@ -51,7 +51,7 @@ def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> No
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The record that a training command leaves in its run directory: commands, options, data.
+    """Reads the record that a training command leaves in its run directory: commands, options, data.
 
     Raises:
       ValueError: there is none.

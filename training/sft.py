@@ -18,12 +18,12 @@ class Options(JobOptions):
 
 
 def objective(options: Options, start: Start) -> Objective:
-    """Cross-entropy of the last layer alone."""
+    """Makes the loss: cross-entropy of the last layer alone."""
     return Objective(next_token(start.config, options.remat))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     return job.main(Options, objective, "training.sft", arguments)
 
 

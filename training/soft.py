@@ -69,7 +69,7 @@ class Options(JobOptions):
 
 
 def load_target(source: Path, draft: Start) -> tuple[LlamaConfig, Params]:
-    """A target's config and float32 parameters, from a Hugging Face directory or a GGUF file.
+    """Loads a target's config and float32 parameters from a Hugging Face directory or a GGUF file.
 
     Raises:
       ValueError: it has another vocabulary than the draft.
@@ -86,7 +86,7 @@ def load_target(source: Path, draft: Start) -> tuple[LlamaConfig, Params]:
 
 
 def objective(options: Options, start: Start) -> Objective:
-    """The mean of the exits' losses."""
+    """Makes the loss: the mean over the exits."""
     target = None
     if options.target is not None:
         target = load_target(options.target, start)
@@ -102,7 +102,7 @@ def objective(options: Options, start: Start) -> Objective:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     return job.main(Options, objective, "training.soft", arguments)
 
 

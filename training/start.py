@@ -16,14 +16,14 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import induction
-from training.data import formats, tokenizer
+from training.data import conversations, tokenizer
 from training.data.sources import Kinds
 from training.losses.base import Loss
 from training.options import SCRATCH, JobOptions
 
 
 class Objective(NamedTuple):
-    """What sets a job apart.
+    """What a job minimises and measures.
 
     Attributes:
       loss: to be minimised.
@@ -49,7 +49,7 @@ class Start(NamedTuple):
 
 
 def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
-    """The model to be trained. Nothing is written yet: the run directory may turn out to be another run's.
+    """Loads or makes the model to be trained. Writes nothing: the run directory may turn out to be another run's.
 
     Raises:
       ValueError: the shape is impossible, or the given model lacks what training needs.
@@ -91,7 +91,7 @@ def _given_model(source: Path, layers: int | None) -> Start:
 
 
 def init_params(config: LlamaConfig, seed: int) -> Params:
-    """Random float32 parameters; the products that write into the residual stream shrink with its depth."""
+    """Draws random float32 parameters; the products that write into the residual stream shrink with its depth."""
     params = llama.init_params(config, jax.random.key(seed))
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"]:
@@ -117,20 +117,20 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
         return
     # A model that learns conversations is used in the form in which it has read them.
     talks = any(document.chat for part in kinds.values() for document in part)
-    tokenizer.save(words, run, options.model.context, formats.CHAT_TEMPLATE if talks else None)
+    tokenizer.save(words, run, options.model.context, conversations.CHAT_TEMPLATE if talks else None)
 
 
-def chat_of(options: JobOptions) -> formats.Chat:
-    """How conversations are written: as the given model's or tokenizer's own template says."""
+def chat_of(options: JobOptions) -> conversations.Chat:
+    """Chooses how conversations are written: by the given model's or tokenizer's own template."""
     given = given_tokenizer(options)
     if given is None:
-        return formats.Chat()
+        return conversations.Chat()
     with tokenizer.files_of(given) as directory:
-        return formats.chat_of(directory)
+        return conversations.chat_of(directory)
 
 
 def document_marks(config: LlamaConfig) -> tuple[int, int]:
-    """The tokens that begin and end every document.
+    """Returns the tokens that begin and end every document, (BOS, EOS).
 
     Raises:
       ValueError: the config does not name both.

@@ -35,7 +35,7 @@ SIDE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
 
 
 def _usual_shape() -> ModelOptions:
-    """What is timed where nothing is said: there is no data that a shape could follow."""
+    """The default shape: there is no data from which `auto` could choose one."""
     return ModelOptions(
         vocab_size=2048,
         hidden_size=192,
@@ -72,7 +72,7 @@ class Options:
 
 
 def step_flops(config: LlamaConfig, rows: int, window: int, exits: int) -> dict[str, float]:
-    """Floating-point operations of the products of one step, forward and backward.
+    """Counts the floating-point operations of the products of one step, forward and backward.
 
     A weight takes part in 2 operations per token forwards and 4 backwards. Attention is counted as it is
     computed, over the whole square: masked scores are computed too.
@@ -176,7 +176,7 @@ def _random_batch(config: LlamaConfig, options: Options) -> base.Batch:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The report as a table."""
+    """Prints the report as a table."""
     console.print(
         f"{report['parameters']:,} parameters, {report['tokens_per_second']:,.0f} tokens/s: "
         f"{report['fraction_of_matrix_product_rate']:.0%} of the "
@@ -195,7 +195,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
 
     def work(given: list[str], prog: str, console: Console) -> int:
         options = parse_plain(Options, given, prog)

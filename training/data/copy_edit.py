@@ -45,7 +45,7 @@ _PER_STORY = 3
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One task.
+    """A copy-and-edit task and its answer.
 
     Attributes:
       prompt: the instruction, the passage, and `Result:`.
@@ -57,7 +57,7 @@ class Task:
 
 
 def prompt(instruction: str, passage: str) -> str:
-    """What stands before the edited passage."""
+    """Builds the prompt of a task: the instruction, the passage, and `Result:`."""
     return f"{instruction}\n{passage}\nResult:"
 
 

@@ -31,7 +31,7 @@ TOKENS_FILE = "tokens.npz"
 
 
 class Encoded(NamedTuple):
-    """A document in tokens: int32[n], and which of them are to be learned, bool[n]."""
+    """A document as tokens, int32[n], with a mask of those to be learned, bool[n]."""
 
     tokens: np.ndarray
     learn: np.ndarray
@@ -165,7 +165,7 @@ def fixed_batches(windows: Windows, batch: int, limit: int) -> list[Windows]:
 
 
 def spread(windows: Windows, limit: int) -> Windows:
-    """At most `limit` windows, spread evenly over all: packing puts long documents first."""
+    """Chooses at most `limit` windows, spread evenly over all: packing puts long documents first."""
     total = len(windows["tokens"])
     count = min(limit, total)
     rows = np.arange(count) * total // count
@@ -173,7 +173,7 @@ def spread(windows: Windows, limit: int) -> Windows:
 
 
 def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
-    """The windows by part (`training`, `held_out`) and kind that `cached` has kept in a file, and their key."""
+    """Reads the file that `cached` wrote: windows by part (`training`, `held_out`) and kind, and their key."""
     found: dict[str, dict[str, Windows]] = {}
     with np.load(file) as arrays:
         for path in arrays.files:
@@ -186,7 +186,7 @@ def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
 def cached(
     file: Path, key: str, make: Callable[[], Mapping[str, Mapping[str, Windows]]]
 ) -> dict[str, dict[str, Windows]]:
-    """What `make()` gives, windows by part and kind, kept in `file` as long as `key` is the same."""
+    """Returns what `make()` gives, windows by part and kind; kept in `file` as long as `key` is the same."""
     if file.is_file():
         found, stored_key = stored(file)
         if stored_key == key:

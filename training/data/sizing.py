@@ -75,7 +75,7 @@ _HEAD_DIM = 32
 
 
 def choose(characters: int, scratch: bool, accumulate: int, given: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of a training that suit its data; what is given stays, and the others follow it.
+    """Chooses the sizes of a training that suit its data; given ones stay, and the others follow them.
 
     The smallest rung takes a minute on two CPU cores, that of 0.1 to 2 million characters a few minutes, and each
     further one about ten times as long as the one before.
@@ -120,6 +120,6 @@ def choose(characters: int, scratch: bool, accumulate: int, given: Mapping[str, 
 
 
 def in_words(characters: int, chosen: Mapping[str, int]) -> str:
-    """One line: what was chosen, by name of option, and why."""
+    """Describes in one line which sizes were chosen, by name of option, and why."""
     listed = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
     return f"chosen for {characters:,} characters of training text: {listed}"

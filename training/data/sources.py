@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 from tokenizers import Tokenizer
 
-from training.data import formats, packing, sizing, tasks, tokenizer
+from training.data import conversations, formats, packing, reading, sizing, tasks, tokenizer
 from training.data.sizing import AUTO, Sized
 
 # One of this many documents is held out: the same in all commands, so that a probe is judged on what its model
@@ -27,7 +27,7 @@ class Source:
     """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.formats.read`.
+      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.reading.read`.
       kind: the kind of work; held-out loss is reported per kind. By default the file's or family's name.
       format: one of `training.data.formats.FORMATS`, or auto.
       weight: how often it is drawn, relative to the other sources.
@@ -40,7 +40,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Reads the written form.
+        """Parses a source as it is written on the command line.
 
         Raises:
           ValueError: it is not of that form.
@@ -79,7 +79,7 @@ SourceArgument = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Which text, and how it is laid into batches.
+    """Which text is learned, and how it is laid into batches.
 
     Attributes:
       data: the sources; those of the same kind are put together, and have the same weight.
@@ -115,16 +115,16 @@ class DataOptions:
 
 
 def read_kinds(
-    options: DataOptions, chat: formats.Chat, report: Callable[[str], None]
+    options: DataOptions, chat: conversations.Chat, report: Callable[[str], None]
 ) -> tuple[Kinds, Kinds]:
-    """(training, held-out) documents by kind.
+    """Reads all sources; returns the training and the held-out documents, by kind.
 
     Raises:
       ValueError: a source cannot be read, or has too little to hold a part of it out.
     """
     kinds: Kinds = {}
     for source in options.data:
-        found = formats.read(source.path, source.format, chat, options.skip_malformed, report)
+        found = reading.read(source.path, source.format, chat, options.skip_malformed, report)
         kinds.setdefault(source.kind, []).extend(found)
     parts: tuple[Kinds, Kinds] = ({}, {})
     for kind, documents in kinds.items():
@@ -140,7 +140,7 @@ def read_kinds(
 def data_key(
     options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int]
 ) -> str:
-    """A hash of all that the packed windows follow from."""
+    """Hashes all that the packed windows follow from: text, tokenizer, marks and window."""
     texts = hashlib.sha256()
     for kinds in documents:
         for kind, part in kinds.items():
@@ -159,7 +159,7 @@ def packed(
     marks: tuple[int, int],
     key: str,
 ) -> tuple[dict[str, packing.Windows], dict[str, packing.Windows]]:
-    """The packed (training, held-out) windows by kind, tokenised once and kept in the run directory.
+    """Packs the documents into (training, held-out) windows by kind, once: they are kept in the run directory.
 
     Args:
       options: which text, and how it is laid into windows.

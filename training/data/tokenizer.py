@@ -62,7 +62,7 @@ def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 def learn(
     kinds: Mapping[str, Sequence[Document]], weights: Mapping[str, float], vocab_size: int
 ) -> Tokenizer:
-    """A tokenizer learned from a share of each kind that follows its weight."""
+    """Learns a tokenizer from documents by kind, of each a share that follows its weight."""
     total = sum(weights.values())
 
     def texts() -> Iterator[str]:
@@ -115,7 +115,7 @@ def load(source: Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def files_of(source: Path) -> Iterator[Path]:
-    """The directory of a model's tokenizer files: of a GGUF file, one that lasts as long as the context."""
+    """Gives the directory of a model's tokenizer files; for a GGUF file one that lasts as long as the context."""
     if not is_gguf(source):
         yield source
         return
@@ -127,7 +127,7 @@ def files_of(source: Path) -> Iterator[Path]:
 def encode_documents(
     tokenizer: Tokenizer, documents: Sequence[Document], bos: int, eos: int
 ) -> list[Encoded]:
-    """Tokens of every document, `bos` before and `eos` after it, and which of them are to be learned.
+    """Tokenises documents, `bos` before and `eos` after each, and marks the tokens to be learned.
 
     A document is encoded whole, as it will be read; a token that reaches over a span's border belongs to the
     span in which it ends. A document whose text spells out its beginning or its end gets no second one.

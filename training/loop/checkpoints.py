@@ -33,7 +33,7 @@ _NO_CHECKSUMS = "has no checksums (an earlier version wrote it), so it could not
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from.
+    """A checkpoint from which a run goes on.
 
     Attributes:
       step: after which the checkpoint was written.
@@ -125,7 +125,7 @@ class Checkpoints:
         self._manager.save(step, args=items, metrics=measured)
 
     def wait(self) -> None:
-        """Returns once all is written.
+        """Waits until all checkpoints are written.
 
         Raises:
           Exception: something could not be, as Orbax has it.
@@ -195,7 +195,7 @@ class Checkpoints:
         return got["state"], got["data"]
 
     def best(self, report: Callable[[str], None]) -> tuple[Any, int, dict[str, float]]:
-        """(the state as NumPy arrays, step, what was measured there) of the best intact checkpoint.
+        """Reads the best intact checkpoint: the state as NumPy arrays, its step, and what was measured there.
 
         Args:
           report: is given a line for each damaged checkpoint that is passed over.
@@ -227,7 +227,7 @@ class Checkpoints:
         raise ValueError(f"{found} in {self.directory}; train first")
 
     def standing(self) -> str:
-        """Which checkpoint a run can go on from, in words, once the one on its way is written or has failed."""
+        """Says which checkpoint a run can go on from, once the one being written is finished or has failed."""
         with contextlib.suppress(Exception):  # it was not written; the others are looked at
             self._manager.wait_until_finished()
         steps = self.steps()
@@ -251,7 +251,7 @@ def best_step(measured: dict[int, dict[str, float]]) -> int | None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with the files of a checkpoint; None if nothing is, as far as can be seen.
+    """Describes what is wrong with the files of a checkpoint; None if nothing is, as far as can be seen.
 
     All files are read and compared with their checksums. Where there are none, only what is missing altogether
     and JSON that cannot be read is noticed.

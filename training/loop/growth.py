@@ -24,7 +24,7 @@ COPY_SCALE = 0.0
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How deep the model is at each step.
+    """The depth of a growing model at each step.
 
     Attributes:
       pairs: (layers, step): the number of layers until that step; both rising.
@@ -44,7 +44,7 @@ class Stages:
             )
 
     def layers_at(self, step: int) -> int:
-        """The depth with which the step after `step` finished ones is taken."""
+        """Returns the depth of the model in the step that follows `step` finished ones."""
         for layers, until in self.pairs:
             if step < until:
                 return layers
@@ -52,7 +52,7 @@ class Stages:
 
 
 def grow(tree: Any, layers: int) -> Any:
-    """A training state (or parameters) with `layers` layers: copies of the present ones laid on top.
+    """Deepens a training state (or parameters) to `layers` layers: copies of the present ones laid on top.
 
     Args:
       tree: anything that holds trees in the form of `jaxspec.model.llama.Params`: parameters, and the

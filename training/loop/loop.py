@@ -32,7 +32,7 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """How long to train, and what is written down on the way.
+    """How long to train, and how often a checkpoint is written.
 
     Attributes:
       steps: the last step; the learning rate's cosine ends there. `auto` follows the size of the data.

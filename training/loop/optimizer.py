@@ -67,7 +67,7 @@ class OptimizerOptions:
 
 
 def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """The learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
+    """Makes the learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
     warmup = min(options.warmup, max(1, steps // 2))
     decay = steps - warmup
     if options.schedule == "constant":
@@ -83,7 +83,7 @@ def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
 
 
 def decayed(params: Params) -> Any:
-    """Which leaves weight decay acts on: a tree of bool. Norms and biases are left alone."""
+    """Marks the leaves on which weight decay acts, as a tree of bool: all but norms and biases."""
 
     def is_matrix(path, leaf) -> bool:
         del leaf
@@ -94,7 +94,7 @@ def decayed(params: Params) -> Any:
 
 
 def orthogonalised(params: Params) -> Any:
-    """Which leaves Muon moves, in Optax's form: the axes of each matrix of a layer, None for all else."""
+    """Marks the leaves that Muon moves, in Optax's form: the axes of each matrix of a layer, None for all else."""
 
     def dimensions(path, leaf) -> contrib.MuonDimensionNumbers | None:
         del leaf
@@ -104,7 +104,7 @@ def orthogonalised(params: Params) -> Any:
 
 
 def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """Clipping, then AdamW or Muon on the schedule of `steps` steps."""
+    """Makes the optimiser: clipping, then AdamW or Muon on the schedule of `steps` steps."""
     rate = schedule(options, steps)
     if options.kind == "muon":
         moving = contrib.muon(
@@ -126,7 +126,7 @@ def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTrans
 
 
 def _sparing_norms(moving: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same, without weight decay of norms and biases: Optax's Muon has no mask for what AdamW moves.
+    """Spares norms and biases the weight decay of an optimiser: Optax's Muon has no mask for what AdamW moves.
 
     Decay is all that reads the values of the parameters, so zeros spare those leaves. The state stays the same.
     """

@@ -74,13 +74,13 @@ class Progress:
 
 
 class Pace:
-    """How fast the latest steps were.
+    """The speed of the latest steps, and what it says of those to come.
 
     Steps that compile are not to be added: they say nothing of those to come.
     """
 
     def __init__(self, latest: int) -> None:
-        """Looks back at the `latest` steps."""
+        """Keeps no more than the `latest` steps."""
         self._steps: deque[tuple[float, float]] = deque(maxlen=latest)
         self._pause = 0.0
 
@@ -110,7 +110,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """Writes seconds as people say them: `12 s`, `3 min`, `2.0 h`."""
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:
@@ -119,5 +119,5 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """`1 kind`, `3 kinds`."""
+    """Writes a number with its noun: `1 kind`, `3 kinds`."""
     return f"{number:,} {one if number == 1 else many}"

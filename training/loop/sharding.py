@@ -17,12 +17,12 @@ AXIS = "data"
 
 
 def make_mesh() -> Mesh:
-    """All devices in a row."""
+    """Makes a mesh of all devices in a row."""
     return Mesh(np.array(jax.devices()), (AXIS,))
 
 
 def leaf_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """How an array of a training state is divided: along its largest axis that can be, else not at all."""
+    """Chooses how an array of a training state is divided: along its largest axis that can be, else not at all."""
     count = mesh.shape[AXIS]
     fitting = [axis for axis, size in enumerate(shape) if size % count == 0 and size >= count]
     spec: list[str | None] = [None] * len(shape)
@@ -32,12 +32,12 @@ def leaf_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """A sharding per leaf of a training state (or of its shapes)."""
+    """Chooses the sharding of each leaf of a training state (or of its shapes)."""
     return jax.tree.map(lambda leaf: leaf_sharding(mesh, leaf.shape), state)
 
 
 def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
-    """The shapes of a training state, each with where its array belongs on the mesh."""
+    """Adds to each shape of a training state where its array belongs on the mesh."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,
@@ -46,7 +46,7 @@ def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
 
 
 def place_state(mesh: Mesh, state: Any) -> Any:
-    """Puts a training state where it belongs."""
+    """Puts a training state onto the devices of the mesh."""
     return jax.device_put(state, state_shardings(mesh, state))
 
 

@@ -16,7 +16,7 @@ from training.losses.base import Batch, Given, Loss
 
 @struct.dataclass
 class TrainState:
-    """All that a step changes.
+    """All that a training step changes.
 
     Attributes:
       step: int32[], how many steps were taken.
@@ -30,14 +30,14 @@ class TrainState:
 
 
 def init_state(params: Params, transform: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Makes the training state before the first step."""
     return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
 
 
 def make_step(
     loss: Loss, transform: optax.GradientTransformation, seed: int
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, dict[str, jax.Array]]]:
-    """The jitted step: (state, batch, target) → (state, metrics). The state passed in is donated.
+    """Makes the jitted step: (state, batch, target) → (state, metrics). The state passed in is donated.
 
     The batch's leaves are [A, B, T]: A micro-batches, one after another. What the loss draws at random follows
     from `seed`, the step and the micro-batch alone. The target is another model's parameters, for losses that

@@ -24,7 +24,7 @@ Batch = Mapping[str, Any]
 
 @struct.dataclass
 class Given:
-    """What a loss may know beside parameters and batch.
+    """What a loss is given beside parameters and batch.
 
     Attributes:
       step: int32[], how many steps were taken before.
@@ -48,7 +48,7 @@ def layer_outputs(
     remat: bool = False,
     keep: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """The residual stream after every layer, L arrays [B, T, D] before the final norm.
+    """Runs packed documents; returns the residual stream after every layer, L arrays [B, T, D] before the final norm.
 
     Args:
       config: the model.
@@ -69,7 +69,7 @@ def layer_outputs(
 
 
 def next_token_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """What each position is to predict: int32[B, T], and whether it has anything to predict, bool[B, T].
+    """Returns what each position is to predict, int32[B, T], and whether it has anything to predict, bool[B, T].
 
     The last position of a segment has no target: what follows belongs to another document or to another
     window. Neither has padding, whose segment is 0, nor a position before a token that is only read.
@@ -105,7 +105,7 @@ def divergence(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def head_of(params: Params) -> Params:
-    """The parameters that turn a residual stream into logits: final norm and head (or tied embedding)."""
+    """Selects the parameters that turn a residual stream into logits: final norm and head (or tied embedding)."""
     return {name: params[name] for name in ("norm", "head" if "head" in params else "embed")}
 
 
@@ -137,7 +137,7 @@ head_loss.defvjp(_head_loss_forward, _head_loss_backward)
 
 
 def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
-    """The loss with its products in `dtype`: parameters are rounded first, gradients come back in theirs.
+    """Makes a loss compute its products in `dtype`: parameters are rounded, gradients come back in their own dtype.
 
     Sums within a product, norms, softmax and the loss itself stay float32.
     """
@@ -152,12 +152,12 @@ def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
 
 
 def num_targets(mask: jax.Array) -> jax.Array:
-    """How many positions have something to predict, float32[]."""
+    """Counts the positions that have something to predict, float32[]."""
     return jnp.sum(mask, dtype=jnp.float32)
 
 
 def next_token(config: LlamaConfig, remat: bool = False) -> Loss:
-    """The ordinary language-model loss: cross-entropy of every next token within its document."""
+    """Makes the ordinary language-model loss: cross-entropy of every next token within its document."""
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         del given

@@ -37,7 +37,7 @@ def soft_loss(
     target: LlamaConfig | None = None,
     distil_weight: float = 0.0,
 ) -> Loss:
-    """Sorted fine-tuning: the mean over the exits of their cross-entropy (S2D paper, section 3.1).
+    """Makes the loss of sorted fine-tuning: the mean over the exits of their cross-entropy (S2D paper, section 3.1).
 
     Args:
       config: the model.
@@ -71,7 +71,7 @@ def soft_loss(
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkipOptions:
-    """Layer dropout and early-exit loss.
+    """The LayerSkip recipe: layer dropout and early-exit loss.
 
     Attributes:
       max_dropout: the rate at which the last layer is dropped, per sample; lower layers are dropped less, the
@@ -100,7 +100,10 @@ class LayerSkipOptions:
 
 
 def exit_weights(layers: int, scale: float) -> np.ndarray:
-    """e(l) of the paper's equation 4, float64[L]: rising with the square of the depth, the last layer more."""
+    """Weights of the exits, e(l) of the LayerSkip paper's equation 4, float64[L].
+
+    They rise with the square of the depth; the last layer weighs more.
+    """
     sums = np.cumsum(np.arange(layers, dtype=np.float64))
     weights = scale * sums
     weights[-1] = layers - 1 + scale * (sums[layers - 2] if layers > 1 else 0.0)
@@ -109,7 +112,7 @@ def exit_weights(layers: int, scale: float) -> np.ndarray:
 
 
 def enabled_exits(options: LayerSkipOptions, layers: int, step: jax.Array, steps: int) -> jax.Array:
-    """Which exits step `step` of `steps` trains, bool[L]; the last always."""
+    """Marks the exits that step `step` of `steps` trains, bool[L]; the last always."""
     layer = jnp.arange(layers)
     if options.curriculum == "rotational":
         on = (layer - step) % options.rotation == 0
@@ -119,13 +122,13 @@ def enabled_exits(options: LayerSkipOptions, layers: int, step: jax.Array, steps
 
 
 def most_exits(options: LayerSkipOptions, layers: int) -> int:
-    """The most exits below the last layer that any step trains."""
+    """Counts the exits below the last layer that a step trains at most."""
     below = layers - 1
     return -(-below // options.rotation) if options.curriculum == "rotational" else below
 
 
 def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps: int) -> jax.Array:
-    """The rate at which each layer is dropped at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3.
+    """Rates at which the layers are dropped at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3.
 
     Where the options leave S open it is that of training from scratch.
     """
@@ -137,7 +140,7 @@ def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps
 
 
 def layerskip_loss(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat: bool = False) -> Loss:
-    """Σ over the enabled exits of their normalised weight times their cross-entropy, under layer dropout.
+    """Makes the LayerSkip loss: Σ over the enabled exits of normalised weight × cross-entropy, under layer dropout.
 
     The final norm and head are shared by all exits. A dropped layer is the identity; what remains is not
     rescaled. An exit that is off costs nothing under the rotational curriculum; under the gradual one, where

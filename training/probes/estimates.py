@@ -8,7 +8,7 @@ from jaxspec.tuning.fitness import auroc, calibration_error
 
 
 def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:
-    """How good an estimate [N] of the labels [N] is.
+    """Judges an estimate [N] of labels [N] by five figures.
 
     Returns:
       `accuracy`: how often the likelier of accepted and rejected, by the estimate, is what happens (of a soft
@@ -31,6 +31,6 @@ def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:
 
 
 def cross_entropy(estimate: np.ndarray, label: np.ndarray) -> float:
-    """The mean binary cross-entropy of estimates [N] with labels [N], nats; estimates of 0 and 1 are 1e-6 off."""
+    """Computes the mean binary cross-entropy of estimates [N], clipped to 1e-6 … 1 − 1e-6, with labels [N], nats."""
     clipped = np.clip(estimate.astype(np.float64), 1e-6, 1 - 1e-6)
     return float(-np.mean(label * np.log(clipped) + (1 - label) * np.log(1 - clipped)))

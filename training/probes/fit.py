@@ -21,7 +21,7 @@ ESTIMATES = ("base_rate", "draft_probability", "platt", "probe")
 
 
 def fit(examples: Examples) -> tuple[np.ndarray, float]:
-    """The probe σ(v·h + b) with the least binary cross-entropy: v float32[D], and b.
+    """Fits the probe σ(v·h + b) with the least binary cross-entropy; returns v, float32[D], and b.
 
     How strongly v is held back (`RIDGES`) is chosen by the cross-entropy of the last `LEFT_OUT` of the
     examples; the probe is then fitted to all.
@@ -73,7 +73,7 @@ def _minimise(hidden: jax.Array, label: jax.Array, ridge: jax.Array) -> tuple[ja
 
 
 def predict(v: np.ndarray, b: float, hidden: np.ndarray) -> np.ndarray:
-    """σ(v·h + b), float[N]."""
+    """Computes a probe's estimates σ(v·h + b) of N tokens from their states h, float[N]."""
     return 1 / (1 + np.exp(-(hidden @ v + b)))
 
 
@@ -84,12 +84,12 @@ class Scaling(NamedTuple):
     intercept: float
 
     def predict(self, confidence: np.ndarray) -> np.ndarray:
-        """The estimates for raw probabilities [N]."""
+        """Computes the estimates for the draft's raw probabilities [N]."""
         return predict(np.array([self.slope]), self.intercept, _log(confidence)[:, None])
 
 
 def fit_scaling(examples: Examples) -> Scaling:
-    """The two numbers with the least binary cross-entropy (Platt 1999), of the draft's own probability alone."""
+    """Fits Platt scaling of the draft's probability: two numbers with the least binary cross-entropy (Platt 1999)."""
     log_p = _log(examples.confidence)
     # Of a common scale, as the solver and the ridge want it: log-probabilities near 0 ask for a steep slope.
     mean, spread = log_p.mean(), max(float(log_p.std()), 1e-6)
@@ -104,7 +104,7 @@ def _log(probability: np.ndarray) -> np.ndarray:
 
 
 def compared(training: Examples, held_out: Examples, probe: np.ndarray) -> dict[str, Any]:
-    """The probe's figures beside those of cheaper estimates, all on the same held-out tokens.
+    """Sets the probe's figures beside those of cheaper estimates, all on the same held-out tokens.
 
     Args:
       training: what the cheaper estimates are fitted to, as the probe was.

@@ -31,7 +31,7 @@ from jaxspec.sampling import Greedy, Law, Sampling
 
 
 class Examples(NamedTuple):
-    """Draft tokens.
+    """Draft tokens from which probes learn.
 
     Attributes:
       hidden: float32[N, D], the state each was drawn from, after the final norm.
@@ -53,32 +53,32 @@ class Recording:
 
     @property
     def num_draft_tokens(self) -> int:
-        """K of the drafter within."""
+        """Draft tokens per round at most, K."""
         return self.inner.num_draft_tokens
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """Those of the drafter within."""
+        """Widths of the verifications that are compiled."""
         return self.inner.verify_widths
 
     @property
     def reach(self) -> int:
-        """As the drafter's."""
+        """Cache positions that a round may touch beyond the text, as of the wrapped drafter."""
         return self.inner.reach
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """The state of the drafter within: nothing was proposed yet."""
+        """Makes the state of the wrapped drafter: nothing was proposed yet."""
         return self.inner.init(params, view, prefill)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
     ) -> tuple[Proposal, State, KVCache]:
-        """The same proposal, kept."""
+        """Proposes as the wrapped drafter does, and keeps the proposal in the state."""
         proposal, state, cache = self.inner.propose(keys, params, state, view, law)
         return proposal, (state, proposal), cache
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Lets the drafter within learn."""
+        """Updates the state of the wrapped drafter."""
         return self.inner.observe(params, state[0], outcome), state[1]
 
 

@@ -25,7 +25,7 @@ SAMPLE_TOKENS = 160
 
 
 def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
-    """A prompt for each kind of work: a held-out question, or one of the project's own prompts for open text."""
+    """Chooses a prompt per kind of work: a held-out question, or one of the project's own prompts for open text."""
     known = prompts.load()
     found = []
     for kind, texts in kinds.items():
@@ -39,7 +39,7 @@ def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
 def sample(
     config: LlamaConfig, params: Params, words: Tokenizer, count: int, prompt: str = PROMPT
 ) -> list[str]:
-    """Texts drawn after `prompt`: the first greedily, the others at `TEMPERATURE`, by whole forward passes.
+    """Draws texts after `prompt`: the first greedily, the others at `TEMPERATURE`, by whole forward passes.
 
     Deliberately the simplest sampler there is: it shares nothing with the decoder it might be compared to.
 
@@ -91,7 +91,7 @@ def write(
     texts: Mapping[str, Sequence[str]],
     fitness: Mapping[str, Any],
 ) -> str:
-    """The card as Markdown.
+    """Writes the card of a model as Markdown.
 
     Args:
       name: of the model.

@@ -14,7 +14,7 @@ LOSS_FILE, ACCEPTANCE_FILE = "loss.png", "acceptance.png"
 
 
 def smoothed(values: np.ndarray, half_life: float) -> np.ndarray:
-    """The mean of past values [N], each counting half as much as one `half_life` places later."""
+    """Smooths values [N]: the mean of past ones, each counting half as much as one `half_life` places later."""
     decay = 0.5 ** (1 / half_life)
     mean = weight = 0.0
     out = np.empty_like(values)

@@ -17,7 +17,7 @@ TENSORBOARD = "tensorboard"
 
 
 def read(run: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl, one a step; a line that was being written is left out."""
+    """Reads the records of metrics.jsonl, one per step; a line that was being written is left out."""
     file = run / METRICS_FILE
     records = []
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -31,10 +31,10 @@ def read(run: Path) -> list[dict[str, float]]:
 
 
 class Metrics:
-    """Writes one record a step, without those that a resumed run is about to repeat."""
+    """Writes one record per step, after dropping those that a resumed run is about to repeat."""
 
     def __init__(self, run: Path, step: int):
-        """`step` is the last one that stands; later ones are forgotten."""
+        """Opens the files; records after `step` are dropped."""
         kept = [record for record in read(run) if record["step"] <= step]
         partial = (run / METRICS_FILE).with_suffix(".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -49,7 +49,7 @@ class Metrics:
         self._events.flush()
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        """Adds the figures of a step.
+        """Appends the figures of a step.
 
         Raises:
           OSError: they cannot be written, as where the disk is full.
@@ -65,7 +65,7 @@ class Metrics:
         self._events.write_event(Event(wall_time=time.time(), **content))
 
     def close(self) -> None:
-        """Ends the files; an error that ended the run is not hidden by another one here."""
+        """Closes the files; raises nothing, so that the error that ended the run is not hidden."""
         for file in (self._stream, self._events):
             with contextlib.suppress(OSError):
                 file.close()

@@ -31,7 +31,7 @@ USUAL_COUNT = 50_000
 
 
 def tasks(family: str, count: int) -> Iterator[Task]:
-    """The first `count` tasks of a family, no two with the same prompt; always the same ones.
+    """Makes the first `count` tasks of a family, no two with the same prompt; always the same ones.
 
     Raises:
       ValueError: there is no such family, or it has fewer tasks.
@@ -56,7 +56,7 @@ def tasks(family: str, count: int) -> Iterator[Task]:
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where a task stands, and its record with `prompt`, `completion` and `origin`, for `tasks:FAMILY[:COUNT]`.
+    """Makes the tasks of `tasks:FAMILY[:COUNT]`: of each its place and its record of `prompt`, `completion`, `origin`.
 
     Raises:
       ValueError: no such family, or the count is no whole number above 0.

@@ -91,7 +91,7 @@ LARGEST = 99
 
 
 def make(chance: random.Random) -> Task:
-    """Three idioms to two traces."""
+    """Draws a task about code: an idiom three times out of five, else a trace of assignments."""
     return _idiom(chance) if chance.random() < 0.6 else _trace(chance)
 
 

@@ -50,7 +50,7 @@ _SHARES = {"copy": 0.15, "replace": 0.4, "replace two": 0.2, "swap": 0.15, "capi
 
 
 def make(chance: random.Random) -> Task:
-    """One passage of two to six sentences and one edit of it."""
+    """Draws an edit task: a passage of two to six sentences, and one edit of it."""
     n, m = chance.sample(NAMES, 2)
     passage = " ".join(
         sentence.format(
@@ -66,7 +66,7 @@ def make(chance: random.Random) -> Task:
 
 
 def prompt(instruction: str, passage: str) -> str:
-    """What is read before the edited passage."""
+    """Builds the prompt of an edit task: what is read before the edited passage."""
     return f"{instruction}\n{passage}\nResult:"
 
 

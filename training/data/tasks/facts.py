@@ -14,7 +14,7 @@ LINES = 5
 
 
 def make(chance: random.Random) -> Task:
-    """One set of facts of one form, two to four questions, all answers."""
+    """Draws a look-up task: facts of one form, two to four questions about them, and all answers."""
     lines, questions = chance.choice((_owners, _places, _ages, _friends))(chance)
     asked = chance.sample(questions, chance.randint(2, 4))
     chance.shuffle(lines)

@@ -162,7 +162,7 @@ _CALCULATION = re.compile(r"\[([^]]+)\]")
 
 
 def make(chance: random.Random) -> Task:
-    """One problem, with names, things and numbers drawn at random."""
+    """Draws a word problem, with names, things and numbers at random."""
     question, steps = chance.choice(_TEMPLATES)
     n, m, o = chance.sample(NAMES, 3)
     k, colour = chance.sample(COLORS, 2)
