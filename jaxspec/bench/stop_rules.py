@@ -132,7 +132,9 @@ def measure(options: Options, on_progress: Callable[[str], None] = lambda what: 
     law = law_name(options.temperature, top_p=top_p)
     # Not the model's own defaults for the filters: the law is the one that is named.
     numbers = {"temperature": options.temperature, "top_p": top_p, "top_k": 0, "min_p": 0.0}
-    generate = functools.partial(lm.generate, max_new_tokens=options.max_new_tokens, **numbers)
+    generate: Callable[..., Result] = functools.partial(
+        lm.generate, max_new_tokens=options.max_new_tokens, **numbers
+    )
     if options.carry:
         generate = _carrying(generate)
     cases = {case: _method(options, case) for case in _cases(lm, options, law)}
