@@ -116,7 +116,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     tuning = _prompts(lm, options, "tuning", options.num_tuning_prompts)
     reporting = _prompts(lm, options, "reporting", options.num_reporting_prompts)
     law = options.sampling.numbers()
-    generate: Callable[..., Any] = functools.partial(
+    generate: Callable[..., Result] = functools.partial(
         lm.generate, max_new_tokens=options.max_new_tokens, **law
     )
     if options.carry:

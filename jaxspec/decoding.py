@@ -176,7 +176,8 @@ def start_prefill(
     config: LlamaConfig, params: Weights, request: Request, *, merged: bool = True
 ) -> llama.Prefilling:
     """Prompts of which nothing has been fed. `merged`: the cache's layout, static, see `model.cache`."""
-    cache = kv.create(config, *request.tokens.shape, params.target["embed"].dtype, merged)
+    batch, capacity = request.tokens.shape
+    cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
     return llama.start_prefill(config, params.target, request.length, cache)
 
 

@@ -38,8 +38,9 @@ from jaxspec.engine.row import Row
 from jaxspec.engine.session import Session
 from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, memory
-from jaxspec.io.arguments import flag, shown, whole
+from jaxspec.io.arguments import flag, whole
 from jaxspec.io.hf_config import check_exits
+from jaxspec.io.messages import shown
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import LoadedModel, Method, Resources, registry

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.io.arguments import listed, real, shown, whole
+from jaxspec.io.arguments import listed, real, whole
+from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
 # With `role` and `content`.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
-import reprlib
 from collections.abc import Sequence
 from typing import Any
+
+from jaxspec.io.messages import shown
 
 # Integers beyond this are never meant, and Python does not write out those of more than 4300 digits.
 _MAX_BITS = 1024
@@ -94,30 +94,6 @@ def listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Sequence) else None
 
 
-def shown(value: Any) -> str:
-    """Returns a value as a message shows it: short, in one line.
-
-    Example:
-      >>> shown("a text")
-      "'a text'"
-    """
-    return " ".join(_SHORT.repr(value).split())
-
-
 def _is_bool(value: Any) -> bool:
     kind: Any = getattr(value, "dtype", type(value).__name__)
     return str(kind) == "bool"
-
-
-class _Short(reprlib.Repr):
-    """Python refuses to write out integers of thousands of digits."""
-
-    def repr_int(self, x: int, level: int) -> str:
-        """An integer; of a long one only how long it is."""
-        bits = x.bit_length()
-        if bits > _MAX_BITS:
-            return f"a number of about {round(bits * math.log10(2))} digits"
-        return super().repr_int(x, level)
-
-
-_SHORT = _Short()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
-from jaxspec.io.arguments import flag, listed, real, shown, whole
+from jaxspec.io.arguments import flag, listed, real, whole
+from jaxspec.io.messages import shown
 
 if TYPE_CHECKING:
     from jaxspec.model.config import LlamaConfig
