@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks.stop_rules_report import show
 from jaxspec.bench import prompts as prompt_set
+from jaxspec.bench.carry import carrying
 from jaxspec.bench.oracle import oracle
 from jaxspec.bench.speed import Taken, acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
@@ -34,9 +35,11 @@ from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.io.method_files import law_name, probe_path
+from jaxspec.methods import Autoregressive, registry
 
 # K's and γ's that are tried where none is given.
 CONSTANTS, GAMMAS = (3, 5, 8, 12), (0.1, 0.3, 0.6, 0.8)
+PLAIN: dict[str, Any] = {"method": Autoregressive()}
 # Rule → method and options.
 RULES: dict[str, dict[str, Any]] = {
     "constant": {"method": "layerskip"},
@@ -120,7 +123,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
         lm.generate, max_new_tokens=options.max_new_tokens, **law
     )
     if options.carry:
-        generate = _carrying(generate)
+        generate = carrying(generate)
     cases = {case: _method(options, case) for case in _cases(lm, options, law_name(**law))}
     take = functools.partial(_take, lm, generate, seed=options.sampling.seed, on_progress=on_progress)
     if options.carry:
@@ -128,13 +131,13 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             generate, [method for case, method in cases.items() if case.rule != "constant"], tuning, options
         )
 
-    first = take({"plain": {}} | cases, tuning, 1)
+    first = take({"plain": PLAIN} | cases, tuning, 1)
     tried = {case: speed_ratio(first[case], first["plain"])[0] for case in cases}
     best = {
         rule: max((case for case in cases if case.rule == rule), key=lambda case: tried[case] or 0.0)
         for rule in dict.fromkeys(case.rule for case in cases)
     }
-    chosen: dict[Any, Any] = {"plain": {}} | {rule: cases[case] for rule, case in best.items()}
+    chosen: dict[Any, Any] = {"plain": PLAIN} | {rule: cases[case] for rule, case in best.items()}
     if not law["temperature"]:
         chosen["oracle"] = _oracles(lm, generate, reporting, best["constant"].exit_layer, options)
     taken = take(chosen, reporting, options.repeats)
@@ -185,27 +188,15 @@ def _cases(lm: LanguageModel, options: Options, law: str) -> list[Case]:
 
 def _method(options: Options, case: Case) -> dict[str, Any]:
     """A case as `generate` takes it."""
-    chosen = RULES[case.rule] | {"exit_layer": case.exit_layer}
+    given = RULES[case.rule] | {"exit_layer": case.exit_layer}
+    if case.rule == "constant":
+        given |= {"num_draft_tokens": int(case.number)}
+    else:
+        given |= {"num_draft_tokens": options.num_draft_tokens, "gamma": case.number}
+    chosen: dict[str, Any] = {"method": registry.make(str(given.pop("method")), given)}
     if options.sampling.temperature and options.acceptor:
         chosen["acceptor"] = options.acceptor
-    if case.rule == "constant":
-        return chosen | {"num_draft_tokens": int(case.number)}
-    return chosen | {"num_draft_tokens": options.num_draft_tokens, "gamma": case.number}
-
-
-def _carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
-    """The same, but each text of a method with a γ starts from the γ that the method's last text ended with."""
-    ended: dict[Any, float | None] = {}
-
-    def run(prompt: Any, *, seed: int = 0, **method: Any) -> Result:
-        if "gamma" not in method:
-            return generate(prompt, seed=seed, **method)
-        case = tuple(sorted(method.items()))
-        result = generate(prompt, seed=seed, **method | {"gamma": ended.get(case, method["gamma"])})
-        ended[case] = result.gamma
-        return result
-
-    return run
+    return chosen
 
 
 def _settle(

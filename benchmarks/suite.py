@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.suite_report import Record, average, show, target_report
 from jaxspec.bench import prompts as prompt_set
+from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
 from jaxspec.cli.options import Placement, SamplingOptions
@@ -45,6 +46,7 @@ class Options:
       num_prompts: how many prompts of each kind: stories, mathematics, code, copy-edit.
       max_new_tokens: of each text, which may end before.
       repeats: timed turns; another one before them compiles. When sampling, each has a seed of its own.
+      carry_gamma: start each text of a run from the γ that its last one ended with, as Draft & Verify evaluates.
       json: print one JSON object and nothing else.
     """
 
@@ -57,6 +59,7 @@ class Options:
     num_prompts: int = dataclasses.field(default=10, metadata={"aliases": ("--prompts",)})
     max_new_tokens: int = 64
     repeats: int = 3
+    carry_gamma: bool = False
     json: bool = False
     sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
     placement: Placement = Placement()  # noqa: RUF009
@@ -118,7 +121,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
         for lm, records in measured:
             measured_runs = measure_runs(
                 [lm],
-                {run: _run(lm, options.sampling.seed, given | chosen) for run, chosen in runs.items()},
+                {run: _run(lm, options, given | chosen) for run, chosen in runs.items()},
                 [prompt for _, prompt in tasks],
                 options.repeats,
                 on_progress=functools.partial(_by, on_progress, lm.name),
@@ -144,8 +147,9 @@ def _by(on_progress: OnProgress, name: str, what: str) -> None:
     on_progress(f"{name}: {what}")
 
 
-def _run(lm: LanguageModel, seed: int, given: dict[str, Any]) -> Run:
-    return lambda prompt, turn: lm.generate(prompt, seed=seed + turn, **given)
+def _run(lm: LanguageModel, options: Options, given: dict[str, Any]) -> Run:
+    generate = carrying(lm.generate) if options.carry_gamma else lm.generate
+    return lambda prompt, turn: generate(prompt, seed=options.sampling.seed + turn, **given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

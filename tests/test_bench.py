@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import methods
+from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import compare
 from jaxspec.bench.speed import speed_ratio, tokens_per_second
 from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.engine.results import Result, Statistics, Token
+from tests import tiny
 
 
 def test_functions_take_turns():
@@ -182,3 +184,25 @@ def test_wrong_comparisons():
     with pytest.raises(ValueError, match=r"methods ngram has an option `draft`, `stop_rule`;"):
         compare(lm, "x", ["ngram"], {"draft": "d", "stop_rule": ("constant",), "ngram_max": 2})
     assert lm.calls == []
+
+
+def test_gamma_is_carried_from_text_to_text_where_asked():
+    lm, method = tiny.language_model(), methods.AdaSPEED(exit_layer=1, stop_rule=("product",), gamma=0.5)
+    asked = []
+
+    def generate(prompt, *, method, **options):
+        result = lm.generate(prompt, method=method, **options)
+        asked.append((getattr(method, "gamma", None), result.gamma))
+        return result
+
+    run = carrying(generate)
+    for _ in range(3):
+        run([3, 4, 5], method=method, max_new_tokens=9, ignore_eos=True)
+        run([3, 4, 5], method=methods.NGram(), max_new_tokens=9)
+    started, ended = zip(*asked[::2], strict=True)
+    assert started == (0.5, *ended[:-1])
+    assert len(set(started)) == 3
+    assert asked[1] == (None, None)
+    # `compare` passes it on: the turns of one prompt follow one another.
+    report = compare(lm, [3, 4, 5], [method], repeats=1, carry_gamma=True, max_new_tokens=9, ignore_eos=True)
+    assert report["results"][1]["identical_to_autoregressive"]

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.bench.carry import carrying
 from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import OnProgress, Run, measure_runs
 from jaxspec.engine.language_model import LanguageModel
@@ -23,6 +24,7 @@ def compare(
     options: Mapping[str, Any] | None = None,
     *,
     repeats: int = 3,
+    carry_gamma: bool = False,
     on_progress: OnProgress = lambda what: None,
     **generation: Any,
 ) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def compare(
       methods: names, or methods with their options; autoregressive, the baseline, comes first whether named or not.
       options: of the methods that are named, by name; each takes those it reads.
       repeats: how often each generates, timed.
+      carry_gamma: each text of a method starts from the γ that its last text ended with, as Draft & Verify's authors
+        evaluate; else every text starts from γ0.
       on_progress: called with what is being done.
       **generation: arguments of `lm.generate`, such as max_new_tokens.
 
@@ -59,8 +63,10 @@ def compare(
         chosen[str(one)] = named[one] if isinstance(one, str) else one
     names = list(chosen)
 
+    generate = carrying(lm.generate) if carry_gamma else lm.generate
+
     def run_of(method: Method) -> Run:
-        return lambda prompt, turn: lm.generate(prompt, method=method, **generation)
+        return lambda prompt, turn: generate(prompt, method=method, **generation)
 
     # Asked for all together, so that what is wrong with any of them is known before the first one compiles.
     for method in chosen.values():

@@ -29,10 +29,12 @@ class Compare(TextOptions):
       methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
         Default: those that need nothing but the model, and those whose draft or file is given.
       repeats: how often each method runs, timed.
+      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates.
     """
 
     methods: str | None = None
     repeats: int = 3
+    carry_gamma: bool = False
 
     def run(self) -> int:
         """Compares; returns the exit status."""
@@ -49,6 +51,7 @@ class Compare(TextOptions):
                 named if named is not None else self._usual(lm.config.num_layers),
                 self.method_options(),
                 repeats=self.repeats,
+                carry_gamma=self.carry_gamma,
                 on_progress=progress,
                 **self.generation(),
             )
