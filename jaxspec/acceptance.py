@@ -18,6 +18,15 @@ class GreedyAcceptor:
     """Keeps drafts while they equal the target's most likely token: the text of greedy decoding.
 
     Of these logits exactly; those of plain decoding come from a kernel for one row, and may differ in their last bits.
+
+    Examples:
+      >>> from jaxspec.sampling import Greedy
+      >>> proposal = Proposal(jnp.array([[1, 2]]), jnp.array([2]))
+      >>> logits = jax.nn.one_hot(jnp.array([[1, 3, 0]]), 4)
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> acceptance = GreedyAcceptor().accept(keys, proposal, logits, Greedy())
+      >>> int(acceptance.count[0]), int(acceptance.token[0])
+      (1, 3)
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
@@ -33,6 +42,14 @@ class RejectionAcceptor:
 
     Speculative sampling (Chen et al. 2023, Algorithm 2; Leviathan et al. 2023, Algorithm 1): the text
     follows the target's law p, whatever the draft's law q.
+
+    Examples:
+      >>> from jaxspec.sampling import Sampling
+      >>> proposal = Proposal(jnp.array([[1]]), jnp.array([1]), jnp.log(jnp.full((1, 1, 4), 0.25)))
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> same_law = jnp.zeros((1, 2, 4))
+      >>> RejectionAcceptor().accept(keys, proposal, same_law, Sampling(jnp.ones(1))).count.tolist()
+      [1]
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
@@ -53,6 +70,14 @@ class BlockAcceptor:
     h_i = (w_i − s_i) ÷ (1 − s_i), s_i = Σ_x min(w_i p(x), q(x)) being the chance that a longer one stands
     (0 at the end of the draft). The proof is an induction over prefixes, so drafts may end anywhere that
     what was drafted decides.
+
+    Examples:
+      >>> from jaxspec.sampling import Sampling
+      >>> proposal = Proposal(jnp.array([[1]]), jnp.array([1]), jnp.log(jnp.full((1, 1, 4), 0.25)))
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> same_law = jnp.zeros((1, 2, 4))
+      >>> BlockAcceptor().accept(keys, proposal, same_law, Sampling(jnp.ones(1))).count.tolist()
+      [1]
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:

@@ -25,7 +25,12 @@ State = Any
 
 
 class Weights(NamedTuple):
-    """Every parameter of a method: arguments of the compiled loop, never closed over."""
+    """Every parameter of a method: arguments of the compiled loop, never closed over.
+
+    Examples:
+      >>> Weights(target={"embed": jnp.zeros((4, 2))}).drafter is None
+      True
+    """
 
     target: Params
     drafter: Any = None
@@ -42,6 +47,11 @@ class View:
         length − 1 on; the committed ones it must leave as they are.
       room: int32[B], how many draft tokens a row has a use for: what its budget leaves, less the token that
         verification adds; 0 in a finished row.
+
+    Examples:
+      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
+      >>> int(view.start[0]), int(view.pending[0])
+      (2, 9)
     """
 
     tokens: jax.Array
@@ -69,6 +79,11 @@ class Prefill:
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
         residual stream before and after it, over the prompt; costs nothing to who does not use it.
       piece: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
+
+    Examples:
+      >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), piece=16)
+      >>> prefill.piece
+      16
     """
 
     hidden: jax.Array
@@ -89,6 +104,11 @@ class Proposal:
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
         runs only the other layers. None where the draft shares no layers.
       exit_layer: E, static.
+
+    Examples:
+      >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
+      >>> proposal.tokens[0, : int(proposal.count[0])].tolist()
+      [4, 5]
     """
 
     tokens: jax.Array
@@ -105,6 +125,11 @@ class Acceptance:
     Attributes:
       count: int32[B], how many draft tokens stand.
       token: int32[B], the one after them: the bonus if all stand, else the correction.
+
+    Examples:
+      >>> acceptance = Acceptance(count=jnp.array([2]), token=jnp.array([9]))
+      >>> int(acceptance.count[0]), int(acceptance.token[0])
+      (2, 9)
     """
 
     count: jax.Array
@@ -120,6 +145,12 @@ class Outcome:
       count: int32[B], how many of them were committed; 0 in a finished row.
       drafted: int32[B], draft tokens verified.
       accepted: int32[B], draft tokens committed.
+
+    Examples:
+      >>> drafted, accepted = jnp.array([3]), jnp.array([1])
+      >>> outcome = Outcome(jnp.array([[4, 9, 0, 0]]), jnp.array([2]), drafted, accepted)
+      >>> float(outcome.accepted[0] / outcome.drafted[0]) < 0.5
+      True
     """
 
     tokens: jax.Array
@@ -137,6 +168,11 @@ class Signal:
       token: int32[B].
       logits: float32[B, V], the draft's, raw.
       hidden: [B, D], the draft's last hidden state before the final norm.
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), logits=jnp.zeros((1, 4)), hidden=jnp.zeros((1, 8)))
+      >>> signal.logits.shape
+      (1, 4)
     """
 
     step: jax.Array
@@ -150,6 +186,15 @@ class StopRule(Protocol):
 
     A stopping time: having seen draft token i it decides about token i + 1. Withdrawing a sampled token
     would bias the text, so a rule cannot.
+
+    Examples:
+      >>> from jaxspec.stopping import AdaptiveLength
+      >>> rule: StopRule = AdaptiveLength(first=2)
+      >>> state = rule.init(batch_size=1)
+      >>> signal = Signal(jnp.int32(0), jnp.array([3]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> stopped, state = rule.stop(state, signal)
+      >>> stopped.tolist()
+      [False]
     """
 
     def init(self, batch_size: int) -> State: ...
@@ -170,6 +215,12 @@ class Drafter(Protocol):
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
     `observe`: learns what became of the proposal.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> drafter: Drafter = NGram(num_draft_tokens=4)
+      >>> drafter.num_draft_tokens, drafter.reach, drafter.verify_widths
+      (4, 5, (1, 4, 5))
     """
 
     @property
@@ -196,6 +247,16 @@ class MaskedDrafter(Drafter, Protocol):
     `static`: whether a program is compiled for the mask that all rows have, and used once it is there.
     `plans`: the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B].
     `specialised`: the same drafter, with the same state, for rows that all have this mask.
+
+    Examples:
+      >>> from jaxspec.drafting.draft_verify import DraftVerify
+      >>> from jaxspec.testing import TARGET
+      >>> plan = LayerPlan.skipping(TARGET.num_layers, mlp=[1])
+      >>> drafter: MaskedDrafter = DraftVerify(TARGET, plan.traced())
+      >>> drafter.plans((), live=jnp.array([True])).tolist()
+      [[[True, True], [True, False]]]
+      >>> drafter.specialised(plan).plan.skip_mlp
+      (1,)
     """
 
     @property
@@ -207,7 +268,16 @@ class MaskedDrafter(Drafter, Protocol):
 
 
 class StatelessRule(StopRule):
-    """A base for stop rules that remember nothing: a subclass adds `stop`."""
+    """A base for stop rules that remember nothing: a subclass adds `stop`.
+
+    Examples:
+      >>> class AfterTwo(StatelessRule):
+      ...     def stop(self, state, signal):
+      ...         return jnp.full(signal.token.shape, signal.step >= 1), state
+      >>> signal = Signal(jnp.int32(1), jnp.array([3]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> AfterTwo().stop((), signal)[0].tolist()
+      [True]
+    """
 
     def init(self, batch_size: int) -> State:
         """No state."""
@@ -222,6 +292,14 @@ class StatelessDrafter:
     """A base for drafters that remember nothing: a subclass adds `num_draft_tokens`, `verify_widths` and `propose`.
 
     Not a subclass of `Drafter`, whose properties a dataclass would take for the defaults of fields of the same name.
+
+    Examples:
+      >>> class Echo(StatelessDrafter):
+      ...     num_draft_tokens, verify_widths = 1, (1, 2)
+      ...     def propose(self, keys, params, state, view, law):
+      ...         return Proposal(view.pending[:, None], jnp.minimum(view.room, 1)), state, view.cache
+      >>> Echo().reach
+      2
     """
 
     @property
@@ -243,12 +321,27 @@ class Acceptor(Protocol):
 
     `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
     (pending, draft 1, …, draft T − 1).
+
+    Examples:
+      >>> from jaxspec.acceptance import GreedyAcceptor
+      >>> from jaxspec.sampling import Greedy
+      >>> acceptor: Acceptor = GreedyAcceptor()
+      >>> proposal = Proposal(jnp.array([[1, 2]]), jnp.array([2]))
+      >>> logits = jax.nn.one_hot(jnp.array([[1, 3, 0]]), 4)
+      >>> acceptance = acceptor.accept(jax.random.split(jax.random.key(0), 1), proposal, logits, Greedy())
+      >>> int(acceptance.count[0]), int(acceptance.token[0])
+      (1, 3)
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance: ...
 
 
 def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
-    """Verify widths for a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1."""
+    """Verify widths for a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1.
+
+    Examples:
+      >>> rising_widths(20)
+      (1, 4, 8, 16, 21)
+    """
     full = num_draft_tokens + 1
     return (1, *(width for width in (4, 8, 16, 32, 64) if width < full), full)

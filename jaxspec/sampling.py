@@ -19,6 +19,11 @@ class Law(Protocol):
     `log_probs`: logits [B, ..., V] → normalised log-probabilities, float32, −inf where impossible.
     `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
     drawn from, or None where the token was certain given the logits (a point mass).
+
+    Examples:
+      >>> law: Law = Greedy()
+      >>> law.log_probs(jnp.array([[0.0, 2.0]])).tolist()
+      [[-inf, 0.0]]
     """
 
     def log_probs(self, logits: jax.Array) -> jax.Array: ...
@@ -27,7 +32,12 @@ class Law(Protocol):
 
 
 def is_finite(logits: jax.Array) -> jax.Array:
-    """Whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible."""
+    """Whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible.
+
+    Examples:
+      >>> is_finite(jnp.array([[0.0, 1.0], [jnp.nan, 1.0]])).tolist()
+      [True, False]
+    """
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
@@ -59,7 +69,14 @@ def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Arr
 
 @struct.dataclass
 class Greedy:
-    """The most likely token, always; the first of equals."""
+    """The most likely token, always; the first of equals.
+
+    Examples:
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> tokens, log_probs = Greedy().draw(keys, jnp.array([[0.0, 2.0, 1.0]]))
+      >>> tokens.tolist(), log_probs
+      ([1], None)
+    """
 
     def log_probs(self, logits: jax.Array) -> jax.Array:
         """0 for the most likely token and −inf elsewhere, [B, ..., V]."""
@@ -82,6 +99,11 @@ class Sampling:
       top_k: int32[B], how many of the most likely tokens stay; 0 for all. Ties stay together.
       top_p: float32[B], the smallest set of tokens that reaches this probability stays; 1 for all.
       min_p: float32[B], tokens below this fraction of the largest probability go; 0 for none.
+
+    Examples:
+      >>> law = Sampling(temperature=jnp.array([0.8]), top_k=jnp.array([1]))
+      >>> law.log_probs(jnp.array([[0.0, 2.0, 1.0]])).tolist()
+      [[-inf, 0.0, -inf]]
     """
 
     temperature: jax.Array
@@ -121,5 +143,11 @@ class Sampling:
 
 
 def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """One token a row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key."""
+    """One token a row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key.
+
+    Examples:
+      >>> keys = jax.random.split(jax.random.key(0), 2)
+      >>> categorical(keys, jnp.array([[0.0, -jnp.inf], [-jnp.inf, 0.0]])).tolist()
+      [0, 1]
+    """
     return jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)

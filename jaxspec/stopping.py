@@ -17,7 +17,13 @@ from jaxspec.protocol import Outcome, Signal, State, StatelessRule, StopRule
 
 @struct.dataclass
 class Constant(StatelessRule):
-    """Never stops by itself: every draft has K tokens (Chen et al. 2023, Leviathan et al. 2023)."""
+    """Never stops by itself: every draft has K tokens (Chen et al. 2023, Leviathan et al. 2023).
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> Constant().stop((), signal)[0].tolist()
+      [False]
+    """
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """False for every row, bool[B]."""
@@ -25,14 +31,27 @@ class Constant(StatelessRule):
 
 
 class Estimate(Protocol):
-    """How likely a draft token is to be accepted, as far as the draft can tell."""
+    """How likely a draft token is to be accepted, as far as the draft can tell.
+
+    Examples:
+      >>> estimate: Estimate = DraftProbability()
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> estimate.log_probability(signal).shape
+      (1,)
+    """
 
     def log_probability(self, signal: Signal) -> jax.Array: ...
 
 
 @struct.dataclass
 class DraftProbability:
-    """The draft's raw probability of its token: before temperature and filters."""
+    """The draft's raw probability of its token: before temperature and filters.
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> round(float(jnp.exp(DraftProbability().log_probability(signal))[0]), 4)
+      0.25
+    """
 
     def log_probability(self, signal: Signal) -> jax.Array:
         """float32[B]."""
@@ -52,6 +71,12 @@ class Probe:
       direction: [D], the probe's v times the weight of the model's final norm.
       bias: scalar, b.
       eps: the final norm's ε.
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> probe = Probe(direction=jnp.ones(8), bias=jnp.float32(0.0))
+      >>> round(float(jnp.exp(probe.log_probability(signal))[0]), 4)
+      0.5
     """
 
     direction: jax.Array
@@ -66,7 +91,13 @@ class Probe:
 
 
 class Gamma(Protocol):
-    """A threshold γ: its value given its state, and how a round moves it."""
+    """A threshold γ: its value given its state, and how a round moves it.
+
+    Examples:
+      >>> gamma: Gamma = FixedGamma(0.5)
+      >>> float(gamma.value(gamma.init(batch_size=1)))
+      0.5
+    """
 
     def init(self, batch_size: int) -> State: ...
 
@@ -81,6 +112,10 @@ class FixedGamma:
 
     Attributes:
       gamma: a number in [0, 1], scalar or [B].
+
+    Examples:
+      >>> FixedGamma(jnp.array([0.25, 0.5])).value(()).tolist()
+      [0.25, 0.5]
     """
 
     gamma: jax.Array | float
@@ -104,6 +139,11 @@ class GammaState(NamedTuple):
     Attributes:
       gamma: float32[B], γ of each row.
       rate: float32[B], AR, the acceptance rate of each row.
+
+    Examples:
+      >>> state = AdaptiveGamma(first=0.5).init(batch_size=1)
+      >>> float(state.gamma[0]), float(state.rate[0])
+      (0.5, 0.0)
     """
 
     gamma: jax.Array
@@ -130,6 +170,12 @@ class AdaptiveGamma:
       epsilon: ε.
       most: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
         it is where AR ≥ α and all K tokens were drafted.
+
+    Examples:
+      >>> gamma = AdaptiveGamma(first=0.5)
+      >>> outcome = Outcome(jnp.array([[4, 0]]), jnp.array([1]), drafted=jnp.array([1]), accepted=jnp.array([0]))
+      >>> round(float(gamma.observe(gamma.init(batch_size=1), outcome).gamma[0]), 4)
+      0.501
     """
 
     first: jax.Array | float = 0.6
@@ -189,6 +235,13 @@ class ConfidenceBelow(_Threshold):
     Attributes:
       gamma: a `FixedGamma` or an `AdaptiveGamma`.
       estimate: of a token's acceptance.
+
+    Examples:
+      >>> rule = ConfidenceBelow(FixedGamma(0.6))
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> stopped, _ = rule.stop(rule.init(batch_size=1), signal)  # a probability of 0.25
+      >>> stopped.tolist()
+      [True]
     """
 
     gamma: Gamma
@@ -209,6 +262,14 @@ class ProductBelow(_Threshold):
     Attributes:
       gamma: a `FixedGamma` or an `AdaptiveGamma`.
       estimate: of a token's acceptance.
+
+    Examples:
+      >>> rule = ProductBelow(FixedGamma(0.2))
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> first, state = rule.stop(rule.init(batch_size=1), signal)  # a product of 0.25
+      >>> second, state = rule.stop(state, signal)  # of 0.0625
+      >>> bool(first[0]), bool(second[0])
+      (False, True)
     """
 
     gamma: Gamma
@@ -230,6 +291,12 @@ class AdaptiveLength(StopRule):
       first: int32, scalar or [B], the length to start with, at least 1.
       rise, fall: int32.
       most: int32, where growth ends: K, above which a length means nothing.
+
+    Examples:
+      >>> rule = AdaptiveLength(first=5, rise=2)
+      >>> tokens, five = jnp.zeros((1, 6), jnp.int32), jnp.array([5])
+      >>> rule.observe(rule.init(batch_size=1), Outcome(tokens, five + 1, drafted=five, accepted=five)).tolist()
+      [7]
     """
 
     first: jax.Array | int = 5
@@ -258,6 +325,13 @@ class AnyOf(StopRule):
 
     Attributes:
       rules: the rules; each sees every token.
+
+    Examples:
+      >>> rule = AnyOf((Constant(), AdaptiveLength(first=1)))
+      >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
+      >>> stopped, _ = rule.stop(rule.init(batch_size=1), signal)
+      >>> stopped.tolist()
+      [True]
     """
 
     rules: tuple[StopRule, ...]

@@ -8,7 +8,7 @@ import docstring_parser
 def attribute_docs(cls: type) -> dict[str, str]:
     """Returns the description of each attribute by name, from the docstrings of a class and of its bases.
 
-    Example:
+    Examples:
       >>> class Options:
       ...     '''Some options.
       ...

@@ -62,6 +62,15 @@ def draft_chain(
       The proposal, the carry and the rule's state. A draft ends before a token whose logits are not finite, which
       those before it decide, so the law of the text stays. A row that stopped keeps computing beside the others,
       its tokens past `count` mean nothing and its rule's state stands still.
+
+    Examples:
+      >>> from jaxspec.sampling import Greedy
+      >>> def step(carry, token, i, active):  # the next number is the most likely token
+      ...     return jax.nn.one_hot(token + 1, 9), jnp.zeros((1, 2)), carry
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> proposal, _, _ = draft_chain(step, (), jnp.array([3]), jnp.array([9]), 4, keys, Greedy(), Constant(), ())
+      >>> proposal.tokens.tolist()
+      [[4, 5, 6, 7]]
     """
     batch = token.shape[0]
 
@@ -99,7 +108,12 @@ def draft_chain(
 
 
 def keep_rows(active: jax.Array, new: State, old: State) -> State:
-    """`new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B."""
+    """`new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B.
+
+    Examples:
+      >>> keep_rows(jnp.array([True, False]), jnp.array([1, 2]), jnp.array([3, 4])).tolist()
+      [1, 4]
+    """
 
     def choose(n: jax.Array, o: jax.Array) -> jax.Array:
         return jnp.where(active.reshape(-1, *(1,) * (n.ndim - 1)), n, o)
@@ -110,7 +124,17 @@ def keep_rows(active: jax.Array, new: State, old: State) -> State:
 def model_step(
     config: LlamaConfig, params: Params, start: jax.Array, plan: LayerPlan | jax.Array | None = None
 ) -> Step[KVCache]:
-    """The step of a model that carries its cache; the pending token stands at `start`, int32[B]."""
+    """The step of a model that carries its cache; the pending token stands at `start`, int32[B].
+
+    Examples:
+      >>> from jaxspec.model import cache
+      >>> from jaxspec.testing import TARGET, params
+      >>> step = model_step(TARGET, params(), start=jnp.array([0]))
+      >>> slots = cache.create(TARGET, batch_size=1, capacity=8, dtype=jnp.float32)
+      >>> logits, hidden, slots = step(slots, jnp.array([3]), jnp.int32(0), jnp.array([True]))
+      >>> logits.shape, hidden.shape
+      ((1, 13), (1, 16))
+    """
 
     def step(cache: KVCache, token: jax.Array, i: jax.Array, active: jax.Array):
         del active  # all rows cost what one does
@@ -122,7 +146,12 @@ def model_step(
 
 
 class ChainState(NamedTuple):
-    """The state of a `ChainDrafter`: that of its rule, and whatever else it keeps."""
+    """The state of a `ChainDrafter`: that of its rule, and whatever else it keeps.
+
+    Examples:
+      >>> ChainState(rule=()).own
+      ()
+    """
 
     rule: State
     own: State = ()
@@ -136,6 +165,16 @@ class ChainDrafter:
     Attributes:
       rule: when to stop before K tokens.
       num_draft_tokens: K.
+
+    Examples:
+      >>> class Mine(ChainDrafter):
+      ...     rule, num_draft_tokens = Constant(), 4
+      ...     def propose(self, keys, params, state, view, law):
+      ...         step = model_step(CONFIG, params.drafter, view.start)
+      ...         proposal, _, state = self.draft(step, state.own, keys, state, view, law)
+      ...         return proposal, state, view.cache
+      >>> Mine().verify_widths, Mine().reach
+      ((5,), 5)
     """
 
     rule: StopRule

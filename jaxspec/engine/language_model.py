@@ -79,6 +79,11 @@ def load(
 
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+
+    Examples:
+      >>> lm = load("small")
+      >>> lm.name, lm.config.num_layers
+      ('small', 12)
     """
     if compilation_cache:
         persistent_cache.enable()
@@ -124,6 +129,11 @@ class LanguageModel:
       mesh: over which params are spread; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
       exits: those it was trained for, in layers run (SoFT).
+
+    Examples:
+      >>> from jaxspec.testing import TARGET, params
+      >>> LanguageModel(TARGET, params(), name="mine")
+      <LanguageModel mine: 2 layers, 4,336 parameters, float32, on device ...>
     """
 
     def __init__(
@@ -182,6 +192,11 @@ class LanguageModel:
 
         Raises:
           ValueError: the model has no tokenizer or no chat template, or the text is none in UTF-8.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> language_model().encode("ab cd")
+          [0, 12, 9]
         """
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; give prompts as token ids")
@@ -267,6 +282,13 @@ class LanguageModel:
 
         Raises:
           ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> result = lm.generate("ab", max_new_tokens=6)
+          >>> result.text, result.finish_reason
+          ('ab adeab a', 'length')
         """
         if "stream" in options:
             raise ValueError(
@@ -312,6 +334,12 @@ class LanguageModel:
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> "".join(piece.text for piece in lm.stream("ab", max_new_tokens=6))
+          'ab adeab a'
         """
         pieces, _ = self._start(
             STREAM_ROUNDS,
@@ -406,6 +434,12 @@ class LanguageModel:
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> drafter, params = language_model().drafter("ngram", ngram_max=4)
+          >>> drafter.num_draft_tokens, params
+          (10, None)
         """
         directory = self.directory if beside else None
         drafter, weights = self._method(method, method_options, ("greedy",), directory)

@@ -22,6 +22,10 @@ class Token(NamedTuple):
       proposed: how many draft tokens its round verified.
       round: the number of its round, from 1; 0 for the first token, which the prefill gives.
       log_prob: its log-probability under the model's raw law (temperature 1, no filter); None if not asked for.
+
+    Examples:
+      >>> Token(7, drafted=True, proposed=3, round=1).drafted
+      True
     """
 
     id: int
@@ -35,6 +39,10 @@ def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
     """Of each round after the prefill that some of these tokens come from, how many draft tokens it verified, and how
     many of those are among the tokens. Of a round whose own token is missing (the text was cut before it), the drafts
     after the cut do not count as verified.
+
+    Examples:
+      >>> played_rounds([Token(7), Token(8, drafted=True, proposed=3, round=1), Token(9, proposed=3, round=1)])
+      [(3, 1)]
     """
     rounds = []
     for number, group in itertools.groupby(tokens, key=lambda token: token.round):
@@ -61,6 +69,13 @@ class Statistics:
       compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
       decode_compile_ms: of `decode_ms`, the same.
       static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
+
+    Examples:
+      >>> counts = {"num_tokens": 9, "num_rounds": 4, "num_drafts": 4, "num_draft_tokens": 8}
+      >>> times = {"elapsed_ms": 30.0, "decode_ms": 20.0, "compile_ms": 0.0}
+      >>> statistics = Statistics(**counts, num_accepted_tokens=4, acceptance_histogram=(1, 2, 1), **times)
+      >>> statistics.mean_acceptance_length, statistics.draft_acceptance_rate, statistics.tokens_per_second
+      (2.0, 0.5, 400.0)
     """
 
     num_tokens: int
@@ -110,6 +125,11 @@ class Result:
         first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from
         text to text as Draft & Verify does, generate one after another with `gamma=result.gamma`. The rounds that ran
         before the host found a stop string have moved it too.
+
+    Examples:
+      >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
+      >>> Result("Hi!", [Token(7), Token(8, proposed=1, round=1)], "length", statistics)
+      <Result 'Hi!': 2 tokens, length, 50.0 tokens/s>
     """
 
     text: str | None
@@ -157,6 +177,11 @@ class Piece:
       token_records: the new tokens, each with how it came about.
       statistics: of this text up to here.
       result: the whole, once this text has ended.
+
+    Examples:
+      >>> statistics = Statistics(1, 0, 0, 0, 0, (0,), elapsed_ms=30.0, decode_ms=0.0, compile_ms=0.0)
+      >>> Piece(0, "Hi", [Token(7)], statistics).tokens
+      [7]
     """
 
     index: int

@@ -23,7 +23,7 @@ def whole(name: str, value: Any, kind: str = "whole number") -> int:
     Raises:
       ValueError: it is something else, or has more than 1024 bits.
 
-    Example:
+    Examples:
       >>> whole("seed", 3)
       3
     """
@@ -48,7 +48,7 @@ def real(name: str, value: Any) -> float:
     Raises:
       ValueError: it is no number.
 
-    Example:
+    Examples:
       >>> real("top_p", 1)
       1.0
     """
@@ -70,7 +70,7 @@ def flag(name: str, value: Any) -> bool:
     Raises:
       ValueError: it is something else, such as the text "no", which Python would take as true.
 
-    Example:
+    Examples:
       >>> flag("chat", True)
       True
     """
@@ -82,7 +82,7 @@ def flag(name: str, value: Any) -> bool:
 def listed(value: Any) -> list[Any] | None:
     """Returns the items of a sequence or array of at least one dimension; None for anything else.
 
-    Example:
+    Examples:
       >>> listed((1, 2)), listed("text")
       ([1, 2], None)
     """

@@ -21,7 +21,7 @@ def require(extra: str, *modules: str) -> None:
     Raises:
       MissingExtra: one of the modules is not installed.
 
-    Example:
+    Examples:
       >>> require("train", "no_such_module")
       Traceback (most recent call last):
       jaxspec.io.extras.MissingExtra: this needs no_such_module; install it with pip install 'jaxspec-decoding[train]'

@@ -13,7 +13,7 @@ _MAX_BITS = 1024
 def shown(value: Any) -> str:
     """A value as a message shows it: short, and in one line.
 
-    Example:
+    Examples:
       >>> shown("a\\nb"), shown(list(range(100))), shown(10**5000)
       ("'a\\\\nb'", '[0, 1, 2, 3, 4, 5, ...]', 'a number of about 5000 digits')
     """

@@ -20,6 +20,10 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
 
     Raises:
       ValueError: there is no such acceptor, or it is the greedy one and texts are drawn at random.
+
+    Examples:
+      >>> build_acceptor(None, sampling=False)
+      GreedyAcceptor()
     """
     from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 

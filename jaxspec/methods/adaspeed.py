@@ -15,6 +15,10 @@ class AdaSPEED(LayerSkip):
     """The model's first E layers, until the product of the draft's probabilities falls below γ.
 
     AdaSPEED, §II.A: `layerskip` with another usual stop rule.
+
+    Examples:
+      >>> print(AdaSPEED(exit_layer=3, gamma=0.7))
+      adaspeed gamma=0.7 exit_layer=3
     """
 
     name: ClassVar[str] = "adaspeed"
@@ -26,6 +30,10 @@ class AdaSPEEDProbe(LayerSkip):
     """The model's first E layers, until the product of a linear probe's estimates falls below γ.
 
     AdaSPEED with linear probes, §II.B: `layerskip` with another usual stop rule.
+
+    Examples:
+      >>> AdaSPEEDProbe(exit_layer=3, probe="probe.safetensors")
+      AdaSPEEDProbe(exit_layer=3, probe='probe.safetensors')
     """
 
     name: ClassVar[str] = "adaspeed-probe"

@@ -28,6 +28,10 @@ class ASD(MaskedMethod):
       keep_last: never skip the last n layers; 0 switches the rule off. Default: as tuned, else 2, for CodeLlama 3.
       asd_numbers: a file with these three numbers, instead of the one beside the model.
       shared_mask: one mask for all prompts of a batch, from their mean similarities.
+
+    Examples:
+      >>> ASD(alpha=0.98, every=4, keep_last=2)
+      ASD(alpha=0.98, every=4, keep_last=2)
     """
 
     name: ClassVar[str] = "asd"

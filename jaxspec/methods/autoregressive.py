@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Autoregressive(Method):
-    """Plain decoding: one token per step, nothing is drafted."""
+    """Plain decoding: one token per step, nothing is drafted.
+
+    Examples:
+      >>> Autoregressive().name
+      'autoregressive'
+    """
 
     name: ClassVar[str] = "autoregressive"
 

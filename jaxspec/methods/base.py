@@ -28,7 +28,14 @@ MAX_DRAFT_TOKENS = 128
 
 
 class HasModel(Protocol):
-    """A model that is loaded already, such as a `jaxspec.LanguageModel`."""
+    """A model that is loaded already, such as a `jaxspec.LanguageModel`.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> draft: HasModel = language_model()
+      >>> draft.config.num_layers
+      2
+    """
 
     @property
     def config(self) -> LlamaConfig: ...
@@ -51,6 +58,11 @@ class LoadedModel:
       params: the parameters.
       name: what messages call it.
       exits: the exits it was trained for, in layers run.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET, params
+      >>> LoadedModel(TARGET, params()).until(1).config.num_layers
+      1
     """
 
     config: LlamaConfig
@@ -90,6 +102,11 @@ class Resources:
         in memory, which has no files.
       laws: the names of the sampling laws that the texts of this batch follow, see `io.method_files.law_name`.
       platform: where the target runs: cpu, gpu or tpu.
+
+    Examples:
+      >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
+      >>> resources.laws, resources.platform
+      (('greedy',), 'cpu')
     """
 
     load_draft: Callable[[ModelLike], LoadedModel]
@@ -113,6 +130,14 @@ class Method:
       name: of the method, as `--method` takes it.
       needs: what a user must have before the method can run, "" for nothing; `jaxspec compare` leaves out such a
         method unless its options are given.
+
+    Examples:
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class Mine(Method):
+      ...     name: ClassVar[str] = "mine"
+      ...     period: int = 4
+      >>> print(Mine(period=6))
+      mine period=6
     """
 
     name: ClassVar[str]
@@ -202,6 +227,11 @@ class DraftingMethod(Method):
 
     Attributes:
       num_draft_tokens: the most tokens drafted in a round, K.
+
+    Examples:
+      >>> from jaxspec.methods import NGram
+      >>> NGram(num_draft_tokens=4).length(usual=10), NGram().length(usual=10)
+      (4, 10)
     """
 
     num_draft_tokens: int | None = dataclasses.field(default=None, metadata={"metavar": "K"})
@@ -222,7 +252,7 @@ class DraftingMethod(Method):
 def option(default: T, *, metavar: str) -> T:
     """Returns a field with the name that its value has in the command line's help.
 
-    Example:
+    Examples:
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
       ... class Mine(Method):
       ...     exit_layer: int | None = option(None, metavar="E")
@@ -231,7 +261,12 @@ def option(default: T, *, metavar: str) -> T:
 
 
 def plain_type(hint: Any) -> Any:
-    """Returns the type of an option as a command line reads it: of a union the first type that can be typed."""
+    """Returns the type of an option as a command line reads it: of a union the first type that can be typed.
+
+    Examples:
+      >>> plain_type(str | os.PathLike)
+      <class 'str'>
+    """
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     members = typing.get_args(hint)

@@ -39,6 +39,12 @@ class ChainMethod(DraftingMethod):
 
     Class attributes:
       usual_rule: the stop rule where none is given.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip
+      >>> rule, num_draft_tokens = LayerSkip(stop_rule="product", gamma=0.7).stopping()
+      >>> type(rule).__name__, num_draft_tokens
+      ('ProductBelow', 12)
     """
 
     usual_rule: ClassVar[StopName] = "constant"

@@ -23,6 +23,10 @@ class DraftModel(ChainMethod):
       draft: the draft model: a directory, a .gguf file, a hub id or the name of an embedded model; in Python also a
         loaded `LanguageModel`.
       draft_exit: run only the draft's first N layers; without a draft, the model's own.
+
+    Examples:
+      >>> DraftModel(draft="small", num_draft_tokens=4)
+      DraftModel(num_draft_tokens=4, draft='small')
     """
 
     name: ClassVar[str] = "draft-model"

@@ -21,6 +21,10 @@ class DraftVerify(MaskedMethod):
 
     Attributes:
       plan: the file that says what to skip, instead of the one beside the model. Made by `jaxspec search`.
+
+    Examples:
+      >>> print(DraftVerify(plan="plan.json", stop_rule=["confidence"]))
+      draft-verify stop_rule=('confidence',) plan='plan.json'
     """
 
     name: ClassVar[str] = "draft-verify"

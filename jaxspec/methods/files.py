@@ -13,6 +13,12 @@ def directories(target: LoadedModel, resources: Resources) -> list[Path]:
     """Returns the directories of a model's method files in the order in which they are searched.
 
     First comes the one where commands write now, so that what was found last counts. A model made in memory has none.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+      >>> directories(language_model().loaded, in_memory)
+      []
     """
     beside = resources.directory
     if beside is None:
@@ -30,6 +36,12 @@ def file_of(
     """Returns the file that the user named, else the first of this name in `directories`.
 
     Where there is none, the path that it would have beside the model; None for a model made in memory.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+      >>> file_of("mine.json", language_model().loaded, in_memory, "plan.json").name
+      'mine.json'
     """
     if named is not None:
         return Path(named)
@@ -42,6 +54,13 @@ def file_of(
 def found(
     named: str | os.PathLike | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
-    """Returns the file that the user named, else the first of this name in `directories`, else None."""
+    """Returns the file that the user named, else the first of this name in `directories`, else None.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+      >>> found(None, language_model().loaded, in_memory, "plan.json") is None
+      True
+    """
     path = file_of(named, target, resources, name)
     return path if named is not None or (path is not None and path.is_file()) else None

@@ -26,6 +26,11 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
 
     Raises:
       ValueError: two methods give one option different types or defaults.
+
+    Examples:
+      >>> from jaxspec.methods import NGram
+      >>> flat_options([NGram])(ngram_max=4).ngram_max
+      4
     """
     methods = list(methods)
     drafting = [method for method in methods if method.options()]
@@ -70,7 +75,12 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
 
 @functools.cache
 def all_options() -> type:
-    """Returns `flat_options` of every method that can be loaded."""
+    """Returns `flat_options` of every method that can be loaded.
+
+    Examples:
+      >>> all_options()(exit_layer=3).exit_layer
+      3
+    """
     return flat_options(available()[0].values())
 
 
@@ -79,6 +89,10 @@ def given_options(options: Any) -> dict[str, Any]:
 
     Raises:
       ValueError: a flag and its opposite are both set.
+
+    Examples:
+      >>> given_options(all_options()(exit_layer=3))
+      {'exit_layer': 3}
     """
     given: dict[str, Any] = {}
     for field in dataclasses.fields(options):

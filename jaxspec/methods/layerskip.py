@@ -24,6 +24,10 @@ class LayerSkip(ChainMethod):
       exit_layer: draft with the first E layers. Default: a quarter of them.
       probe: the file of the stop rule `probe`, instead of the one beside the model. Made by
         `python -m training.probe`.
+
+    Examples:
+      >>> LayerSkip(exit_layer=3, num_draft_tokens=4)
+      LayerSkip(num_draft_tokens=4, exit_layer=3)
     """
 
     name: ClassVar[str] = "layerskip"

@@ -15,6 +15,12 @@ class MaskedMethod(ChainMethod):
     Attributes:
       static: compile a program for the mask at hand, in the background, and use it once it is there; otherwise one
         program serves all masks. Default: on a GPU, where a mask that is data copies the cache.
+
+    Examples:
+      >>> from jaxspec.methods import ASD
+      >>> on_a_gpu = Resources(load_draft=lambda model: model.loaded, encode=list, platform="gpu")
+      >>> ASD().is_static(on_a_gpu), ASD(static=False).is_static(on_a_gpu)
+      (True, False)
     """
 
     static: bool | None = None

@@ -24,6 +24,10 @@ class NGram(DraftingMethod):
       ngram_min: the shortest. Default 1.
       match: which of several places: latest, earliest, longest continuation, or random among those. Default latest.
       reference: text files in which alone to search (LLMA), instead of prompt and output.
+
+    Examples:
+      >>> NGram(ngram_max=4, match="longest")
+      NGram(ngram_max=4, match='longest')
     """
 
     name: ClassVar[str] = "ngram"

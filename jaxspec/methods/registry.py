@@ -26,7 +26,12 @@ _ELSEWHERE = {"stop_sequences": "stop", "stop_strings": "stop"}
 
 @functools.cache
 def built_in() -> dict[str, type[Method]]:
-    """Returns the methods of this package by name, in the order of their names."""
+    """Returns the methods of this package by name, in the order of their names.
+
+    Examples:
+      >>> "layerskip" in built_in()
+      True
+    """
     package = importlib.import_module("jaxspec.methods")
     found = {}
     for info in pkgutil.iter_modules(package.__path__, "jaxspec.methods."):
@@ -43,7 +48,12 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all methods: the built-in ones, then those of other packages."""
+    """Returns the names of all methods: the built-in ones, then those of other packages.
+
+    Examples:
+      >>> names()[0]
+      'adaspeed'
+    """
     return (*built_in(), *sorted(_entry_points()))
 
 
@@ -53,7 +63,7 @@ def find(name: str) -> type[Method]:
     Raises:
       ValueError: there is none; the message lists those that are. Or the package that adds it cannot be loaded.
 
-    Example:
+    Examples:
       >>> find("layerskip").__name__
       'LayerSkip'
     """
@@ -65,7 +75,13 @@ def find(name: str) -> type[Method]:
 
 
 def available() -> tuple[dict[str, type[Method]], list[str]]:
-    """Returns every method that can be loaded, by name, and one line for each that cannot."""
+    """Returns every method that can be loaded, by name, and one line for each that cannot.
+
+    Examples:
+      >>> methods, problems = available()
+      >>> methods["ngram"].__name__
+      'NGram'
+    """
     found, problems = dict(built_in()), []
     for name, point in sorted(_entry_points().items()):
         try:
@@ -101,7 +117,7 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
     Raises:
       ValueError: there is no such method, or no such option, or its value does not fit; one line.
 
-    Example:
+    Examples:
       >>> make("layerskip", {"exit_layer": 3})
       LayerSkip(exit_layer=3)
     """
@@ -127,7 +143,7 @@ def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]
     Raises:
       ValueError: an unknown method, an option that none of them reads, or what a method says of its options.
 
-    Example:
+    Examples:
       >>> share(["ngram", "layerskip"], {"exit_layer": 3})["layerskip"]
       LayerSkip(exit_layer=3)
     """
@@ -146,7 +162,12 @@ def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]
 
 
 def unknown(name: str, known: Collection[str]) -> str:
-    """Returns what to say of an argument that does not exist, with the one that was perhaps meant."""
+    """Returns what to say of an argument that does not exist, with the one that was perhaps meant.
+
+    Examples:
+      >>> unknown("max_tokens", ["max_new_tokens", "seed"])
+      'unknown option max_tokens; perhaps you meant max_new_tokens'
+    """
     guess = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, list(known), n=1)
     remedy = f"perhaps you meant {guess[0]}" if guess else "see help(jaxspec.LanguageModel.generate)"
     return f"unknown option {name}; {remedy}"

@@ -27,6 +27,10 @@ class S2D(ChainMethod):
         drafts for itself.
       thresholds: the file with the probabilities from which on each exit is taken, instead of the one beside the
         model. Made by `jaxspec tune --method s2d`. Default: as tuned, else 0.5.
+
+    Examples:
+      >>> S2D(draft="sorted", thresholds="thresholds.json")
+      S2D(draft='sorted', thresholds='thresholds.json')
     """
 
     name: ClassVar[str] = "s2d"

@@ -59,7 +59,7 @@ def check_drafter(
     Raises:
       AssertionError: a contract is broken; the message says which, and how it shows.
 
-    Example:
+    Examples:
       >>> from jaxspec.drafting.ngram import NGram
       >>> check_drafter(NGram(num_draft_tokens=3), acceptors=["greedy"])
     """
@@ -77,7 +77,13 @@ def check_drafter(
 def drafter_loop(
     make: Drafter | MakeDrafter, acceptor: str, config: LlamaConfig = TARGET, law: Law | None = None
 ) -> Loop:
-    """Returns the loop of a drafter on a small model; see `check_drafter`."""
+    """Returns the loop of a drafter on a small model; see `check_drafter`.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> drafter_loop(NGram(num_draft_tokens=3), "greedy").parts.acceptor
+      GreedyAcceptor()
+    """
     drafter: Any = make
     own = None
     if not hasattr(make, "propose"):
@@ -94,7 +100,16 @@ def drafter_loop(
 def propose(
     drafter: Drafter, weights: Weights, state: DecodeState, law: Law, draws: int
 ) -> tuple[Proposal, Any]:
-    """Returns the proposals and the caches of many draws from one state, [draws, B, ...]."""
+    """Returns the proposals and the caches of many draws from one state, [draws, B, ...].
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
+      >>> state, _ = loop.begin(PROMPTS, BUDGETS)
+      >>> proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+      >>> proposal.tokens.shape
+      (1500, 3, 3)
+    """
     view = View(state.tokens, state.length, state.cache, room=jnp.full_like(state.length, 99))
     keys = jax.random.split(jax.random.key(9), (draws, len(state.length)))
 
@@ -106,7 +121,12 @@ def propose(
 
 
 def check_loan(loop: Loop) -> None:
-    """`propose` leaves what the target's cache has committed as it was, to the bit."""
+    """`propose` leaves what the target's cache has committed as it was, to the bit.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_loan(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
     for row, length in enumerate(np.asarray(state.length)):
@@ -118,7 +138,12 @@ def check_loan(loop: Loop) -> None:
 
 
 def check_log_probs(loop: Loop) -> None:
-    """Draft tokens come as often as the proposal's `log_probs` say, for every row, place and token."""
+    """Draft tokens come as often as the proposal's `log_probs` say, for every row, place and token.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_log_probs(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
     if proposal.log_probs is None:
@@ -146,7 +171,12 @@ def check_log_probs(loop: Loop) -> None:
 
 
 def check_no_recompilation(loop: Loop) -> None:
-    """Another prompt, length, budget, seed, number, end of text, limit of rounds or halted row compiles nothing."""
+    """Another prompt, length, budget, seed, number, end of text, limit of rounds or halted row compiles nothing.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_no_recompilation(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     loop.go_on(state)
     sizes = num_compiled()
@@ -164,7 +194,12 @@ def _changed(leaf: Any) -> jax.Array:
 
 
 def check_params_are_arguments(loop: Loop) -> None:
-    """No parameter is a constant of the program: the largest constant is smaller than the smallest matrix."""
+    """No parameter is a constant of the program: the largest constant is smaller than the smallest matrix.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_params_are_arguments(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
     traced = chunk.trace(loop.config, *arguments, window=CAPACITY)
@@ -174,7 +209,13 @@ def check_params_are_arguments(loop: Loop) -> None:
 
 
 def largest_constant(closed: Any) -> int:
-    """Returns the most elements that any constant of a closed jaxpr has, in it and in what it calls."""
+    """Returns the most elements that any constant of a closed jaxpr has, in it and in what it calls.
+
+    Examples:
+      >>> table = np.arange(5)
+      >>> largest_constant(jax.make_jaxpr(lambda index: jnp.asarray(table)[index])(2))
+      5
+    """
     sizes = [np.size(const) for const in closed.consts]
     for equation in closed.jaxpr.eqns:
         for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
@@ -188,7 +229,12 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def check_greedy_text(loop: Loop) -> None:
-    """Greedy rows have the text of a slow decoder without a cache, with and without an end of text."""
+    """Greedy rows have the text of a slow decoder without a cache, with and without an end of text.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_greedy_text(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     found = loop.texts(PROMPTS, BUDGETS)
     rows = range(len(PROMPTS)) if isinstance(loop.parts.acceptor, GreedyAcceptor) else [0]
     for row in rows:
@@ -212,7 +258,12 @@ def _greedy(
 
 
 def check_rows_are_independent(loop: Loop) -> None:
-    """A row with the same key has the same text beside other prompts, budgets and seeds, and in shorter chunks."""
+    """A row with the same key has the same text beside other prompts, budgets and seeds, and in shorter chunks.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_rows_are_independent(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     other = loop.texts(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
     assert one[1] == other[1], f"beside other rows the text is {other[1]} instead of {one[1]}"
@@ -220,7 +271,12 @@ def check_rows_are_independent(loop: Loop) -> None:
 
 
 def check_chunks(loop: Loop) -> None:
-    """The text is the same in chunks of two rounds as in one."""
+    """The text is the same in chunks of two rounds as in one.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_chunks(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     state, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     while not state.done.all():
@@ -234,6 +290,11 @@ def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None
     Args:
       loop_of: the sampling law → the loop, on a model of four tokens.
       rows: how many texts after the rarer of two prompts are drawn, twice; half as many after the other.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> make = functools.partial(drafter_loop, NGram(num_draft_tokens=3), "rejection", FOUR)
+      >>> check_sampled_law(make, rows=600)
     """
     prompts, budget, eos = ((1, 3, 1), (2,)), 4, (2,)
     batch = [prompts[row % 3 == 2] for row in range(3 * rows // 2)]

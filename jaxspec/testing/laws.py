@@ -10,7 +10,12 @@ from scipy import stats
 
 
 def warp(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step."""
+    """Probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step.
+
+    Examples:
+      >>> warp(np.array([0.0, 0.0, -9.0]), top_k=2).tolist()
+      [0.5, 0.5, 0.0]
+    """
     logits = np.asarray(logits, np.float64)
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
@@ -34,7 +39,13 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
 def text_law(
     next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """The probability of every text of `length` tokens, or ended by one of `eos` before."""
+    """The probability of every text of `length` tokens, or ended by one of `eos` before.
+
+    Examples:
+      >>> law = text_law(lambda prefix: np.array([0.5, 0.5]), length=2)
+      >>> len(law), float(law[0, 1])
+      (4, 0.25)
+    """
 
     def texts(prefix: tuple[int, ...], mass: float) -> Iterator[tuple[tuple[int, ...], float]]:
         if len(prefix) == length or (prefix and prefix[-1] in eos):
@@ -48,12 +59,22 @@ def text_law(
 
 
 def distance(law: dict[Any, float], other: dict[Any, float]) -> float:
-    """Total variation."""
+    """Total variation.
+
+    Examples:
+      >>> distance({"a": 0.5, "b": 0.5}, {"a": 1.0})
+      0.5
+    """
     return sum(abs(law.get(text, 0.0) - other.get(text, 0.0)) for text in {*law, *other}) / 2
 
 
 def chi_square(samples: Sequence[Any], law: dict[Any, float]) -> float:
-    """The p-value of samples under a law, rare outcomes taken together."""
+    """The p-value of samples under a law, rare outcomes taken together.
+
+    Examples:
+      >>> chi_square(["a", "b"] * 50, {"a": 0.5, "b": 0.5})
+      1.0
+    """
     counts: dict[Any, int] = {}
     for sample in samples:
         counts[sample] = counts.get(sample, 0) + 1

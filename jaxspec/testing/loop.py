@@ -26,14 +26,28 @@ chunk = jax.jit(decoding.chunk, static_argnames=("config", "window", "log_probs"
 
 
 def num_compiled() -> tuple[int, int]:
-    """Returns how many programs of `prefill` and of `chunk` have been compiled."""
+    """Returns how many programs of `prefill` and of `chunk` have been compiled.
+
+    Examples:
+      >>> num_compiled() == num_compiled()
+      True
+    """
     sizes = (cast(Any, function)._cache_size() for function in (prefill, chunk))
     return next(sizes), next(sizes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A method on a model, one row a prompt."""
+    """A method on a model, one row a prompt.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.testing.contracts import drafter_loop
+      >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
+      >>> texts = loop.texts([[1, 2, 3], [5], [7]], budgets=4)
+      >>> texts[0] == greedy([1, 2, 3], budget=4)
+      True
+    """
 
     parts: Parts
     weights: Weights
@@ -85,18 +99,40 @@ class Loop:
 
 
 def view(state: DecodeState) -> View:
-    """What a round shows the drafter."""
+    """What a round shows the drafter.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.testing.contracts import drafter_loop
+      >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin([[1, 2, 3], [5], [7]])
+      >>> view(state).length.tolist()
+      [4, 2, 2]
+    """
     room = jnp.where(state.done, 0, state.limit - state.length - 1)
     return View(state.tokens, state.length, state.cache, room)
 
 
 def mixed_law() -> Sampling:
-    """For three rows, of which the first is greedy."""
+    """For three rows, of which the first is greedy.
+
+    Examples:
+      >>> mixed_law().temperature.shape
+      (3,)
+    """
     return Sampling(jnp.array([0.0, 1.0, 0.7]))
 
 
 def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens after each prompt."""
+    """The tokens after each prompt.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.testing.contracts import drafter_loop
+      >>> prompts = [[1, 2, 3], [5], [7]]
+      >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin(prompts)
+      >>> [len(text) for text in generated(state, prompts)]
+      [1, 1, 1]
+    """
     rows = zip(np.asarray(state.tokens), np.asarray(state.length), prompts, strict=True)
     return [row[len(prompt) : length].tolist() for row, length, prompt in rows]
 
@@ -104,7 +140,12 @@ def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list
 def greedy(
     prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
 ) -> list[int]:
-    """What plain greedy decoding of the target must give."""
+    """What plain greedy decoding of the target must give.
+
+    Examples:
+      >>> len(greedy([1, 2, 3], budget=4))
+      4
+    """
     return list(_greedy(config, tuple(prompt), budget, tuple(eos)))
 
 
@@ -114,13 +155,26 @@ def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tupl
 
 
 def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
-    """Of each token of a text after a prompt, under the target's raw law, by the slow decoder."""
+    """Of each token of a text after a prompt, under the target's raw law, by the slow decoder.
+
+    Examples:
+      >>> bool((log_probs([1, 2], [3, 4]) < 0).all())
+      True
+    """
     logits = reference.forward(TARGET, params(), [*prompt, *text])[len(prompt) - 1 : -1]
     laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return laws[range(len(text)), text]
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
-    """A copy of what a cache holds of a row's first `length` positions, whatever its layout."""
+    """A copy of what a cache holds of a row's first `length` positions, whatever its layout.
+
+    Examples:
+      >>> from jaxspec.model import cache
+      >>> slots = cache.create(TARGET, batch_size=2, capacity=8, dtype=jnp.float32)
+      >>> keys, *_ = committed(slots, row=1, length=3)
+      >>> keys.shape == (TARGET.num_kv_heads, 3, TARGET.head_dim)
+      True
+    """
     arrays = [np.asarray(array) for array in jax.tree.leaves(cache.layers)]
     return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]

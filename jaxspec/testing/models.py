@@ -36,7 +36,12 @@ CAPACITY = 32
 
 @functools.cache
 def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
-    """Random parameters on the device; what a seed's models share makes their drafts agree now and then."""
+    """Random parameters on the device; what a seed's models share makes their drafts agree now and then.
+
+    Examples:
+      >>> params()["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
+      True
+    """
     drawn = reference.random_params(config, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
     drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
@@ -51,12 +56,22 @@ MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
 
 
 def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
-    """As `language_model` has it."""
+    """As `language_model` has it.
+
+    Examples:
+      >>> engine_config().eos_token_ids
+      (10,)
+    """
     return dataclasses.replace(config, eos_token_ids=(EOS,))
 
 
 def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
-    """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters."""
+    """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters.
+
+    Examples:
+      >>> language_model()
+      <LanguageModel tiny: 2 layers, 4,336 parameters, float32, on device ...>
+    """
     config = dataclasses.replace(engine_config(config), **changes)
     weights = params(TARGET) if config.num_layers == TARGET.num_layers else params(SMALL)
     return LanguageModel(config, weights, tokenizer(), name=name)
@@ -64,7 +79,12 @@ def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Merges letters into pairs, so that a text does not tell where its tokens end."""
+    """Merges letters into pairs, so that a text does not tell where its tokens end.
+
+    Examples:
+      >>> tokenizer().encode("ab cd")
+      [0, 12, 9]
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -78,5 +98,10 @@ def tokenizer() -> Tokenizer:
 
 @functools.cache
 def small_model() -> LanguageModel:
-    """The draft of `draft-model`."""
+    """The draft of `draft-model`.
+
+    Examples:
+      >>> small_model().config.num_layers
+      1
+    """
     return language_model(SMALL, "small")

@@ -17,7 +17,13 @@ from jaxspec.model.llama import is_shape, param_shapes
 
 
 def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str, Any]:
-    """Parameters in which nothing is zero or one, so that a bias or norm left out is noticed."""
+    """Parameters in which nothing is zero or one, so that a bias or norm left out is noticed.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> random_params(TARGET, seed=0)["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
+      True
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path, shape):
@@ -32,12 +38,23 @@ def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str,
 
 
 def as_float64(params: dict[str, Any]) -> dict[str, Any]:
-    """The same parameters as float64 NumPy arrays."""
+    """The same parameters as float64 NumPy arrays.
+
+    Examples:
+      >>> as_float64({"norm": np.ones(2, np.float32)})["norm"].dtype
+      dtype('float64')
+    """
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), params)
 
 
 def frequencies(config: LlamaConfig, length: int) -> list[float]:
-    """Radians a position for each pair of coordinates, in a text of `length` tokens."""
+    """Radians a position for each pair of coordinates, in a text of `length` tokens.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> frequencies(TARGET, length=8)
+      [1.0, 0.01]
+    """
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
         trained = config.max_position_embeddings
@@ -130,6 +147,11 @@ def forward(
       run: for each layer, whether attention and MLP run; a skipped one adds nothing.
       num_layers: stop after so many layers, then the final norm and head.
       stream: is given the residual stream [N, D] at the start and after each sublayer.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> forward(TARGET, random_params(TARGET, seed=0), [1, 2, 3]).shape
+      (3, 13)
     """
     params = as_float64(params)
     rope_length = len(tokens) if rope_length is None else rope_length
@@ -158,7 +180,13 @@ def greedy(
     max_new_tokens: int,
     eos: Collection[int] = (),
 ) -> list[int]:
-    """The tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each."""
+    """The tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> len(greedy(TARGET, random_params(TARGET, seed=0), [1, 2], max_new_tokens=3))
+      3
+    """
     params = as_float64(params)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:

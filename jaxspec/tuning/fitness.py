@@ -170,7 +170,7 @@ def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
     Returns:
       0 to 1, 0.5 for a score that says nothing; None where all labels are 0 or all are 1.
 
-    Example:
+    Examples:
       >>> auroc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
       0.75
     """
@@ -189,7 +189,7 @@ def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
       probability: float[N], 0 to 1.
       label: bool[N], or float[N] from 0 to 1.
 
-    Example:
+    Examples:
       >>> calibration_error(np.array([0.75, 0.75, 0.75, 0.75]), np.array([True, True, True, False]))
       0.0
     """
@@ -219,7 +219,7 @@ def write_rms(params: Params) -> dict[str, list[float]]:
 def repeated(tokens: Sequence[int], length: int = GRAM) -> float:
     """The share of a text's n-grams that it has written before; near 1 for a text that loops.
 
-    Example:
+    Examples:
       >>> repeated([1, 2, 3, 1, 2, 3], length=2)
       0.4
     """

@@ -36,7 +36,7 @@ def tasks(family: str, count: int) -> Iterator[Task]:
     Raises:
       ValueError: there is no such family, or it has fewer tasks.
 
-    Example:
+    Examples:
       >>> [task.completion for task in tasks("sums", 1)][0].splitlines()[-1].startswith("####")
       True
     """
