@@ -146,30 +146,30 @@ def prefill(
     parts: Parts,
     request: Request,
     *,
-    piece: int,
+    chunk_size: int,
     merged: bool = True,
     log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Feeds the prompts; leaves each row's first token pending.
 
-    The same as `start_prefill`, `feed` of every piece, and `end_prefill`.
+    The same as `start_prefill`, `feed` of every chunk, and `end_prefill`.
 
     Args:
       config: the target.
       params: all parameters.
       parts: the method.
       request: the rows; their N is the capacity.
-      piece: positions fed at once, static, a divisor of N.
+      chunk_size: positions fed at once, static, a divisor of N.
       merged: the cache's layout, static, see `model.cache`.
       log_probs: whether to report them, static.
 
     Returns:
       The state, and what was emitted (one token per row; none where the logits are not finite).
     """
-    stop = (jnp.max(request.length) + piece - 1) // piece
+    stop = (jnp.max(request.length) + chunk_size - 1) // chunk_size
     fed = start_prefill(config, params, request, merged=merged)
-    fed = feed(config, params, request, fed, jnp.int32(0), stop, piece=piece)
-    return end_prefill(config, params, parts, request, fed, piece=piece, log_probs=log_probs)
+    fed = feed(config, params, request, fed, jnp.int32(0), stop, chunk_size=chunk_size)
+    return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs)
 
 
 def start_prefill(
@@ -189,10 +189,10 @@ def feed(
     first: jax.Array,
     stop: jax.Array,
     *,
-    piece: int,
+    chunk_size: int,
 ) -> llama.Prefilling:
-    """Feeds the pieces of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
-    return llama.feed(config, params.target, request.tokens, request.length, fed, first, stop, piece)
+    """Feeds the chunks of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
+    return llama.feed(config, params.target, request.tokens, request.length, fed, first, stop, chunk_size)
 
 
 def end_prefill(
@@ -202,7 +202,7 @@ def end_prefill(
     request: Request,
     fed: llama.Prefilling,
     *,
-    piece: int,
+    chunk_size: int,
     log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Draws the first tokens after prompts that have been fed whole; see `prefill`."""
@@ -227,7 +227,7 @@ def end_prefill(
         done=done,
         broken=~sound,
         cache=cache,
-        drafter_state=parts.drafter.init(params, view, Prefill(hidden, similarities, piece)),
+        drafter_state=parts.drafter.init(params, view, Prefill(hidden, similarities, chunk_size)),
         stats=Stats(zero, zero, zero, zero, histogram),
     )
     emitted = Emitted(
@@ -244,7 +244,7 @@ def end_prefill(
     return state, emitted
 
 
-def chunk(
+def run_rounds(
     config: LlamaConfig,
     params: Weights,
     parts: Parts,
@@ -274,7 +274,7 @@ def chunk(
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length
     drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
-    laws = jnp.zeros((batch, window), jnp.float32) if log_probs else None
+    reported_log_probs = jnp.zeros((batch, window), jnp.float32) if log_probs else None
 
     def more(carry) -> jax.Array:
         rounds, state, *_ = carry
@@ -283,24 +283,32 @@ def chunk(
         return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
 
     def body(carry):
-        rounds, state, drafted, proposed, laws = carry
+        rounds, state, drafted, proposed, reported_log_probs = carry
         at = state.length - first
         state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
         accepted = jnp.arange(width)[None] < outcome.accepted[:, None]
         drafted = _put_rows(drafted, accepted, at, outcome.count)
         verified = jnp.broadcast_to(outcome.drafted[:, None], accepted.shape)
         proposed = _put_rows(proposed, verified, at, outcome.count)
-        if laws is not None and token_log_probs is not None:
-            laws = _put_rows(laws, token_log_probs, at, outcome.count)
-        return rounds + 1, state, drafted, proposed, laws
+        if reported_log_probs is not None and token_log_probs is not None:
+            reported_log_probs = _put_rows(reported_log_probs, token_log_probs, at, outcome.count)
+        return rounds + 1, state, drafted, proposed, reported_log_probs
 
-    carry = (jnp.int32(0), state, drafted, proposed, laws)
-    _, state, drafted, proposed, laws = jax.lax.while_loop(more, body, carry)
+    carry = (jnp.int32(0), state, drafted, proposed, reported_log_probs)
+    _, state, drafted, proposed, reported_log_probs = jax.lax.while_loop(more, body, carry)
     columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
     tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
     count = state.length - first
     emitted = Emitted(
-        tokens, count, drafted, proposed, laws, state.length, state.done, state.broken, state.stats
+        tokens,
+        count,
+        drafted,
+        proposed,
+        reported_log_probs,
+        state.length,
+        state.done,
+        state.broken,
+        state.stats,
     )
     return state, emitted
 
@@ -397,8 +405,8 @@ def _verify(
     batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
 
     def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, jax.Array, Any]:
-        laws = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
-        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, laws)
+        drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
+        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from)
         if proposal.exit_hidden is None:
             hidden = llama.embed(params.target, jnp.concatenate([pending[:, None], kept.tokens], axis=1))
         else:
@@ -421,8 +429,8 @@ def _verify(
         return verify(full, view.cache)
     needed = jnp.max(proposal.count) + 1
     nothing = jnp.zeros(batch, jnp.int32)
-    laws = jnp.zeros((batch, full), jnp.float32) if log_probs else None
-    carry = (view.cache, Acceptance(nothing, nothing), nothing, laws)
+    no_log_probs = jnp.zeros((batch, full), jnp.float32) if log_probs else None
+    carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs)
     for below, width in zip((0, *widths), widths, strict=False):
 
         def at_width(carry, width=width):

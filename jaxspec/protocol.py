@@ -78,17 +78,17 @@ class Prefill:
       hidden: [B, D] of the last prompt token, before the final norm.
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
         residual stream before and after it, over the prompt; costs nothing to who does not use it.
-      piece: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
+      chunk_size: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
 
     Examples:
-      >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), piece=16)
-      >>> prefill.piece
+      >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), chunk_size=16)
+      >>> prefill.chunk_size
       16
     """
 
     hidden: jax.Array
     similarities: jax.Array
-    piece: int = struct.field(pytree_node=False)
+    chunk_size: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass

@@ -168,7 +168,7 @@ class AdaptiveGamma:
       alpha: α, the acceptance rate aimed at.
       beta1, beta2: memory of AR and of γ.
       epsilon: ε.
-      most: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
+      full_length: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
         it is where AR ≥ α and all K tokens were drafted.
 
     Examples:
@@ -183,7 +183,7 @@ class AdaptiveGamma:
     beta1: jax.Array | float = 0.5
     beta2: jax.Array | float = 0.9
     epsilon: jax.Array | float = 0.01
-    most: jax.Array | int | None = None
+    full_length: jax.Array | int | None = None
 
     def init(self, batch_size: int) -> GammaState:
         """γ0, and an AR of 0."""
@@ -199,10 +199,10 @@ class AdaptiveGamma:
         gamma, rate = state
         newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
         moved = self.beta1 * rate + (1 - self.beta1) * newest
-        if self.most is None:
+        if self.full_length is None:
             aim = jnp.where(moved <= self.alpha, gamma + self.epsilon, gamma - self.epsilon)
         else:
-            lower = jnp.where(outcome.drafted >= self.most, gamma, gamma - self.epsilon)
+            lower = jnp.where(outcome.drafted >= self.full_length, gamma, gamma - self.epsilon)
             aim = jnp.where(moved < self.alpha, gamma + self.epsilon, lower)
         drafted = outcome.drafted > 0
         aim = self.beta2 * gamma + (1 - self.beta2) * aim
@@ -290,7 +290,7 @@ class AdaptiveLength(StopRule):
     Attributes:
       first: int32, scalar or [B], the length to start with, at least 1.
       rise, fall: int32.
-      most: int32, where growth ends: K, above which a length means nothing.
+      maximum: int32, where growth ends: K, above which a length means nothing.
 
     Examples:
       >>> rule = AdaptiveLength(first=5, rise=2)
@@ -302,7 +302,7 @@ class AdaptiveLength(StopRule):
     first: jax.Array | int = 5
     rise: jax.Array | int = 2
     fall: jax.Array | int = 1
-    most: jax.Array | int = 64
+    maximum: jax.Array | int = 64
 
     def init(self, batch_size: int) -> State:
         """The current length of each row, int32[B]."""
@@ -315,7 +315,7 @@ class AdaptiveLength(StopRule):
     def observe(self, state: State, outcome: Outcome) -> State:
         """Moves the length after a round that drafted."""
         full = outcome.accepted == outcome.drafted
-        moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.most)
+        moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.maximum)
         return jnp.where(outcome.drafted > 0, moved, state)
 
 

@@ -69,7 +69,7 @@ def calls(lm, method: str, batch: int, **options: Any) -> dict[Callable, Call]:
 
 
 def cache_shapes(call: Call) -> set[tuple[int, ...]]:
-    """Of every cache in a chunk's state: they end in capacity and head size."""
+    """Of every cache in the loop's state: they end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
     assert len(caches) == (2 if isinstance(call.args[1].drafter, (DraftModel, S2D)) else 1)
@@ -95,8 +95,8 @@ def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 @each_method
 def test_no_cache_is_copied(lm, method, batch):
     """Caches are passed on and updated in place, in the loops and around them."""
-    chunk = calls(lm, method, batch)[compiled.chunk]
-    used = on_caches(chunk.text(), cache_shapes(chunk))
+    rounds = calls(lm, method, batch)[compiled.run_rounds]
+    used = on_caches(rounds.text(), cache_shapes(rounds))
     assert "dynamic-update-slice" in used
     assert used <= {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
 
@@ -139,7 +139,7 @@ def all_constants(closed: Any) -> list[Any]:
 @each_method
 def test_the_widths_of_verification(lm, method):
     """One to all of K + 1 rows, where a draft may be short."""
-    call = calls(lm, method, 2)[compiled.chunk]
+    call = calls(lm, method, 2)[compiled.run_rounds]
     text = call.function.trace(*call.args, **call.static).lower().as_text()
     vocabulary = tiny.TARGET.vocab_size
     heads = re.findall(rf"-> tensor<2x(\d+)x{vocabulary}xf32>", text)
@@ -154,7 +154,7 @@ def test_the_widths_of_verification(lm, method):
 def test_every_loop_lowers_for_accelerators(lm, method, platform):
     """On a machine that has none, in bfloat16 as there."""
     used = calls(lm, method, 2)
-    assert {compiled.prefill, compiled.chunk} <= set(used)
+    assert {compiled.prefill, compiled.run_rounds} <= set(used)
     for function, call in used.items():
         args = jax.tree.map(as_bfloat16, call.args)
         lowered = export.export(jax.jit(functools.partial(function, **call.static)), platforms=[platform])(
@@ -217,12 +217,12 @@ def products_of_a_round(drafter: Any, monkeypatch) -> dict[str, list[int]]:
     )
 
     def run(weights, parts, request):
-        state, _ = decoding.prefill(FIVE, weights, parts, request, piece=8)
+        state, _ = decoding.prefill(FIVE, weights, parts, request, chunk_size=8)
         return state
 
     state = jax.eval_shape(run, weights, parts, request)
     arguments = weights, parts, state, jnp.int32(9), jnp.zeros(3, bool)
-    closed = jax.make_jaxpr(lambda *args: decoding.chunk(FIVE, *args, window=32))(*arguments)
+    closed = jax.make_jaxpr(lambda *args: decoding.run_rounds(FIVE, *args, window=32))(*arguments)
     leaves = jax.tree.leaves_with_path(weights)
     names = [jax.tree_util.keystr(path) if leaf.ndim > 1 else "" for path, leaf in leaves]
     names += [""] * (len(closed.jaxpr.invars) - len(names))
@@ -253,7 +253,7 @@ def test_verification_runs_every_layer_after_a_draft_of_the_whole_model(monkeypa
 # What the similarities cost.
 
 
-def prefill_program(config, drafter, capacity: int, piece: int) -> Any:
+def prefill_program(config, drafter, capacity: int, chunk_size: int) -> Any:
     """The compiled prefill of one row, from shapes alone."""
     weights = Weights(jax.eval_shape(lambda: llama.init_params(config, jax.random.key(0))))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -263,7 +263,7 @@ def prefill_program(config, drafter, capacity: int, piece: int) -> Any:
     parts = Parts(drafter, GreedyAcceptor(), Greedy())
 
     def run(weights, parts, request):
-        return decoding.prefill(config, weights, parts, request, piece=piece)
+        return decoding.prefill(config, weights, parts, request, chunk_size=chunk_size)
 
     return jax.jit(run).lower(weights, parts, request).compile()
 

@@ -238,7 +238,7 @@ def test_prompt_and_budget_may_fill_the_capacity():
 def test_a_chunk_reports_no_more_than_its_window():
     loop = scripted()
     state, _ = loop.begin(PROMPTS, LONGEST)
-    small = jax.jit(decoding.chunk, static_argnames=("config", "window"))
+    small = jax.jit(decoding.run_rounds, static_argnames=("config", "window"))
     pieces, halt = [], jnp.zeros(3, bool)
     while not state.done.all():
         state, emitted = small(
@@ -296,7 +296,7 @@ def test_insert_into_a_running_batch():
 
 
 def test_how_a_prompt_is_cut_does_not_matter():
-    """The same bits, however many pieces are fed in one call."""
+    """The same bits, however many chunks are fed in one call."""
     loop = tiny.loop(tiny.Combination("asd", "constant", "greedy"))
     prompts = [list(range(1, 12)) * 2, [5]]
     tokens = np.zeros((2, 24), np.int32)
@@ -305,8 +305,8 @@ def test_how_a_prompt_is_cut_does_not_matter():
     length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
     request = Request(jnp.asarray(tokens), length, length + 4, jnp.full((2, 1), -1, jnp.int32), keys)
-    feed = jax.jit(functools.partial(decoding.feed, loop.config, piece=4))
-    end = jax.jit(functools.partial(decoding.end_prefill, loop.config, piece=4))
+    feed = jax.jit(functools.partial(decoding.feed, loop.config, chunk_size=4))
+    end = jax.jit(functools.partial(decoding.end_prefill, loop.config, chunk_size=4))
     ends = []
     for cuts in ((0, 6), (0, 1, 6), (0, 2, 3, 4, 5, 6)):
         fed = decoding.start_prefill(loop.config, loop.weights, request)
@@ -319,7 +319,7 @@ def test_how_a_prompt_is_cut_does_not_matter():
             (ends[0][0].cache, ends[0][0].drafter_state, ends[0][1]),
         )
         assert all(map(np.array_equal, *map(jax.tree.leaves, parts)))
-    _, whole = tiny.prefill(loop.config, loop.weights, loop.parts, request, piece=4)
+    _, whole = tiny.prefill(loop.config, loop.weights, loop.parts, request, chunk_size=4)
     assert whole.tokens.tolist() == ends[0][1].tokens.tolist()
     assert [int(token) for token in whole.tokens[:, 0]] == [
         tiny.greedy(prompt, 1, config=loop.config)[0] for prompt in prompts

@@ -315,7 +315,7 @@ def test_records_are_values():
         ConfidenceBelow(FixedGamma(0.5)): 1,
         ProductBelow(FixedGamma(0.5), Probe(0.1, 0.2, 0.3)): 4,
         AdaptiveGamma(): 5,
-        AdaptiveGamma(most=4): 6,
+        AdaptiveGamma(full_length=4): 6,
         ASD(config, rule=Constant()): 3,
         DraftVerify(config, all_run, Constant()): 0,
         DraftVerify(config, 0.5, Constant()): 1,

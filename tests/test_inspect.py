@@ -136,8 +136,8 @@ def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
     @jax.jit
     def run(prompts, start, fed, count):
         cache = kv.create(config, 2, 16, jnp.float32)
-        _, _, cache = llama.prefill(config, deep_params(), prompts, start, cache, piece=4)
-        return exit_agreement(config, deep_params(), fed, start, count, cache, piece=4)
+        _, _, cache = llama.prefill(config, deep_params(), prompts, start, cache, chunk_size=4)
+        return exit_agreement(config, deep_params(), fed, start, count, cache, chunk_size=4)
 
     agreed = np.asarray(run(prompts, start, fed, count))
     assert agreed[:, -1].tolist() == count.tolist()

@@ -48,7 +48,7 @@ for options in (
     print(options["method"])
 
 # A long prompt that is fed between the rounds of its neighbour.
-buckets.POLL_PIECES, buckets.MAX_PIECE_CPU = 1, 16
+buckets.POLL_PIECES, buckets.MAX_CHUNK_CPU = 1, 16
 long = [3, 1, 4, 1, 5, 9, 2, 6] * 5
 rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2)
 assert rows[1].tokens == expected[1]

@@ -88,14 +88,14 @@ def test_whole_rows_at_once(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_in_pieces_then_token_by_token(name):
-    """Ragged prompts are prefilled in pieces, then every row goes on from its own length."""
+    """Ragged prompts are prefilled in chunks, then every row goes on from its own length."""
     config, params, texts = CONFIGS[name], _params(name), _texts()
     length = np.asarray(LENGTHS, np.int32)
 
     @jit
     def prefill(params, tokens, length):
         cache = _cache(config, len(tokens), 0)
-        last, _, cache = llama.prefill(config, params, tokens, length, cache, piece=4)
+        last, _, cache = llama.prefill(config, params, tokens, length, cache, chunk_size=4)
         return llama.logits(config, params, last), cache
 
     first, cache = prefill(params, np.where(np.arange(16) < length[:, None], texts[:, :16], 0), length)
@@ -110,12 +110,12 @@ def test_prefill_in_pieces_then_token_by_token(name):
 
 
 @pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
-@pytest.mark.parametrize("piece", [4, 16])
-def test_similarities_of_prompts(name, piece):
-    """Per row, over its own tokens only, in several pieces or in one; a prompt of one token has them too."""
+@pytest.mark.parametrize("chunk_size", [4, 16])
+def test_similarities_of_prompts(name, chunk_size):
+    """Per row, over its own tokens only, in several chunks or in one; a prompt of one token has them too."""
     config, params = CONFIGS[name], _params(name)
     texts, length = _texts()[:, :16], np.asarray(LENGTHS, np.int32)
-    run = jit(lambda *args: llama.prefill(config, *args, piece=piece)[:2])
+    run = jit(lambda *args: llama.prefill(config, *args, chunk_size=chunk_size)[:2])
     last, similarities = run(params, texts, length, _cache(config, len(texts), 0))
     assert (similarities.dtype, similarities.shape) == (jnp.float32, (len(texts), config.num_layers, 2))
     for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):

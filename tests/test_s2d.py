@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxspec.cli import main
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.s2d import MOST_WAITING, S2D
+from jaxspec.drafting.s2d import MAX_WAITING, S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io import method_files
 from jaxspec.model import cache as kv
@@ -93,7 +93,7 @@ def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> t
         if not shared:
             waiting = state.own[1]
             waited.append(int(jnp.max(waiting.passed[:, 0] - waiting.passed[:, -1])))
-            assert waited[-1] <= MOST_WAITING - 2
+            assert waited[-1] <= MAX_WAITING - 2
         drafted = np.asarray(proposal.tokens)
         kept = np.minimum(accepted[: len(prompts)], proposal.count)
         for row in range(len(prompts)):
@@ -158,7 +158,7 @@ def test_tokens_wait_until_the_buffer_is_full_and_no_longer():
     """Everything leaves at the first exit; then everything goes to the last."""
     exits, script = (1, 2, 4), [np.array([accepted]) for accepted in (1, 3, 0, 4, 4, 4, 1)]
     waited, _ = run(drafter((1e-6, 1e-6), exits), exits, (1e-6, 1e-6), PROMPTS[:1], script)
-    assert max(waited) == MOST_WAITING - 2
+    assert max(waited) == MAX_WAITING - 2
     waited, _ = run(drafter((1.0, 1.0), exits), exits, (1.0, 1.0), PROMPTS[:1], script)
     assert waited == [0] * len(script)
 

@@ -63,7 +63,7 @@ def test_each_method_has_its_papers_defaults():
     gamma = asd.rule.gamma
     numbers = [gamma.first, gamma.alpha, gamma.beta1, gamma.beta2, gamma.epsilon]
     assert [float(number) for number in numbers] == pytest.approx([0.6, 0.9, 0.5, 0.9, 0.01])
-    assert (gamma.most, asd.num_draft_tokens) == (None, 12)
+    assert (gamma.full_length, asd.num_draft_tokens) == (None, 12)
     assert (type(skip.rule), skip.num_draft_tokens) == (Constant, 5)
     adaspeed = made("adaspeed", exit_layer=2)
     assert isinstance(adaspeed.rule, ProductBelow)
@@ -76,7 +76,7 @@ def test_any_stop_rule_goes_with_any_draft():
     rule = made("asd", stop_rule=("product", "adaptive-length"), gamma=0.5, gamma_edge="code").rule
     assert isinstance(rule, AnyOf)
     assert isinstance(rule.rules[0].gamma, AdaptiveGamma)
-    assert int(rule.rules[0].gamma.most) == 12
+    assert int(rule.rules[0].gamma.full_length) == 12
     fixed = made("layerskip", stop_rule=("confidence",), adaptive_gamma=False).rule
     assert float(fixed.gamma.gamma) == pytest.approx(0.6)
     assert isinstance(made("adaspeed", stop_rule=("constant",)).rule, Constant)

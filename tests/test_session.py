@@ -192,7 +192,7 @@ def joined(steps, index):
 def small_pieces(monkeypatch):
     """A host poll feeds 16 positions of a long prompt."""
     monkeypatch.setattr(buckets, "POLL_PIECES", 1)
-    monkeypatch.setattr(buckets, "MAX_PIECE_CPU", 16)
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d"])
@@ -200,14 +200,14 @@ def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_pieces, method):
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
     steps = steps_of(lm, requests, method, max_batch=2)
     first = next(at for at, step in enumerate(steps) if 2 in step)
-    # 100 tokens are 7 pieces; with the last one the first token comes.
+    # 100 tokens are 7 chunks; with the last one the first token comes.
     assert [len(step.get(1, [])) > 0 for step in steps[:first]] == [True] * 7
     for index, request in enumerate(requests):
         assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
 def test_a_long_prompt_waits_for_nobody(lm, small_pieces):
-    """Alone in the batch its pieces follow each other; the batch may grow meanwhile, and others come and go."""
+    """Alone in the batch its chunks follow each other; the batch may grow meanwhile, and others come and go."""
     requests = [
         RowRequest(PROMPTS[0], 1),
         RowRequest(LONG, 4),
@@ -224,7 +224,7 @@ def test_a_long_prompt_waits_for_nobody(lm, small_pieces):
 
 def test_a_batch_grows_while_a_prompt_is_fed(lm, small_pieces, small_buckets, monkeypatch):
     """What has been fed has the room that the batch had; its rows need that of the batch now."""
-    monkeypatch.setattr(buckets, "MAX_PIECE_CPU", 8)
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 8)
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 40), RowRequest(LONG[:28], 20)]
     capacities = []
     insert = Session._insert

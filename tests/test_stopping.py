@@ -62,7 +62,7 @@ def test_adaptive_length_counts_and_learns():
     lengths = rule.observe(lengths, outcome([4, 1, 2], [0, 0, 2]))
     assert lengths.tolist() == [3, 1, 4]
     assert rule.stop(lengths, signal(2))[0].tolist() == [True, True, False]
-    capped = AdaptiveLength(first=3, rise=2, fall=1, most=4)
+    capped = AdaptiveLength(first=3, rise=2, fall=1, maximum=4)
     assert capped.observe(capped.init(B), outcome([3, 3, 3], [3, 2, 3])).tolist() == [4, 2, 4]
 
 
@@ -102,7 +102,7 @@ ROUNDS = st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=1, max_size=8)
 @example([(0, 4, 2)] * 5, [(0, 0, 2)] * 5)
 def test_adaptive_gamma_follows_the_acceptance_rate(most, drafted, missed):
     """Both edges, with the paper's constants; a round without drafts leaves γ and AR as they are."""
-    rule = AdaptiveGamma(most=most)
+    rule = AdaptiveGamma(full_length=most)
     state, expected = rule.init(B), [(0.6, 0.0)] * B
     for row_drafted, row_missed in zip(drafted, missed, strict=False):
         accepted = [max(d - m, 0) for d, m in zip(row_drafted, row_missed, strict=True)]

@@ -14,7 +14,7 @@ from tests.test_training_run import STORIES, arguments, metrics
 from training import job, layerskip, parsing, sft, soft
 from training.data import conversations, packing, reading, sizing, sources, tokenizer
 from training.data.sizing import AUTO
-from training.loop.progress import FIRST_S, MOST_S, Pace, Progress, counted, duration
+from training.loop.progress import FIRST_S, MAX_S, Pace, Progress, counted, duration
 from training.reports import curves
 from training.start import start_model
 
@@ -53,7 +53,7 @@ def test_the_lines_of_long_work_come_less_often_but_do_come():
     steps = [int(line.split()[1].split("/")[0]) for line in lines]
     gaps = [5 * (later - earlier) for earlier, later in itertools.pairwise(steps)]
     assert gaps[0] == FIRST_S
-    assert gaps[-1] == MOST_S
+    assert gaps[-1] == MAX_S
     assert gaps == sorted(gaps)
     assert len(lines) < 200
 

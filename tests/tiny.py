@@ -42,13 +42,13 @@ from jaxspec.testing.contracts import ACCEPTORS
 from jaxspec.testing.laws import chi_square, distance, text_law, warp
 from jaxspec.testing.loop import (
     Loop,
-    chunk,
     committed,
     generated,
     greedy,
     log_probs,
     mixed_law,
     prefill,
+    run_rounds,
     view,
 )
 from jaxspec.testing.models import (
@@ -78,7 +78,7 @@ def probe(width: int = TARGET.hidden_size) -> Probe:
 def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
     """The paper's rule, or that of its code; faster, so that a short text moves it."""
     numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
-    return AdaptiveGamma(*numbers, most=None if most is None else jnp.int32(most))
+    return AdaptiveGamma(*numbers, full_length=None if most is None else jnp.int32(most))
 
 
 # By the width of the draft's hidden states.

@@ -66,7 +66,7 @@ def profile(
       number of rows, `floor_fraction` (floor ÷ the fastest step of one row; noise, or weights that stay in a cache,
       can lift it above 1), `capacity_ratio` (the step with a cache 8 times
       larger at the same live length ÷ without), `prefill_tokens_per_second`, `compile_ms` (of the plain
-      loop: prefill and chunk).
+      loop: prefill and rounds).
 
     Raises:
       ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.

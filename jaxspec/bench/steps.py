@@ -17,7 +17,7 @@ from flax import struct
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.drafting.draft_verify import DraftVerify
-from jaxspec.engine.buckets import prefill_piece
+from jaxspec.engine.buckets import prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
@@ -101,21 +101,21 @@ class Steps(Loop):
         parts = decoding.Parts(drafter, GreedyAcceptor(), Greedy())
         halt = jnp.zeros(1, bool)
 
-        @functools.partial(jax.jit, static_argnames="piece")
-        def start(params, request, piece):
-            return decoding.prefill(lm.config, params, parts, request, piece=piece)
+        @functools.partial(jax.jit, static_argnames="chunk_size")
+        def start(params, request, chunk_size):
+            return decoding.prefill(lm.config, params, parts, request, chunk_size=chunk_size)
 
         @functools.partial(jax.jit, donate_argnames="state")
         def rounds(params, state):
             state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
-            state, emitted = decoding.chunk(
+            state, emitted = decoding.run_rounds(
                 lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity
             )
             return emitted, state
 
-        piece = prefill_piece(PREFILL, lm.device.platform)
-        self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), piece=piece)
-        state, _ = start(params, _request(lm, LIVE, capacity), piece=LIVE)
+        chunk_size = prefill_chunk_size(PREFILL, lm.device.platform)
+        self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), chunk_size=chunk_size)
+        state, _ = start(params, _request(lm, LIVE, capacity), chunk_size=LIVE)
         super().__init__(functools.partial(rounds, params), state)
 
 
@@ -138,7 +138,7 @@ class DraftSteps(Loop):
 
         @jax.jit
         def start(params, request):
-            return decoding.prefill(lm.config, params, parts, request, piece=LIVE)
+            return decoding.prefill(lm.config, params, parts, request, chunk_size=LIVE)
 
         @functools.partial(jax.jit, donate_argnames="cache")
         def draft(params, tokens, length, keys, remembered, cache, plan):

@@ -99,15 +99,15 @@ def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
 
     from jaxspec.io import checkpoint, huggingface
 
-    kind = None if dtype is None else np.dtype(dtype)
+    wanted = None if dtype is None else np.dtype(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         if huggingface.is_orbax(source):
             from jaxspec.io import orbax
 
-            return orbax.restore(source, kind)
+            return orbax.restore(source, wanted)
         config = checkpoint.read_config(source)
-        kind = checkpoint.stored_dtype(source) if kind is None else kind
-        return config, checkpoint.load_params(source, config, kind)
+        wanted = checkpoint.stored_dtype(source) if wanted is None else wanted
+        return config, checkpoint.load_params(source, config, wanted)
 
 
 def _summary(layout: Layout, config: LlamaConfig, params: Params) -> str:

@@ -85,10 +85,10 @@ def draft_chain(
         # A draft model that has come to NaN or inf proposes nothing more; the token is not counted.
         active &= is_finite(logits)
         tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
-        laws = proposal.log_probs
+        drawn_from = proposal.log_probs
         if log_probs is not None:
-            laws = jax.lax.dynamic_update_slice(laws, log_probs[:, None], (0, i, 0))
-        proposal = Proposal(tokens, proposal.count + active, laws)
+            drawn_from = jax.lax.dynamic_update_slice(drawn_from, log_probs[:, None], (0, i, 0))
+        proposal = Proposal(tokens, proposal.count + active, drawn_from)
         stopped, moved = rule.stop(rule_state, Signal(i, token, logits, hidden))
         return (
             i + 1,
@@ -100,8 +100,8 @@ def draft_chain(
         )
 
     shape = jax.eval_shape(draft, jnp.int32(0), token, room > 0, carry)[1]
-    laws = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
-    empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), laws)
+    drawn_from = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
+    empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), drawn_from)
     state = (jnp.int32(0), room > 0, token, empty, rule_state, carry)
     state = jax.lax.while_loop(lambda s: (s[0] < num_draft_tokens) & jnp.any(s[1]), body, state)
     return state[3], state[5], state[4]

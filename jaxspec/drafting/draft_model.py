@@ -40,7 +40,7 @@ class DraftModel(ChainDrafter):
         dtype = params.drafter["embed"].dtype
         cache = kv.create(self.config, batch, capacity, dtype, view.cache.merged)
         _, _, cache = llama.prefill(
-            self.config, params.drafter, view.tokens, view.start, cache, prefill.piece
+            self.config, params.drafter, view.tokens, view.start, cache, prefill.chunk_size
         )
         return ChainState(self.rule.init(batch), (cache, jnp.zeros(batch, bool)))
 

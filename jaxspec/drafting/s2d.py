@@ -24,7 +24,7 @@ from jaxspec.sampling import Law
 from jaxspec.stopping import AdaptiveLength
 
 # W of a draft with a cache of its own.
-MOST_WAITING = 8
+MAX_WAITING = 8
 
 
 @struct.dataclass
@@ -87,19 +87,19 @@ class S2D(ChainDrafter):
     config: LlamaConfig = struct.field(pytree_node=False)
     exits: tuple[int, ...] = struct.field(pytree_node=False)
     thresholds: jax.Array
-    rule: StopRule = AdaptiveLength(most=12)
+    rule: StopRule = AdaptiveLength(maximum=12)
     num_draft_tokens: int = struct.field(pytree_node=False, default=12)
     sorted_target: bool = struct.field(pytree_node=False, default=False)
 
     @property
-    def most_waiting(self) -> int:
+    def max_waiting(self) -> int:
         """W. In the target's cache nothing waits across rounds, for verification fills it: K is all there is."""
-        return self.num_draft_tokens if self.sorted_target else MOST_WAITING
+        return self.num_draft_tokens if self.sorted_target else MAX_WAITING
 
     @property
     def reach(self) -> int:
         """A block of W may begin at the last token that is fed."""
-        return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.most_waiting)
+        return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.max_waiting)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Of its own, unless it is the target: a cache that holds the prompt, and nothing that waits."""
@@ -109,7 +109,7 @@ class S2D(ChainDrafter):
         batch, capacity = view.tokens.shape
         cache = kv.create(self.config, batch, capacity, params.drafter["embed"].dtype, view.cache.merged)
         _, _, cache = llama.prefill(
-            self.config, params.drafter, view.tokens, view.start, cache, prefill.piece
+            self.config, params.drafter, view.tokens, view.start, cache, prefill.chunk_size
         )
         return state._replace(own=(cache, self._nothing(params.drafter, view.start)))
 
@@ -135,7 +135,7 @@ class S2D(ChainDrafter):
     def _nothing(self, draft: Params, start: jax.Array) -> Waiting:
         """All positions before `start` have passed every exit."""
         passed = jnp.broadcast_to(start[:, None], (len(start), len(self.exits)))
-        shape = (len(start), self.most_waiting, self.config.hidden_size)
+        shape = (len(start), self.max_waiting, self.config.hidden_size)
         return Waiting(passed, jnp.zeros(shape, draft["embed"].dtype))
 
     def _step(
@@ -150,7 +150,7 @@ class S2D(ChainDrafter):
         position = (start + i)[:, None]
         waiting = waiting.put(position, llama.embed(draft, token[:, None]))
         # Before this is asked again two more may come: the last token of this draft, and the one after it.
-        full = jnp.any(position + 2 >= waiting.first[:, None] + self.most_waiting) & (not self.sorted_target)
+        full = jnp.any(position + 2 >= waiting.first[:, None] + self.max_waiting) & (not self.sorted_target)
 
         def deepen(carry, number):
             cache, waiting, passed = carry
@@ -224,8 +224,11 @@ class S2D(ChainDrafter):
             return cache, waiting.put(at, hidden, at <= position)
 
         # Before the first layer waits, beside the token, at most the last one of a draft that was accepted whole.
-        most = self.most_waiting if number else 2 - self.sorted_target
-        widths = rising_widths(most - 1) if most > 1 else (1,)
+        if number:
+            widest = self.max_waiting
+        else:
+            widest = 1 if self.sorted_target else 2
+        widths = rising_widths(widest - 1) if widest > 1 else (1,)
         for below, width in zip((0, *widths), widths, strict=False):
             fits = (below < longest) & (longest <= width) if len(widths) > 1 else True
             cache, waiting = once(fits, functools.partial(run, width=width), (cache, waiting))

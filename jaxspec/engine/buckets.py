@@ -10,9 +10,9 @@ from jaxspec.engine.requests import RowRequest
 START_CAPACITY = 512
 MIN_CAPACITY = 32
 # Positions fed at once by a prefill: bounds its memory. A CPU is as fast with few (see `numerics`), and pads less.
-MAX_PIECE, MAX_PIECE_CPU, MIN_PIECE = 256, 32, 16
+MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
 # Pieces of prompts that a host poll feeds while other rows have texts to go on with.
-POLL_PIECES = 4
+POLL_CHUNKS = 4
 
 
 def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
@@ -20,15 +20,15 @@ def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def prefill_piece(longest: int, platform: str) -> int:
+def prefill_chunk_size(longest: int, platform: str) -> int:
     """How many positions a prefill feeds at once where the longest prompt has this many tokens."""
-    return min(bucket(longest, MIN_PIECE), MAX_PIECE_CPU if platform == "cpu" else MAX_PIECE)
+    return min(bucket(longest, MIN_CHUNK), MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
 
 
 def is_long(request: RowRequest, platform: str) -> bool:
     """Whether a prompt is fed over several host polls where it comes after another text."""
     size = len(request.prompt)
-    return size > POLL_PIECES * prefill_piece(size, platform)
+    return size > POLL_CHUNKS * prefill_chunk_size(size, platform)
 
 
 def start_capacity(requests: Sequence[RowRequest], reach: int) -> int:

@@ -22,11 +22,11 @@ def _constrained(mesh: Mesh | None, state: State) -> State:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "piece", "merged", "log_probs", "mesh"))
-def prefill(params, parts, request, *, config, piece, merged, log_probs, mesh):
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"))
+def prefill(params, parts, request, *, config, chunk_size, merged, log_probs, mesh):
     """See `decoding.prefill`."""
     state, emitted = decoding.prefill(
-        config, params, parts, request, piece=piece, merged=merged, log_probs=log_probs
+        config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted
 
@@ -37,18 +37,20 @@ def start_prefill(params, request, *, config, merged, mesh):
     return _constrained(mesh, decoding.start_prefill(config, params, request, merged=merged))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "piece", "mesh"), donate_argnames="fed")
-def feed(params, request, fed, first, stop, *, config, piece, mesh):
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
+def feed(params, request, fed, first, stop, *, config, chunk_size, mesh):
     """See `decoding.feed`; what was fed before is donated."""
-    return _constrained(mesh, decoding.feed(config, params, request, fed, first, stop, piece=piece))
+    return _constrained(mesh, decoding.feed(config, params, request, fed, first, stop, chunk_size=chunk_size))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "piece", "log_probs", "mesh"), donate_argnames="cache")
-def end_prefill(params, parts, request, fed, cache, *, config, piece, log_probs, mesh):
+@functools.partial(
+    jax.jit, static_argnames=("config", "chunk_size", "log_probs", "mesh"), donate_argnames="cache"
+)
+def end_prefill(params, parts, request, fed, cache, *, config, chunk_size, log_probs, mesh):
     """See `decoding.end_prefill`; the cache of what was fed comes apart from the rest, and is donated."""
     fed = dataclasses.replace(fed, cache=cache)
     state, emitted = decoding.end_prefill(
-        config, params, parts, request, fed, piece=piece, log_probs=log_probs
+        config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted
 
@@ -56,9 +58,9 @@ def end_prefill(params, parts, request, fed, cache, *, config, piece, log_probs,
 @functools.partial(
     jax.jit, static_argnames=("config", "window", "log_probs", "mesh"), donate_argnames="state"
 )
-def chunk(params, parts, state, max_rounds, halt, *, config, window, log_probs, mesh):
-    """See `decoding.chunk`; the state is donated."""
-    state, emitted = decoding.chunk(
+def run_rounds(params, parts, state, max_rounds, halt, *, config, window, log_probs, mesh):
+    """See `decoding.run_rounds`; the state is donated."""
+    state, emitted = decoding.run_rounds(
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
     )
     return _constrained(mesh, state), emitted

@@ -98,11 +98,11 @@ def load(
     if mesh is not None:
         # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
         mesh = Mesh(mesh.devices, mesh.axis_names)
-    place_on, kind = resolve_placement(dtype, device, mesh)
+    place_on, wanted = resolve_placement(dtype, device, mesh)
     if mesh is None:
-        memory.check_fits(config, kind, batch_size=1, capacity=START_CAPACITY, device=place_on)
+        memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on)
     tokenizer = find_tokenizer(directory, chat_template)
-    params = place_params(directory, config, kind, place_on, mesh)
+    params = place_params(directory, config, wanted, place_on, mesh)
     return LanguageModel(
         config,
         params,

@@ -35,15 +35,15 @@ class _Refill:
     """Rows to be replaced by requests whose prompts are being fed.
 
     `arguments` and `static` are what `compiled.prefill` takes; `fed` is what of the prompts has been fed, up to
-    piece number `next_piece` of `num_pieces`.
+    chunk number `next_chunk` of `num_chunks`.
     """
 
     rows: dict[int, tuple[int, RowRequest]]
     arguments: tuple[Weights, Parts, decoding.Request]
     static: dict[str, Any]
     fed: Prefilling
-    num_pieces: int
-    next_piece: int = 0
+    num_chunks: int
+    next_chunk: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Session:
     def step(self, max_rounds: int) -> list[Update]:
         """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds.
 
-        A long prompt that comes after another text is fed in bounded pieces, between the rounds of its neighbours.
+        A long prompt that comes after another text is fed in bounded chunks, between the rounds of its neighbours.
         (A drafter with a cache of its own fills that in one go, once the whole prompt is through.)
         """
         if self._state is None:
@@ -167,12 +167,14 @@ class Session:
         arguments, static = self._prefill_arguments(requests, capacity, self._parts)
         if self._mesh is None and any(request.max_new_tokens > 1 for request in requests):
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
-            self._prepare_chunk(state)  # beside the prefill
+            self._prepare_rounds(state)  # beside the prefill
         self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
         updates = self._updates(emitted, range(len(first)))
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
-            self._executables.compiled(compiled.chunk, *self._chunk_arguments(0), **self._chunk_static())
+            self._executables.compiled(
+                compiled.run_rounds, *self._rounds_arguments(0), **self._rounds_static()
+            )
         return updates
 
     def _refill(self) -> list[Update]:
@@ -191,24 +193,24 @@ class Session:
                 compiled.start_prefill, arguments[0], arguments[2], **{name: static[name] for name in names}
             )
             longest = max(len(request.prompt) for _, request in long.values())
-            self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["piece"])))
+            self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["chunk_size"])))
         if not short:
             return []
         arguments, static = self._refill_arguments(short)
         return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
 
     def _feed(self) -> list[Update]:
-        """Feeds some pieces of the long prompts that came first; with the last of them their rows begin."""
+        """Feeds some chunks of the long prompts that came first; with the last of them their rows begin."""
         if not self._refills:
             return []
         refill = self._refills[0]
         params, parts, request = refill.arguments
-        shared = {name: refill.static[name] for name in ("config", "piece", "mesh")}
-        first = refill.next_piece
-        refill.next_piece = min(first + buckets.POLL_PIECES, refill.num_pieces)
-        numbers = self._put((np.int32(first), np.int32(refill.next_piece)))
+        shared = {name: refill.static[name] for name in ("config", "chunk_size", "mesh")}
+        first = refill.next_chunk
+        refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
+        numbers = self._put((np.int32(first), np.int32(refill.next_chunk)))
         refill.fed = self._executables.call(compiled.feed, params, request, refill.fed, *numbers, **shared)
-        if refill.next_piece < refill.num_pieces:
+        if refill.next_chunk < refill.num_chunks:
             return []
         self._refills.popleft()
         fed, cache = dataclasses.replace(refill.fed, cache=None), refill.fed.cache
@@ -259,17 +261,17 @@ class Session:
             self._grow(2 * self.capacity)
         elif self._mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next()
-        arguments, static, variant = self._chunk_arguments(max_rounds), self._chunk_static(), None
+        arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
         if self._rows_changed and getattr(self._drafter, "static", False):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments
             special = (params, dataclasses.replace(parts, drafter=self._specialised), *rest)
-            variant = self._executables.variant(compiled.chunk, *special, **static)
+            variant = self._executables.variant(compiled.run_rounds, *special, **static)
         if variant is not None:
             self._state, emitted = variant(*special)
         else:
-            self._state, emitted = self._executables.call(compiled.chunk, *arguments, **static)
+            self._state, emitted = self._executables.call(compiled.run_rounds, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
 
     def _specialise(self) -> None:
@@ -310,7 +312,7 @@ class Session:
         }
         static = {
             "config": self._config,
-            "piece": min(buckets.prefill_piece(longest, self._platform), capacity),
+            "chunk_size": min(buckets.prefill_chunk_size(longest, self._platform), capacity),
             "merged": self._mesh is None,
             "log_probs": self._log_probs,
             "mesh": self._mesh,
@@ -334,21 +336,21 @@ class Session:
         capacity = 2 * state.capacity
         larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
         self._executables.prepare(compiled.grow, state, capacity=capacity, mesh=None)
-        self._prepare_chunk(larger)
+        self._prepare_rounds(larger)
 
-    def _prepare_chunk(self, state: Any) -> None:
+    def _prepare_rounds(self, state: Any) -> None:
         """Compiles the loop in the background for a state of such shapes."""
         scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
         self._executables.prepare(
-            compiled.chunk, self._params, self._parts, state, scalar, halt, **self._chunk_static()
+            compiled.run_rounds, self._params, self._parts, state, scalar, halt, **self._rounds_static()
         )
 
-    def _chunk_arguments(self, max_rounds: int) -> tuple[Any, ...]:
-        """What `compiled.chunk` takes, traced."""
+    def _rounds_arguments(self, max_rounds: int) -> tuple[Any, ...]:
+        """What `compiled.run_rounds` takes, traced."""
         limits = self._put((np.int32(max_rounds), self._halt))
         return (self._params, self._parts, self._state, *limits)
 
-    def _chunk_static(self) -> dict[str, Any]:
+    def _rounds_static(self) -> dict[str, Any]:
         window = WINDOW + self._drafter.num_draft_tokens + 1
         return {
             "config": self._config,

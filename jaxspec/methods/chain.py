@@ -141,5 +141,5 @@ class ChainMethod(DraftingMethod):
             given = getattr(self, f"gamma_{name}")
             constants[name] = jnp.float32(getattr(paper, name) if given is None else given)
         return AdaptiveGamma(
-            first, **constants, most=jnp.int32(length) if self.gamma_edge == "code" else None
+            first, **constants, full_length=jnp.int32(length) if self.gamma_edge == "code" else None
         )

@@ -225,7 +225,7 @@ def run_block(
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
     def attend(q, k, v, layer_cache):
-        # No query sees a later key: a piece of the queries meets only the keys up to its own end.
+        # No query sees a later key: a chunk of the queries meets only the keys up to its own end.
         mixed = []
         for begin in range(0, q.shape[1], QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, q.shape[1])
@@ -261,20 +261,20 @@ def prefill(
     tokens: jax.Array,
     length: jax.Array,
     cache: KVCache,
-    piece: int,
+    chunk_size: int,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Feeds right-padded prompts in pieces, so that memory is bounded by the piece.
+    """Feeds right-padded prompts in chunks, so that memory is bounded by the chunk.
 
-    The number of pieces follows the longest prompt at run time: one executable serves every length. Where
+    The number of chunks follows the longest prompt at run time: one executable serves every length. Where
     the caller makes no use of the similarities, the compiler leaves them out.
 
     Args:
       config: the model.
       params: its parameters.
-      tokens: int32[B, N], N a multiple of `piece` and at most the cache's capacity.
+      tokens: int32[B, N], N a multiple of `chunk_size` and at most the cache's capacity.
       length: int32[B], tokens of each prompt, at least 1.
       cache: to be filled from slot 0.
-      piece: how many positions are fed at once, static.
+      chunk_size: how many positions are fed at once, static.
 
     Returns:
       hidden [B, D] of each row's last token, before the final norm.
@@ -283,14 +283,14 @@ def prefill(
       the cache.
     """
     state = start_prefill(config, params, length, cache)
-    stop = (jnp.max(length) + piece - 1) // piece
-    state = feed(config, params, tokens, length, state, jnp.int32(0), stop, piece)
+    stop = (jnp.max(length) + chunk_size - 1) // chunk_size
+    state = feed(config, params, tokens, length, state, jnp.int32(0), stop, chunk_size)
     return state.hidden, state.similarities / length[:, None, None], state.cache
 
 
 @struct.dataclass
 class Prefilling:
-    """Prompts of which some pieces have been fed.
+    """Prompts of which some chunks have been fed.
 
     Attributes:
       hidden: [B, D], of each row's last token, before the final norm, once it has been fed.
@@ -318,28 +318,28 @@ def feed(
     state: Prefilling,
     first: jax.Array,
     stop: jax.Array,
-    piece: int,
+    chunk_size: int,
 ) -> Prefilling:
-    """Feeds the pieces from number `first` up to number `stop`, int32 scalars; see `prefill`.
+    """Feeds the chunks from number `first` up to number `stop`, int32 scalars; see `prefill`.
 
-    What a piece computes does not depend on how many are fed in one call.
+    What a chunk computes does not depend on how many are fed in one call.
     """
     batch = tokens.shape[0]
 
     def feed_piece(carry):
         index, state = carry
-        begin = index * piece
-        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, piece, axis=1)
+        begin = index * chunk_size
+        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, chunk_size, axis=1)
         start = jnp.full(batch, begin, jnp.int32)
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
         hidden, cache = run_layers(config, params, embed(params, fed), start, state.cache, watch=watch)
-        real = begin + jnp.arange(piece)[None] < length[:, None]
+        real = begin + jnp.arange(chunk_size)[None] < length[:, None]
         of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
         sums = state.similarities + of_piece.reshape(state.similarities.shape)
         offset = length - 1 - begin
-        here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, piece - 1)[:, None, None], axis=1)[:, 0]
-        last = jnp.where(((offset >= 0) & (offset < piece))[:, None], here, state.hidden)
+        here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, chunk_size - 1)[:, None, None], axis=1)[:, 0]
+        last = jnp.where(((offset >= 0) & (offset < chunk_size))[:, None], here, state.hidden)
         return index + 1, Prefilling(last, sums, cache)
 
     return jax.lax.while_loop(lambda carry: carry[0] < stop, feed_piece, (first, state))[1]

@@ -22,7 +22,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Proposal, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.testing import laws, reference
-from jaxspec.testing.loop import Loop, chunk, committed, generated, num_compiled
+from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
 # Ragged: prompts and budgets of different lengths, and one that repeats itself.
@@ -202,7 +202,7 @@ def check_params_are_arguments(loop: Loop) -> None:
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
-    traced = chunk.trace(loop.config, *arguments, window=CAPACITY)
+    traced = run_rounds.trace(loop.config, *arguments, window=CAPACITY)
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
     largest = largest_constant(traced.jaxpr)
     assert largest < smallest, f"the program holds a constant of {largest} elements; pass it as a parameter"
@@ -258,7 +258,7 @@ def _greedy(
 
 
 def check_rows_are_independent(loop: Loop) -> None:
-    """A row with the same key has the same text beside other prompts, budgets and seeds, and in shorter chunks.
+    """A row with the same key has the same text beside other prompts, budgets and seeds, and in calls of fewer rounds.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
@@ -267,21 +267,21 @@ def check_rows_are_independent(loop: Loop) -> None:
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     other = loop.texts(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
     assert one[1] == other[1], f"beside other rows the text is {other[1]} instead of {one[1]}"
-    check_chunks(loop)
+    check_calls(loop)
 
 
-def check_chunks(loop: Loop) -> None:
-    """The text is the same in chunks of two rounds as in one.
+def check_calls(loop: Loop) -> None:
+    """The text is the same in calls of two rounds as in one call.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
-      >>> check_chunks(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+      >>> check_calls(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     state, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     while not state.done.all():
         state, _ = loop.go_on(state, 2)
-    assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into chunks"
+    assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into calls"
 
 
 def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None:

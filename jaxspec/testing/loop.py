@@ -20,19 +20,19 @@ from jaxspec.sampling import Sampling
 from jaxspec.testing import reference
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
-prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece", "merged", "log_probs"))
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "chunk_size", "merged", "log_probs"))
 # Not donated: tests look at a state before and after.
-chunk = jax.jit(decoding.chunk, static_argnames=("config", "window", "log_probs"))
+run_rounds = jax.jit(decoding.run_rounds, static_argnames=("config", "window", "log_probs"))
 
 
 def num_compiled() -> tuple[int, int]:
-    """Returns how many programs of `prefill` and of `chunk` have been compiled.
+    """Returns how many programs of `prefill` and of `run_rounds` have been compiled.
 
     Examples:
       >>> num_compiled() == num_compiled()
       True
     """
-    sizes = (cast(Any, function)._cache_size() for function in (prefill, chunk))
+    sizes = (cast(Any, function)._cache_size() for function in (prefill, run_rounds))
     return next(sizes), next(sizes)
 
 
@@ -74,7 +74,7 @@ class Loop:
         limit = np.asarray(length + np.asarray(budgets), np.int32)
         arrays: Any = tuple(map(jnp.asarray, (tokens, length, limit, eos_ids)))
         request = Request(*arrays, keys)
-        return prefill(self.config, self.weights, self.parts, request, piece=8, log_probs=log_probs)
+        return prefill(self.config, self.weights, self.parts, request, chunk_size=8, log_probs=log_probs)
 
     def go_on(
         self,
@@ -83,9 +83,9 @@ class Loop:
         halt: Sequence[bool] | None = None,
         log_probs: bool = False,
     ) -> tuple[DecodeState, Emitted]:
-        """One chunk."""
+        """Runs up to `rounds` rounds."""
         stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
-        return chunk(
+        return run_rounds(
             self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
             window=CAPACITY, log_probs=log_probs,
         )  # fmt: skip

@@ -39,25 +39,25 @@ def prepare(
     tokens: jax.Array,
     count: jax.Array,
     *,
-    piece: int,
+    chunk_size: int,
 ) -> tuple[AgreementTexts, jax.Array]:
     """Feeds the prompts to the whole model.
 
     Args:
       config: the model.
       params: its parameters.
-      prompts: int32[B, N], padded on the right; N is a multiple of `piece`, at least length + T.
+      prompts: int32[B, N], padded on the right; N is a multiple of `chunk_size`, at least length + T.
       length: int32[B], of each prompt.
       tokens: int32[B, T], what the model wrote greedily after it, padded on the right.
       count: int32[B], how many of them are real.
-      piece: positions fed at once, static.
+      chunk_size: positions fed at once, static.
 
     Returns:
       The texts, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
     """
     batch, capacity = prompts.shape
     cache = kv.create(config, batch, capacity, params["embed"].dtype)
-    _, similarities, cache = llama.prefill(config, params, prompts, length, cache, piece)
+    _, similarities, cache = llama.prefill(config, params, prompts, length, cache, chunk_size)
     return AgreementTexts(cache, length, tokens, count), similarities
 
 

@@ -18,23 +18,23 @@ def exit_agreement(
     start: jax.Array,
     count: jax.Array,
     cache: KVCache,
-    piece: int,
+    chunk_size: int,
 ) -> jax.Array:
     """Counts where an exit after E layers has the likeliest token of the whole model, for every E.
 
     An exit is the final norm and head on the state after E layers, as in LayerSkip (Elhoushi et al. 2024).
     Every position sees the text as it is, so what is counted of a model's own greedy text is how often a
     draft of its first E layers has its next token right after a right context. Layers go through the head
-    one after another, and positions in pieces, so that memory is bounded by [B, piece, V].
+    one after another, and positions in chunks, so that memory is bounded by [B, chunk_size, V].
 
     Args:
       config: the model.
       params: its parameters.
-      tokens: int32[B, M], fed at positions start[b] + t; M a multiple of `piece`.
+      tokens: int32[B, M], fed at positions start[b] + t; M a multiple of `chunk_size`.
       start: int32[B]; start + M at most the cache's capacity.
       count: int32[B], 1 … M, how many positions of each row count; what lies behind is padding.
       cache: holds every position below start[b].
-      piece: how many positions are fed at once, static.
+      chunk_size: how many positions are fed at once, static.
 
     Returns:
       int32[B, L], of the count[b] positions those where the exit after l + 1 layers agrees; the last column
@@ -43,8 +43,8 @@ def exit_agreement(
 
     def feed(carry):
         index, agreed, cache = carry
-        begin = index * piece
-        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, piece, axis=1)
+        begin = index * chunk_size
+        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, chunk_size, axis=1)
         states: list[jax.Array] = []
         _, cache = llama.run_layers(
             config,
@@ -58,12 +58,12 @@ def exit_agreement(
         chosen = jax.lax.map(
             lambda hidden: jnp.argmax(llama.logits(config, params, hidden), axis=-1), after_mlp
         )
-        real = begin + jnp.arange(piece)[None] < count[:, None]
+        real = begin + jnp.arange(chunk_size)[None] < count[:, None]
         return index + 1, agreed + jnp.sum((chosen == chosen[-1]) & real, axis=-1, dtype=jnp.int32).T, cache
 
     agreed = jnp.zeros((tokens.shape[0], config.num_layers), jnp.int32)
     longest = jnp.max(count)
     _, agreed, _ = jax.lax.while_loop(
-        lambda carry: carry[0] * piece < longest, feed, (jnp.int32(0), agreed, cache)
+        lambda carry: carry[0] * chunk_size < longest, feed, (jnp.int32(0), agreed, cache)
     )
     return agreed

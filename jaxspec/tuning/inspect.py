@@ -17,7 +17,7 @@ from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.steps import SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.drafting.asd import admg
-from jaxspec.engine.buckets import bucket, prefill_piece
+from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel, Prompt
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
@@ -207,15 +207,15 @@ def _survey(
 
     One prompt at a time, all through one executable.
     """
-    piece = prefill_piece(max(map(len, prompts)), lm.device.platform)
-    width, text_width = (-(-max(map(len, some)) // piece) * piece for some in (prompts, texts))
+    chunk_size = prefill_chunk_size(max(map(len, prompts)), lm.device.platform)
+    width, text_width = (-(-max(map(len, some)) // chunk_size) * chunk_size for some in (prompts, texts))
     capacity = bucket(width + text_width)
 
     @jax.jit
     def survey(params, prompt, length, fed, count):
         cache = _cache(lm, capacity)
-        _, similarities, cache = llama.prefill(lm.config, params, prompt, length, cache, piece)
-        return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, piece)
+        _, similarities, cache = llama.prefill(lm.config, params, prompt, length, cache, chunk_size)
+        return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, chunk_size)
 
     def padded(tokens: Sequence[int], width: int) -> np.ndarray:
         row = np.zeros((1, width), np.int32)

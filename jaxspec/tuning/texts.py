@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.timing import OnProgress, check_budget
-from jaxspec.engine.buckets import bucket, prefill_piece
+from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.files import read_text
 from jaxspec.tuning.agreement import AgreementTexts, prepare
@@ -92,11 +92,11 @@ def prepare_texts(
             jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
             _padded(texts, longest),
             jnp.asarray([len(text) for text in texts], jnp.int32),
-            piece=prefill_piece(length, lm.device.platform),
+            chunk_size=prefill_chunk_size(length, lm.device.platform),
         )
 
 
-_prepare = jax.jit(prepare, static_argnames=("config", "piece"))
+_prepare = jax.jit(prepare, static_argnames=("config", "chunk_size"))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> jax.Array:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 # Without a terminal: seconds between two lines. They grow with the time that the work takes.
-FIRST_S, MOST_S, SHARE = 10.0, 300.0, 0.1
+FIRST_S, MAX_S, SHARE = 10.0, 300.0, 0.1
 
 
 class Progress:
@@ -60,7 +60,7 @@ class Progress:
         self._done = done
         self._bar.update(self._task, completed=done, figures=figures)
         now = self._clock()
-        wait = min(MOST_S, max(FIRST_S, SHARE * (now - self._begin)))
+        wait = min(MAX_S, max(FIRST_S, SHARE * (now - self._begin)))
         if not self._console.is_terminal and now - self._last_line >= wait:
             self._line(figures)
 

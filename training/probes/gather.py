@@ -113,7 +113,7 @@ def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeSta
     return state, hidden, label, jnp.exp(of_drafted(raw)), counts
 
 
-_prefill = jax.jit(decoding.prefill, static_argnames=("config", "piece"))
+_prefill = jax.jit(decoding.prefill, static_argnames=("config", "chunk_size"))
 
 
 def gather(
@@ -152,7 +152,7 @@ def gather(
     for first in range(0, len(prompts) - batch + 1, batch):
         parts = Parts(drafter, *_law(law, batch))
         request = _request(config, prompts[first : first + batch], capacity, new_tokens, seed + first)
-        state, _ = _prefill(config, weights, parts, request, piece=min(capacity, 64))
+        state, _ = _prefill(config, weights, parts, request, chunk_size=min(capacity, 64))
         while not bool(state.done.all()):
             state, *found, counts = _round(config, weights, parts, state)
             chosen = np.asarray(counts)
