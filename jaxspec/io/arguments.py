@@ -110,10 +110,10 @@ def _is_bool(value: Any) -> bool:
 
 
 class _Short(reprlib.Repr):
-    """Python refuses to write out integers of thousands of digits."""
+    """Shortens values; integers of thousands of digits too, which Python refuses to write out."""
 
     def repr_int(self, x: int, level: int) -> str:
-        """An integer; of a long one only how long it is."""
+        """Returns an integer as text; of a long one only how long it is."""
         bits = x.bit_length()
         if bits > _MAX_BITS:
             return f"a number of about {round(bits * math.log10(2))} digits"
