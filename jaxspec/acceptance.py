@@ -17,7 +17,8 @@ from jaxspec.sampling import Law, categorical
 class GreedyAcceptor:
     """Keeps drafts while they equal the target's most likely token: the text of greedy decoding.
 
-    Of these logits exactly; those of plain decoding come from a kernel for one row, and may differ in their last bits.
+    The text is exactly that of the logits given. Those of plain decoding come from a kernel for one row, and may differ
+    in their last bits.
 
     Examples:
       >>> from jaxspec.sampling import Greedy
@@ -30,7 +31,7 @@ class GreedyAcceptor:
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
-        """Neither keys nor law matter. See `protocol.Acceptor`."""
+        """Accepts the longest run of most likely tokens, see `protocol.Acceptor`; neither keys nor law matter."""
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         count = _leading(proposal.tokens == best[:, :-1], proposal.count)
         return Acceptance(count, jnp.squeeze(jnp.take_along_axis(best, count[:, None], axis=1), 1))
@@ -53,7 +54,7 @@ class RejectionAcceptor:
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
-        """See `protocol.Acceptor`."""
+        """Draws which draft tokens stand and the token after them, see `protocol.Acceptor`."""
         target = jnp.exp(law.log_probs(logits))
         draft = _draft_probs(proposal, target.shape[-1])
         p, q = _of_drafted(target[:, :-1], proposal), _of_drafted(draft, proposal)
@@ -81,7 +82,7 @@ class BlockAcceptor:
     """
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
-        """See `protocol.Acceptor`."""
+        """Draws which draft tokens stand and the token after them, see `protocol.Acceptor`."""
         target = jnp.exp(law.log_probs(logits))
         draft = _draft_probs(proposal, target.shape[-1])
         p, q = _of_drafted(target[:, :-1], proposal), _of_drafted(draft, proposal)
@@ -102,25 +103,25 @@ class BlockAcceptor:
 
 
 def _leading(good: jax.Array, count: jax.Array) -> jax.Array:
-    """How many of the first `count` entries of bool[B, K] are True before the first False, int32[B]."""
+    """Returns how many of the first `count` entries of bool[B, K] are True before the first False, int32[B]."""
     valid = jnp.arange(good.shape[1])[None] < count[:, None]
     return jnp.sum(jnp.cumprod((good & valid).astype(jnp.int32), axis=1), axis=1)
 
 
 def _draft_probs(proposal: Proposal, vocab_size: int) -> jax.Array:
-    """q, float32[B, K, V]."""
+    """Returns the draft's law q, float32[B, K, V]."""
     if proposal.log_probs is not None:
         return jnp.exp(proposal.log_probs)
     return jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
 
 
 def _of_drafted(probs: jax.Array, proposal: Proposal) -> jax.Array:
-    """The probability [B, K, V] gives to each draft token, [B, K]."""
+    """Returns the probability that `probs` [B, K, V] give to each draft token, [B, K]."""
     return jnp.squeeze(jnp.take_along_axis(probs, proposal.tokens[..., None], axis=-1), -1)
 
 
 def _uniforms(keys: jax.Array, count: int) -> jax.Array:
-    """`count` numbers in [0, 1) per row, from a stream apart from the redraw's, float32[B, count].
+    """Draws `count` numbers in [0, 1) per row, from a stream apart from the redraw's, float32[B, count].
 
     Number i comes from a key of its own. So it is the same whatever `count` is, which follows the longest draft
     in the batch: a row does not depend on its neighbours.

@@ -25,7 +25,7 @@ State = Any
 
 
 class Weights(NamedTuple):
-    """Every parameter of a method: arguments of the compiled loop, never closed over.
+    """Holds every parameter of a method: arguments of the compiled loop, never closed over.
 
     Examples:
       >>> Weights(target={"embed": jnp.zeros((4, 2))}).drafter is None
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 @struct.dataclass
 class View:
-    """What a drafter may see.
+    """A record of what a drafter may see.
 
     Attributes:
       tokens: int32[B, N], the first length[b] are committed, the rest is meaningless.
@@ -61,23 +61,23 @@ class View:
 
     @property
     def start(self) -> jax.Array:
-        """int32[B], where the pending token stands."""
+        """The position of each row's pending token, int32[B]."""
         return self.length - 1
 
     @property
     def pending(self) -> jax.Array:
-        """int32[B], the pending token."""
+        """The pending token of each row, int32[B]."""
         return jnp.take_along_axis(self.tokens, self.start[:, None], axis=1)[:, 0]
 
 
 @struct.dataclass
 class Prefill:
-    """What the prompts' forward pass leaves for a drafter.
+    """A record of what the prompts' forward pass leaves for a drafter.
 
     Attributes:
       hidden: [B, D] of the last prompt token, before the final norm.
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
-        residual stream before and after it, over the prompt; costs nothing to who does not use it.
+        residual stream before and after it, over the prompt; free for a drafter that ignores it.
       chunk_size: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
 
     Examples:
@@ -120,7 +120,7 @@ class Proposal:
 
 @struct.dataclass
 class Acceptance:
-    """What verification made of a proposal.
+    """A record of how many draft tokens verification accepted, and of the token after them.
 
     Attributes:
       count: int32[B], how many draft tokens stand.
@@ -138,7 +138,7 @@ class Acceptance:
 
 @struct.dataclass
 class Outcome:
-    """What a round committed, after end-of-text and budget cut it.
+    """A record of what a round committed, after end-of-text and budget cut it.
 
     Attributes:
       tokens: int32[B, K + 1].
@@ -161,7 +161,7 @@ class Outcome:
 
 @struct.dataclass
 class Signal:
-    """What a stop rule sees after draft token number `step` (from 0).
+    """A record of what a stop rule sees after draft token number `step` (from 0).
 
     Attributes:
       step: int32 scalar.
@@ -280,11 +280,11 @@ class StatelessRule(StopRule):
     """
 
     def init(self, batch_size: int) -> State:
-        """No state."""
+        """Returns the state of a part without one, ()."""
         return ()
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
+        """Returns the state as it was: nothing is learnt."""
         return state
 
 
@@ -304,15 +304,15 @@ class StatelessDrafter:
 
     @property
     def reach(self: Drafter) -> int:
-        """What verification needs."""
+        """The number of slots that a round writes: K + 1, those that verification needs."""
         return self.num_draft_tokens + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """No state."""
+        """Returns the state of a part without one, ()."""
         return ()
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
+        """Returns the state as it was: nothing is learnt."""
         return state
 
 
@@ -337,7 +337,7 @@ class Acceptor(Protocol):
 
 
 def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
-    """Verify widths for a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1.
+    """Returns the verify widths of a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1.
 
     Examples:
       >>> rising_widths(20)

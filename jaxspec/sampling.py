@@ -14,7 +14,7 @@ from flax import struct
 
 
 class Law(Protocol):
-    """What logits mean.
+    """Says what logits mean: the distribution over the next token that they stand for.
 
     `log_probs`: logits [B, ..., V] → normalised log-probabilities, float32, −inf where impossible.
     `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
@@ -32,7 +32,7 @@ class Law(Protocol):
 
 
 def is_finite(logits: jax.Array) -> jax.Array:
-    """Whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible.
+    """Returns whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible.
 
     Examples:
       >>> is_finite(jnp.array([[0.0, 1.0], [jnp.nan, 1.0]])).tolist()
@@ -47,7 +47,7 @@ def _point_mass(logits: jax.Array) -> jax.Array:
 
 
 def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Array:
-    """Which tokens stay if those nearer than each of them weigh less than `most` together; bool[..., V].
+    """Returns which tokens stay if those nearer than each of them weigh less than `most` together; bool[..., V].
 
     The nearest always stays, and equals stay together. The farthest that stays is found bit by bit: as many
     sums as a float32 has bits below its sign, where a sort of the vocabulary takes many times longer.
@@ -69,7 +69,7 @@ def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Arr
 
 @struct.dataclass
 class Greedy:
-    """The most likely token, always; the first of equals.
+    """Always gives the most likely token; the first of equals.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 1)
@@ -79,17 +79,17 @@ class Greedy:
     """
 
     def log_probs(self, logits: jax.Array) -> jax.Array:
-        """0 for the most likely token and −inf elsewhere, [B, ..., V]."""
+        """Returns 0 for the most likely token and −inf elsewhere, [B, ..., V]."""
         return _point_mass(logits)
 
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, None]:
-        """The most likely token, int32[B]; the keys are not used."""
+        """Returns the most likely token, int32[B], and None; the keys are not used."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
 
 
 @struct.dataclass
 class Sampling:
-    """Temperature, then top-k, top-p and min-p, each on what the one before left, as in transformers.
+    """Applies temperature, then top-k, top-p and min-p, each on what the one before left, as in transformers.
 
     Every number is per row; a filter that is None costs nothing, one that is an array may be off in some
     rows.
@@ -112,7 +112,7 @@ class Sampling:
     min_p: jax.Array | None = None
 
     def log_probs(self, logits: jax.Array) -> jax.Array:
-        """The warped law, float32 [B, ..., V]."""
+        """Returns the warped law, float32 [B, ..., V]."""
 
         def per_row(number: jax.Array) -> jax.Array:
             return number.reshape(-1, *(1,) * (logits.ndim - 1))
@@ -137,13 +137,13 @@ class Sampling:
         return jnp.where(temperature > 0, jax.nn.log_softmax(warped, axis=-1), _point_mass(logits))
 
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tokens int32[B] and the law they were drawn from, float32[B, V]."""
+        """Returns tokens int32[B] and the law they were drawn from, float32[B, V]."""
         log_probs = self.log_probs(logits)
         return categorical(keys, log_probs), log_probs
 
 
 def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
-    """One token a row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key.
+    """Draws one token per row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 2)

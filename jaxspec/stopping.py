@@ -26,12 +26,12 @@ class Constant(StatelessRule):
     """
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """False for every row, bool[B]."""
+        """Returns False for every row, bool[B], and the state."""
         return jnp.zeros(signal.token.shape, bool), state
 
 
 class Estimate(Protocol):
-    """How likely a draft token is to be accepted, as far as the draft can tell.
+    """Estimates how likely a draft token is to be accepted, as far as the draft can tell.
 
     Examples:
       >>> estimate: Estimate = DraftProbability()
@@ -54,7 +54,7 @@ class DraftProbability:
     """
 
     def log_probability(self, signal: Signal) -> jax.Array:
-        """float32[B]."""
+        """Returns the logarithm of the estimated probability of acceptance, float32[B]."""
         log_probs = jax.nn.log_softmax(signal.logits, axis=-1)
         return jnp.take_along_axis(log_probs, signal.token[:, None], axis=-1)[:, 0]
 
@@ -84,7 +84,7 @@ class Probe:
     eps: jax.Array | float = 1e-5
 
     def log_probability(self, signal: Signal) -> jax.Array:
-        """float32[B]."""
+        """Returns the logarithm of the estimated probability of acceptance, float32[B]."""
         hidden = signal.hidden.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(hidden * hidden, axis=-1) + self.eps)
         return jax.nn.log_sigmoid(jnp.sum(hidden * self.direction, axis=-1) * scale + self.bias)
@@ -108,7 +108,7 @@ class Gamma(Protocol):
 
 @struct.dataclass
 class FixedGamma:
-    """A threshold that stays.
+    """A threshold that stays the same for the whole text.
 
     Attributes:
       gamma: a number in [0, 1], scalar or [B].
@@ -121,15 +121,15 @@ class FixedGamma:
     gamma: jax.Array | float
 
     def init(self, batch_size: int) -> State:
-        """No state."""
+        """Returns the state of a threshold without one, ()."""
         return ()
 
     def value(self, state: State) -> jax.Array:
-        """γ, float32, scalar or [B]."""
+        """Returns γ, float32, scalar or [B]."""
         return jnp.asarray(self.gamma, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Learns nothing."""
+        """Returns the state as it was: nothing is learnt."""
         return state
 
 
@@ -186,16 +186,16 @@ class AdaptiveGamma:
     full_length: jax.Array | int | None = None
 
     def init(self, batch_size: int) -> GammaState:
-        """γ0, and an AR of 0."""
+        """Returns the state of a new text: γ0, and an acceptance rate of 0."""
         first = jnp.broadcast_to(jnp.asarray(self.first, jnp.float32), (batch_size,))
         return GammaState(first, jnp.zeros(batch_size, jnp.float32))
 
     def value(self, state: GammaState) -> jax.Array:
-        """γ, float32[B]."""
+        """Returns the γ of each row, float32[B]."""
         return state.gamma
 
     def observe(self, state: GammaState, outcome: Outcome) -> GammaState:
-        """Moves both after a round that drafted."""
+        """Moves γ and the acceptance rate after a round that drafted."""
         gamma, rate = state
         newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
         moved = self.beta1 * rate + (1 - self.beta1) * newest
@@ -210,16 +210,16 @@ class AdaptiveGamma:
 
 
 class _Threshold(StopRule):
-    """What rules with a threshold share. Their state is γ's, and the log of what they compare, float32[B]."""
+    """The base of rules with a threshold: their state is γ's, and the log of what they compare, float32[B]."""
 
     gamma: Gamma
 
     def init(self, batch_size: int) -> State:
-        """γ's state, and nothing seen yet."""
+        """Returns the state of a new text: that of γ, and a product of 1."""
         return self.gamma.init(batch_size), jnp.zeros(batch_size, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """A verification: γ may move, and what was seen is forgotten."""
+        """Lets γ move after a verification, and starts the next draft's product."""
         return self.gamma.observe(state[0], outcome), jnp.zeros_like(state[1])
 
     def _below(self, state: State, seen: jax.Array) -> tuple[jax.Array, State]:
@@ -248,7 +248,7 @@ class ConfidenceBelow(_Threshold):
     estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Whether the token was doubtful, bool[B]."""
+        """Returns whether the token's estimate is below γ, bool[B], and the state."""
         return self._below(state, self.estimate.log_probability(signal))
 
 
@@ -276,7 +276,7 @@ class ProductBelow(_Threshold):
     estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Whether the draft as a whole is doubtful, bool[B]."""
+        """Returns whether the product of the draft's estimates is below γ, bool[B], and the state."""
         return self._below(state, state[1] + self.estimate.log_probability(signal))
 
 
@@ -305,15 +305,15 @@ class AdaptiveLength(StopRule):
     maximum: jax.Array | int = 64
 
     def init(self, batch_size: int) -> State:
-        """The current length of each row, int32[B]."""
+        """Returns the first draft length of each row, int32[B]."""
         return jnp.broadcast_to(jnp.asarray(self.first, jnp.int32), (batch_size,))
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Whether the row has its length, bool[B]."""
+        """Returns whether a row's draft has its length, bool[B], and the state."""
         return signal.step + 1 >= state, state
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Moves the length after a round that drafted."""
+        """Returns the draft length of each row for the next round, int32[B]."""
         full = outcome.accepted == outcome.drafted
         moved = jnp.clip(jnp.where(full, state + self.rise, state - self.fall), 1, self.maximum)
         return jnp.where(outcome.drafted > 0, moved, state)
@@ -337,11 +337,11 @@ class AnyOf(StopRule):
     rules: tuple[StopRule, ...]
 
     def init(self, batch_size: int) -> State:
-        """The rules' states."""
+        """Returns the states of the rules."""
         return tuple(rule.init(batch_size) for rule in self.rules)
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Whether any rule stops, bool[B]."""
+        """Returns whether any rule stops, bool[B], and the states."""
         stopped = jnp.zeros(signal.token.shape, bool)
         states = []
         for rule, rule_state in zip(self.rules, state, strict=True):

@@ -44,7 +44,7 @@ def draft_chain(
     rule: StopRule,
     rule_state: State,
 ) -> tuple[Proposal, Carry, State]:
-    """Drafts up to K tokens a row, each after the one before, until the rule has stopped every row.
+    """Drafts up to K tokens per row, each after the one before, until the rule has stopped every row.
 
     Args:
       step: the draft model's step, given the token before; what it gives rows that no longer draft means
@@ -108,7 +108,7 @@ def draft_chain(
 
 
 def keep_rows(active: jax.Array, new: State, old: State) -> State:
-    """`new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B.
+    """Returns `new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B.
 
     Examples:
       >>> keep_rows(jnp.array([True, False]), jnp.array([1, 2]), jnp.array([3, 4])).tolist()
@@ -124,7 +124,7 @@ def keep_rows(active: jax.Array, new: State, old: State) -> State:
 def model_step(
     config: LlamaConfig, params: Params, start: jax.Array, plan: LayerPlan | jax.Array | None = None
 ) -> Step[KVCache]:
-    """The step of a model that carries its cache; the pending token stands at `start`, int32[B].
+    """Returns the step of a model that carries its cache; the pending token stands at `start`, int32[B].
 
     Examples:
       >>> from jaxspec.model import cache
@@ -182,18 +182,18 @@ class ChainDrafter:
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """K + 1 rows where the draft always has K tokens; else narrower ones too."""
+        """The widths of verification: K + 1 alone where each draft has K tokens, else narrower ones too."""
         if isinstance(self.rule, Constant):
             return (self.num_draft_tokens + 1,)
         return rising_widths(self.num_draft_tokens)
 
     @property
     def reach(self) -> int:
-        """What verification needs."""
+        """The number of slots that a round writes: K + 1, those that verification needs."""
         return self.num_draft_tokens + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
-        """The rule's state."""
+        """Returns the state of a new text: that of the stop rule."""
         return ChainState(self.rule.init(view.length.shape[0]))
 
     def draft(
@@ -205,7 +205,7 @@ class ChainDrafter:
         view: View,
         law: Law,
     ) -> tuple[Proposal, Carry, ChainState]:
-        """`draft_chain` from the pending tokens on."""
+        """Drafts from the pending tokens on, see `draft_chain`."""
         proposal, carry, rule = draft_chain(
             step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule
         )

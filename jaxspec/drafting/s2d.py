@@ -224,10 +224,8 @@ class S2D(ChainDrafter):
             return cache, waiting.put(at, hidden, at <= position)
 
         # Before the first layer waits, beside the token, at most the last one of a draft that was accepted whole.
-        if number:
-            widest = self.max_waiting
-        else:
-            widest = 1 if self.sorted_target else 2
+        first_widest = 1 if self.sorted_target else 2
+        widest = self.max_waiting if number else first_widest
         widths = rising_widths(widest - 1) if widest > 1 else (1,)
         for below, width in zip((0, *widths), widths, strict=False):
             fits = (below < longest) & (longest <= width) if len(widths) > 1 else True

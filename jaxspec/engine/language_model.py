@@ -128,7 +128,7 @@ class LanguageModel:
       device: where params are; None for JAX's default device.
       mesh: over which params are spread; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
-      exits: those it was trained for, in layers run (SoFT).
+      exits: the exits that it was trained for, in layers run (SoFT).
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -174,21 +174,21 @@ class LanguageModel:
 
     @property
     def platform(self) -> str:
-        """Where it runs: cpu, gpu or tpu."""
+        """The platform that the model runs on: cpu, gpu or tpu."""
         return (self.device if self.mesh is None else self.mesh.devices.flat[0]).platform
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """Those it was trained for, in layers run (SoFT)."""
+        """The exits that the model was trained for, in layers run (SoFT)."""
         return self.loaded.exits
 
     @property
     def fingerprint(self) -> str:
-        """Names the model in the files of its methods, see `io.method_files.fingerprint`."""
+        """The name of the model in the files of its methods, see `io.method_files.fingerprint`."""
         return self.loaded.fingerprint
 
     def encode(self, text: str | Conversation, *, chat: bool = False) -> list[int]:
-        """Token ids of a text as it is, or (with `chat`) as a user's message in the chat template; or of messages.
+        """Returns the token ids of a text as it is, of a text in the chat template (with `chat`), or of messages.
 
         Raises:
           ValueError: the model has no tokenizer or no chat template, or the text is none in UTF-8.
@@ -383,7 +383,7 @@ class LanguageModel:
         max_batch: int = 8,
         **options: Any,
     ) -> tuple[Iterator[Piece], bool]:
-        """Checks the arguments of `generate`; its pieces, and whether there is a single prompt.
+        """Checks the arguments of `generate`; returns its pieces, and whether there is a single prompt.
 
         `rounds`: between two host polls, where there is no stop string.
         """
@@ -428,7 +428,7 @@ class LanguageModel:
     def drafter(
         self, method: str | Method, *, beside: bool = True, **method_options: Any
     ) -> tuple[Drafter, Any]:
-        """The drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
+        """Returns the drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
 
         `beside`: whether the files that lie beside the model count.
 
@@ -461,7 +461,7 @@ class LanguageModel:
         laws: tuple[str, ...],
         directory: Path | None,
     ) -> tuple[Drafter, Weights]:
-        """The drafter of a method, a name with options or a drafter, and the parameters of the loop."""
+        """Returns the drafter of a method, a name with options or a drafter, and the parameters of the loop."""
         if isinstance(method, str):
             method = registry.make(method, options, _ARGUMENTS)
         elif options:
@@ -509,7 +509,7 @@ class LanguageModel:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a generation config, which count only where it samples."""
+    """Returns the sampling numbers of a generation config, which count only where it samples."""
     if not generation.get("do_sample"):
         return {}
     return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}

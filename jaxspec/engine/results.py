@@ -36,9 +36,10 @@ class Token(NamedTuple):
 
 
 def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
-    """Of each round after the prefill that some of these tokens come from, how many draft tokens it verified, and how
-    many of those are among the tokens. Of a round whose own token is missing (the text was cut before it), the drafts
-    after the cut do not count as verified.
+    """Returns how many draft tokens each round verified, and how many of those are among the tokens, as pairs.
+
+    A round is listed if some of the tokens come from it; the prefill is none. Where a round's own token is missing,
+    since the text was cut before it, the drafts after the cut do not count as verified.
 
     Examples:
       >>> played_rounds([Token(7), Token(8, drafted=True, proposed=3, round=1), Token(9, proposed=3, round=1)])
@@ -55,7 +56,7 @@ def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """How one text came about, in the field's names; tokens past its end are not counted.
+    """The counts and times of one text, in the field's names; tokens past its end are not counted.
 
     Attributes:
       num_tokens: tokens emitted, the prefill's first one included.
@@ -67,7 +68,7 @@ class Statistics:
       elapsed_ms: from the start of its batch to this row's end, compilation included.
       decode_ms: of that, from its first token to its last.
       compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
-      decode_compile_ms: of `decode_ms`, the same.
+      decode_compile_ms: of `decode_ms`, spent waiting for programs that were being compiled.
       static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
 
     Examples:
@@ -102,7 +103,7 @@ class Statistics:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted ÷ drafted; None where nothing was drafted."""
+        """Accepted ÷ drafted tokens; None where nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
@@ -140,7 +141,7 @@ class Result:
 
     @property
     def tokens(self) -> list[int]:
-        """Its token ids, end-of-text included."""
+        """The token ids of the text, end-of-text included."""
         return [token.id for token in self.token_records]
 
     def __str__(self) -> str:
@@ -163,7 +164,7 @@ class Result:
 
     @property
     def draft_lengths(self) -> list[int]:
-        """Of each round after the prefill, how many draft tokens it verified."""
+        """The number of draft tokens that each round after the prefill verified."""
         return [verified for verified, _ in played_rounds(self.token_records)]
 
 
@@ -192,5 +193,5 @@ class Piece:
 
     @property
     def tokens(self) -> list[int]:
-        """The new token ids."""
+        """The ids of the new tokens."""
         return [token.id for token in self.token_records]

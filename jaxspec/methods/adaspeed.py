@@ -42,5 +42,5 @@ class AdaSPEEDProbe(LayerSkip):
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Whether a probe is given."""
+        """Returns whether a probe is given, for then `jaxspec compare` can run the method."""
         return "probe" in given and num_layers > 1

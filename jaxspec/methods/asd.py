@@ -67,7 +67,7 @@ class ASD(MaskedMethod):
         ), None
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
-        """The numbers in the file named, else in the one beside the model, else the paper's for models of this name."""
+        """Returns the numbers of the file named, else of the one beside the model, else the paper's for this model."""
         from jaxspec.io import method_files
 
         path = found(self.asd_numbers, target, resources, method_files.ASD_NAME)

@@ -72,13 +72,13 @@ class LoadedModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
+        """The name of the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
         from jaxspec.io import method_files
 
         return method_files.fingerprint(self.config, self.params)
 
     def until(self, num_layers: int) -> LoadedModel:
-        """Returns the model of its first layers alone, the same object each time."""
+        """Returns a model of the first `num_layers` layers alone, the same object each time."""
         from jaxspec.model import llama
 
         if num_layers not in self._cut:
@@ -164,17 +164,17 @@ class Method:
 
     @classmethod
     def summary(cls) -> str:
-        """The first line of the docstring."""
+        """Returns the first line of the class's docstring."""
         return (cls.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        """The names of the method's options."""
+        """Returns the names of the method's options."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """What is done where an option is left out, by option, for the command line's help."""
+        """Returns what is done where an option is left out, by option, for the command line's help."""
         return {}
 
     @classmethod
@@ -184,7 +184,7 @@ class Method:
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Whether `jaxspec compare` runs the method where no methods are named.
+        """Returns whether `jaxspec compare` runs the method where no methods are named.
 
         Args:
           given: the options that were set, of any method.
@@ -193,7 +193,7 @@ class Method:
         return not cls.needs
 
     def refusal(self, foreign: Sequence[str]) -> str:
-        """What to say of options that the method does not read."""
+        """Returns what to say of options that the method does not read."""
         return f"method {self.name} has no option {', '.join(foreign)}; leave it out or choose another"
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
@@ -245,7 +245,7 @@ class DraftingMethod(Method):
             raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
 
     def length(self, usual: int) -> int:
-        """K: as given, else the method's usual one."""
+        """Returns K: as given, else the method's usual one."""
         return usual if self.num_draft_tokens is None else self.num_draft_tokens
 
 
@@ -280,7 +280,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _taken(field: dataclasses.Field, value: Any, hint: Any) -> Any:
-    """The value as a field of type `hint` has it.
+    """Returns the value as a field of type `hint` has it.
 
     Raises:
       ValueError: it is something else.

@@ -71,7 +71,7 @@ class ChainMethod(DraftingMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """What is done where an option is left out."""
+        """Returns what is done where an option is left out, by option."""
         return {"num_draft_tokens": "5, with a stop rule 12", "stop_rule": cls.usual_rule}
 
     @classmethod
@@ -87,7 +87,7 @@ class ChainMethod(DraftingMethod):
         return (cast(StopName, rules),) if isinstance(rules, str) else tuple(rules)
 
     def refusal(self, foreign: Sequence[str]) -> str:
-        """What to say of options that the method does not read with its stop rules."""
+        """Returns what to say of options that the method does not read with its stop rules."""
         rules = ",".join(self.rules(self.given))
         options = ", ".join(foreign)
         return f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"
@@ -127,7 +127,7 @@ class ChainMethod(DraftingMethod):
         return rules[0] if len(rules) == 1 else AnyOf(tuple(rules)), length
 
     def _gamma(self, rule: StopName, length: int) -> Gamma:
-        """γ, fixed or adaptive."""
+        """Makes the γ of a stop rule, fixed or adaptive."""
         import jax.numpy as jnp
 
         from jaxspec.stopping import AdaptiveGamma, FixedGamma

@@ -37,7 +37,7 @@ class DraftModel(ChainMethod):
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Whether a draft is given."""
+        """Returns whether a draft is given, for then `jaxspec compare` can run the method."""
         return "draft" in given or "draft_exit" in given
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:

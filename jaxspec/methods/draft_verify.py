@@ -35,7 +35,7 @@ class DraftVerify(MaskedMethod):
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Whether a plan is given."""
+        """Returns whether a plan is given, for then `jaxspec compare` can run the method."""
         return "plan" in given
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:

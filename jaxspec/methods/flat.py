@@ -107,7 +107,7 @@ def given_options(options: Any) -> dict[str, Any]:
 
 
 def _group(names: list[str], drafting: list[type[Method]]) -> str:
-    """How a help text names some of the methods, in few words."""
+    """Returns how a help text names some of the methods, in few words."""
     others = [method.name for method in drafting if method.name not in names]
     if not others:
         return "all that draft"
@@ -115,7 +115,7 @@ def _group(names: list[str], drafting: list[type[Method]]) -> str:
 
 
 def _defaults(option: str, methods: list[type[Method]]) -> list[str]:
-    """What is done where an option is left out, if the methods say: what most of them do first, then the others."""
+    """Returns what is done where an option is left out, if the methods say: what most of them do comes first."""
     found: dict[str, list[str]] = {}
     for method in methods:
         if option in method.options() and option in method.usual():

@@ -43,7 +43,7 @@ class LayerSkip(ChainMethod):
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Whether there is a layer to leave out."""
+        """Returns whether the method can run: a model of one layer has no layer to leave out."""
         return super().compared(given, num_layers) and num_layers > 1
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
@@ -87,7 +87,7 @@ class LayerSkip(ChainMethod):
 
 
 def _no_such_probe(path: Path, exit_layer: int, law: str, searched: Sequence[Path]) -> str:
-    """What to say where the probe of an exit and a law is missing, but not all of them may be."""
+    """Returns what to say where the probe of an exit and a law is missing, but not all of them may be."""
     from jaxspec.io import method_files
 
     found = sorted({(other, layer) for one in searched for layer, other in method_files.probes_in(one)})

@@ -26,5 +26,5 @@ class MaskedMethod(ChainMethod):
     static: bool | None = None
 
     def is_static(self, resources: Resources) -> bool:
-        """Whether masks are compiled: as given, else on a GPU."""
+        """Returns whether masks are compiled: as given, else on a GPU."""
         return resources.platform == "gpu" if self.static is None else self.static

@@ -39,7 +39,7 @@ class NGram(DraftingMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """What is done where an option is left out."""
+        """Returns what is done where an option is left out, by option."""
         return {"num_draft_tokens": "10, with a reference 20"}
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:

@@ -43,7 +43,7 @@ def built_in() -> dict[str, type[Method]]:
 
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """What other packages add, by name; a built-in name cannot be taken."""
+    """Returns the methods that other packages add, by name; a built-in name cannot be taken."""
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in built_in()}
 
 

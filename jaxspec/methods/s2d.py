@@ -64,7 +64,7 @@ class S2D(ChainMethod):
     def _thresholds(
         self, exits: tuple[int, ...], target: LoadedModel, draft: LoadedModel, resources: Resources
     ) -> jax.Array:
-        """The numbers in the file named, else in the one beside the model, else the paper's; float32[exits − 1]."""
+        """Returns the thresholds of the file named, else of the one beside the model, else 0.5; float32[exits − 1]."""
         import jax.numpy as jnp
 
         from jaxspec.io import method_files

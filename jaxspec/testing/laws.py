@@ -10,7 +10,7 @@ from scipy import stats
 
 
 def warp(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step.
+    """Returns the probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step.
 
     Examples:
       >>> warp(np.array([0.0, 0.0, -9.0]), top_k=2).tolist()
@@ -39,7 +39,7 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
 def text_law(
     next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """The probability of every text of `length` tokens, or ended by one of `eos` before.
+    """Returns the probability of every text of `length` tokens, or ended by one of `eos` before.
 
     Examples:
       >>> law = text_law(lambda prefix: np.array([0.5, 0.5]), length=2)
@@ -59,7 +59,7 @@ def text_law(
 
 
 def distance(law: dict[Any, float], other: dict[Any, float]) -> float:
-    """Total variation.
+    """Returns the distance of two laws in total variation, 0 to 1.
 
     Examples:
       >>> distance({"a": 0.5, "b": 0.5}, {"a": 1.0})
@@ -69,7 +69,7 @@ def distance(law: dict[Any, float], other: dict[Any, float]) -> float:
 
 
 def chi_square(samples: Sequence[Any], law: dict[Any, float]) -> float:
-    """The p-value of samples under a law, rare outcomes taken together.
+    """Returns the p-value of samples under a law, rare outcomes taken together.
 
     Examples:
       >>> chi_square(["a", "b"] * 50, {"a": 0.5, "b": 0.5})

@@ -38,7 +38,7 @@ def num_compiled() -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A method on a model, one row a prompt.
+    """A method on a model, with one row per prompt.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
@@ -63,7 +63,7 @@ class Loop:
         capacity: int = CAPACITY,
         log_probs: bool = False,
     ) -> tuple[DecodeState, Emitted]:
-        """Prefills the prompts."""
+        """Prefills the prompts, and returns the loop's state and the first tokens."""
         batch = len(prompts)
         tokens, eos_ids = np.zeros((batch, capacity), np.int32), np.full((batch, 2), -1, np.int32)
         for row, prompt in enumerate(prompts):
@@ -83,7 +83,7 @@ class Loop:
         halt: Sequence[bool] | None = None,
         log_probs: bool = False,
     ) -> tuple[DecodeState, Emitted]:
-        """Runs up to `rounds` rounds."""
+        """Runs at most `rounds` rounds, and returns the state and the tokens that they added."""
         stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
         return run_rounds(
             self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
@@ -91,7 +91,7 @@ class Loop:
         )  # fmt: skip
 
     def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
-        """What each row generates."""
+        """Returns the tokens that each row generates."""
         state, _ = self.begin(prompts, *args, **options)
         state, _ = self.go_on(state)
         assert state.done.all(), "the rows did not fit the capacity"
@@ -99,7 +99,7 @@ class Loop:
 
 
 def view(state: DecodeState) -> View:
-    """What a round shows the drafter.
+    """Returns what a round shows the drafter in this state.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
@@ -113,7 +113,7 @@ def view(state: DecodeState) -> View:
 
 
 def mixed_law() -> Sampling:
-    """For three rows, of which the first is greedy.
+    """Returns a law for three rows, of which the first is greedy.
 
     Examples:
       >>> mixed_law().temperature.shape
@@ -123,7 +123,7 @@ def mixed_law() -> Sampling:
 
 
 def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens after each prompt.
+    """Returns the tokens that a state has after each prompt.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
@@ -140,7 +140,7 @@ def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list
 def greedy(
     prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
 ) -> list[int]:
-    """What plain greedy decoding of the target must give.
+    """Returns the tokens that plain greedy decoding of the target must give.
 
     Examples:
       >>> len(greedy([1, 2, 3], budget=4))
@@ -155,7 +155,7 @@ def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tupl
 
 
 def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
-    """Of each token of a text after a prompt, under the target's raw law, by the slow decoder.
+    """Returns the log-probability of each token of a text after a prompt, by the slow decoder under the raw law.
 
     Examples:
       >>> bool((log_probs([1, 2], [3, 4]) < 0).all())
@@ -167,7 +167,7 @@ def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
-    """A copy of what a cache holds of a row's first `length` positions, whatever its layout.
+    """Returns a copy of what a cache holds of a row's first `length` positions, whatever its layout.
 
     Examples:
       >>> from jaxspec.model import cache

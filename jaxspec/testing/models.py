@@ -36,7 +36,7 @@ CAPACITY = 32
 
 @functools.cache
 def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
-    """Random parameters on the device; what a seed's models share makes their drafts agree now and then.
+    """Returns random parameters on the device; what a seed's models share makes their drafts agree now and then.
 
     Examples:
       >>> params()["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
@@ -56,7 +56,7 @@ MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
 
 
 def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
-    """As `language_model` has it.
+    """Returns the config with the end-of-text token of `tokenizer`.
 
     Examples:
       >>> engine_config().eos_token_ids
@@ -66,7 +66,7 @@ def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
 
 
 def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
-    """The model of `params(TARGET)` with a tokenizer of letters and pairs of letters.
+    """Returns the model of `params(TARGET)` with a tokenizer of letters and pairs of letters.
 
     Examples:
       >>> language_model()
@@ -79,7 +79,7 @@ def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Merges letters into pairs, so that a text does not tell where its tokens end.
+    """Returns a tokenizer that merges letters into pairs, so that a text does not tell where its tokens end.
 
     Examples:
       >>> tokenizer().encode("ab cd")
@@ -98,7 +98,7 @@ def tokenizer() -> Tokenizer:
 
 @functools.cache
 def small_model() -> LanguageModel:
-    """The draft of `draft-model`.
+    """Returns the model that drafts for `language_model` in tests of `draft-model`, of one layer.
 
     Examples:
       >>> small_model().config.num_layers

@@ -17,7 +17,7 @@ from jaxspec.model.llama import is_shape, param_shapes
 
 
 def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str, Any]:
-    """Parameters in which nothing is zero or one, so that a bias or norm left out is noticed.
+    """Returns parameters in which nothing is zero or one, so that a bias or norm left out is noticed.
 
     Examples:
       >>> from jaxspec.testing import TARGET
@@ -38,7 +38,7 @@ def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str,
 
 
 def as_float64(params: dict[str, Any]) -> dict[str, Any]:
-    """The same parameters as float64 NumPy arrays.
+    """Returns the parameters as float64 NumPy arrays.
 
     Examples:
       >>> as_float64({"norm": np.ones(2, np.float32)})["norm"].dtype
@@ -48,7 +48,7 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequencies(config: LlamaConfig, length: int) -> list[float]:
-    """Radians a position for each pair of coordinates, in a text of `length` tokens.
+    """Returns the radians per position of each pair of coordinates, in a text of `length` tokens.
 
     Examples:
       >>> from jaxspec.testing import TARGET
@@ -82,7 +82,7 @@ def frequencies(config: LlamaConfig, length: int) -> list[float]:
 
 
 def _rotate(config: LlamaConfig, x: np.ndarray, rope_length: int) -> np.ndarray:
-    """x [N, hd], its coordinate i turned against coordinate i + hd/2."""
+    """Returns x [N, hd] with its coordinate i turned against coordinate i + hd/2."""
     half = config.head_dim // 2
     turned = np.empty_like(x)
     for position in range(len(x)):
@@ -136,7 +136,7 @@ def forward(
     num_layers: int | None = None,
     stream: list[np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Logits float64[N, V] of every position of one text.
+    """Returns the logits float64[N, V] of every position of one text.
 
     Args:
       config: the model.
@@ -145,7 +145,7 @@ def forward(
       rope_length: for dynamic RoPE, the length for which the first tokens are rotated; N if None, as in a
         pass over the whole text. A cached decoder has that of its prompt.
       run: for each layer, whether attention and MLP run; a skipped one adds nothing.
-      num_layers: stop after so many layers, then the final norm and head.
+      num_layers: stop after this many layers, then the final norm and head.
       stream: is given the residual stream [N, D] at the start and after each sublayer.
 
     Examples:
@@ -180,7 +180,7 @@ def greedy(
     max_new_tokens: int,
     eos: Collection[int] = (),
 ) -> list[int]:
-    """The tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each.
+    """Returns the tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each.
 
     Examples:
       >>> from jaxspec.testing import TARGET
