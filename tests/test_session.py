@@ -189,14 +189,14 @@ def joined(steps, index):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
+def small_chunks(monkeypatch):
     """A host poll feeds 16 positions of a long prompt."""
-    monkeypatch.setattr(buckets, "POLL_PIECES", 1)
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d"])
-def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_pieces, method):
+def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
     steps = steps_of(lm, requests, method, max_batch=2)
     first = next(at for at, step in enumerate(steps) if 2 in step)
@@ -206,7 +206,7 @@ def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_pieces, method):
         assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
-def test_a_long_prompt_waits_for_nobody(lm, small_pieces):
+def test_a_long_prompt_waits_for_nobody(lm, small_chunks):
     """Alone in the batch its chunks follow each other; the batch may grow meanwhile, and others come and go."""
     requests = [
         RowRequest(PROMPTS[0], 1),
@@ -222,7 +222,7 @@ def test_a_long_prompt_waits_for_nobody(lm, small_pieces):
             assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
-def test_a_batch_grows_while_a_prompt_is_fed(lm, small_pieces, small_buckets, monkeypatch):
+def test_a_batch_grows_while_a_prompt_is_fed(lm, small_chunks, small_buckets, monkeypatch):
     """What has been fed has the room that the batch had; its rows need that of the batch now."""
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 8)
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 40), RowRequest(LONG[:28], 20)]
