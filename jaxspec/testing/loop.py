@@ -72,8 +72,9 @@ class Loop:
         length = np.array([len(prompt) for prompt in prompts], np.int32)
         keys = jax.vmap(jax.random.key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
         limit = np.asarray(length + np.asarray(budgets), np.int32)
-        arrays: Any = tuple(map(jnp.asarray, (tokens, length, limit, eos_ids)))
-        request = Request(*arrays, keys)
+        request = Request(
+            jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit), jnp.asarray(eos_ids), keys
+        )
         return prefill(self.config, self.weights, self.parts, request, piece=8, log_probs=log_probs)
 
     def go_on(
