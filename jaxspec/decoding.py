@@ -35,6 +35,9 @@ from jaxspec.protocol import (
 )
 from jaxspec.sampling import Law, is_finite
 
+# What `_verify` returns: the cache, what was accepted, how many positions are finite, and log-probabilities or None.
+Verified = tuple[KVCache, Acceptance, jax.Array, Any]
+
 
 @struct.dataclass
 class Parts:
@@ -276,13 +279,13 @@ def run_rounds(
     drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
     reported_log_probs = jnp.zeros((batch, window), jnp.float32) if log_probs else None
 
-    def more(carry) -> jax.Array:
+    def more(carry: tuple[Any, ...]) -> Any:
         rounds, state, *_ = carry
         fits = jnp.all(state.length + parts.drafter.reach <= state.capacity)
         reported = jnp.all(state.length - first + width <= window)
         return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
 
-    def body(carry):
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         rounds, state, drafted, proposed, reported_log_probs = carry
         at = state.length - first
         state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
@@ -367,7 +370,7 @@ def insert(
 ) -> DecodeState:
     """Replaces row `row` by row `which` of `others`, int32 scalars (same method, same capacity)."""
 
-    def put(full, new):
+    def put(full: Any, new: Any) -> Any:
         if isinstance(full, KVCache):
             return kv.insert(full, row, new, which)
         return full.at[row].set(new[which])
@@ -378,7 +381,7 @@ def insert(
 def grow(state: DecodeState, capacity: int) -> DecodeState:
     """The same state with room for `capacity` tokens a row, in every cache."""
 
-    def enlarge(node):
+    def enlarge(node: Any) -> Any:
         return kv.grow(node, capacity) if isinstance(node, KVCache) else node
 
     state = jax.tree.map(enlarge, state, is_leaf=lambda node: isinstance(node, KVCache))
@@ -394,7 +397,7 @@ def _verify(
     view: View,
     proposal: Proposal,
     log_probs: bool,
-) -> tuple[KVCache, Acceptance, jax.Array, jax.Array | None]:
+) -> Verified:
     """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft.
 
     Returns:
@@ -404,7 +407,7 @@ def _verify(
     pending, start = view.pending, view.start
     batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
 
-    def verify(width: int, cache: KVCache) -> tuple[KVCache, Acceptance, jax.Array, Any]:
+    def verify(width: int, cache: KVCache) -> Verified:
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from)
         if proposal.exit_hidden is None:
@@ -433,7 +436,7 @@ def _verify(
     carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs)
     for below, width in zip((0, *widths), widths, strict=False):
 
-        def at_width(carry, width=width):
+        def at_width(carry: Verified, width: int = width) -> Verified:
             return verify(width, carry[0])
 
         carry = once((below < needed) & (needed <= width), at_width, carry)

@@ -8,9 +8,11 @@ sets, while greedy text does not loop.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -21,7 +23,7 @@ _GAINS = {"qkv": 1.5, "out": 0.35, "down": 0.7, "head": 4.0}
 
 
 def dial_model(
-    config: LlamaConfig, scale: float, exit_layer: int, key: jax.Array, dtype=jnp.float32
+    config: LlamaConfig, scale: float, exit_layer: int, key: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> tuple[LlamaConfig, Params]:
     """Random parameters whose first `exit_layer` layers agree with all of them at a rate set by `scale`.
 
@@ -39,7 +41,7 @@ def dial_model(
     config = dataclasses.replace(config, tie_embeddings=False)
     params = llama.init_params(config, key, dtype)
 
-    def gain(path, leaf: jax.Array) -> jax.Array:
+    def gain(path: Any, leaf: jax.Array) -> jax.Array:
         name = path[-1].key
         if name == "embed":
             return leaf * config.hidden_size**0.5
@@ -50,7 +52,9 @@ def dial_model(
     return config, jax.tree.map_with_path(gain, params)
 
 
-def walk_model(config: LlamaConfig, key: jax.Array, dtype=jnp.float32) -> tuple[LlamaConfig, Params]:
+def walk_model(
+    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
+) -> tuple[LlamaConfig, Params]:
     """A dial model turned down altogether: the next token follows from the last one alone.
 
     So a text that comes back to a token repeats what followed it: what n-gram drafts live on.

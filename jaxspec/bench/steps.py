@@ -102,11 +102,11 @@ class Steps(Loop):
         halt = jnp.zeros(1, bool)
 
         @functools.partial(jax.jit, static_argnames="chunk_size")
-        def start(params, request, chunk_size):
+        def start(params: Weights, request: decoding.Request, chunk_size: int) -> Any:
             return decoding.prefill(lm.config, params, parts, request, chunk_size=chunk_size)
 
         @functools.partial(jax.jit, donate_argnames="state")
-        def rounds(params, state):
+        def rounds(params: Weights, state: decoding.DecodeState) -> tuple[Any, decoding.DecodeState]:
             state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
             state, emitted = decoding.run_rounds(
                 lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity
@@ -137,11 +137,19 @@ class DraftSteps(Loop):
         parts = decoding.Parts(drafter(LayerPlan.skipping(num_layers)), GreedyAcceptor(), Greedy())
 
         @jax.jit
-        def start(params, request):
+        def start(params: Weights, request: decoding.Request) -> Any:
             return decoding.prefill(lm.config, params, parts, request, chunk_size=LIVE)
 
         @functools.partial(jax.jit, donate_argnames="cache")
-        def draft(params, tokens, length, keys, remembered, cache, plan):
+        def draft(
+            params: Weights,
+            tokens: jax.Array,
+            length: jax.Array,
+            keys: jax.Array,
+            remembered: Any,
+            cache: KVCache,
+            plan: LayerPlan | jax.Array,
+        ) -> tuple[jax.Array, KVCache]:
             view = View(tokens, length, cache, jnp.full_like(length, CAPACITY))
             proposal, _, cache = drafter(plan).propose(keys, params, remembered, view, Greedy())
             return proposal.tokens, cache
@@ -197,7 +205,7 @@ def _submodel_steps(
     cache: KVCache,
     count: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
-    def step(_, carry):
+    def step(_: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         token, cache = carry
         hidden, cache = llama.run_layers(config, params, llama.embed(params, token), start, cache, plan=plan)
         # Without the head no true token, but for next to nothing something that hangs on the step.

@@ -184,7 +184,7 @@ def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     return StructConstructorSpec(info.type, tuple(fields))
 
 
-def _display(field: dataclasses.Field, hint: Any, default: Any) -> Any:
+def _display(field: dataclasses.Field[Any], hint: Any, default: Any) -> Any:
     """How an option is called and explained; metadata `option` is a name other than the field's, `aliases`
     further names, `metavar` what its value is called, `details` what follows its description."""
     kind = next((kind for kind in _types(hint) if kind in _BY_TYPE), None)
@@ -208,7 +208,7 @@ def _types(hint: Any) -> Iterator[Any]:
         yield from _types(part)
 
 
-def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """`X | None` is read as X: None is what leaving the option out means, not a word to type."""
     members = typing.get_args(info.type)
     if (
@@ -232,7 +232,7 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """As tyro's own, but what is no number is called so."""
     if info.type not in _NUMBERS:
         return None

@@ -6,8 +6,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 DIM, ACCEPTED = "2", "32"
 # Without a terminal, seconds from one line to the next: short work stays silent.
@@ -65,7 +64,7 @@ class _Lines:
                 self._timer = None
 
 
-class Progress(AbstractContextManager):
+class Progress:
     """Says on standard error what is being done: a spinner in a terminal, else a line now and then."""
 
     def __init__(self) -> None:
@@ -90,6 +89,9 @@ class Progress(AbstractContextManager):
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,9 @@ class ASD(ChainDrafter):
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache, one group of rows after another."""
 
-        def draft(plan: LayerPlan | jax.Array, state: ChainState, view: View):
+        def draft(
+            plan: LayerPlan | jax.Array, state: ChainState, view: View
+        ) -> tuple[Proposal, ChainState, KVCache]:
             step = model_step(self.config, params.target, view.start, plan)
             proposal, cache, state = self.draft(step, view.cache, keys, state, view, law)
             return proposal, state, cache
@@ -106,7 +109,7 @@ class ASD(ChainDrafter):
         if self.shared_mask or plans.shape[0] == 1:
             return draft(plans[0], state, view)
 
-        def group(carry):
+        def group(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             waiting, proposal, state, cache = carry
             plan = plans[jnp.argmax(waiting)]
             members = waiting & jnp.all(plans == plan, axis=(1, 2))

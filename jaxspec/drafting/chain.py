@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +74,12 @@ def draft_chain(
     """
     batch = token.shape[0]
 
-    def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry):
+    def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry) -> tuple[Any, ...]:
         logits, hidden, carry = step(carry, token, i, active)
         drawn, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
         return drawn, log_probs, logits, hidden, carry
 
-    def body(state):
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         i, active, token, proposal, rule_state, carry = state
         token, log_probs, logits, hidden, carry = draft(i, token, active, carry)
         # A draft model that has come to NaN or inf proposes nothing more; the token is not counted.
@@ -136,7 +136,9 @@ def model_step(
       ((1, 13), (1, 16))
     """
 
-    def step(cache: KVCache, token: jax.Array, i: jax.Array, active: jax.Array):
+    def step(
+        cache: KVCache, token: jax.Array, i: jax.Array, active: jax.Array
+    ) -> tuple[jax.Array, jax.Array, KVCache]:
         del active  # all rows cost what one does
         hidden = llama.embed(params, token[:, None])
         hidden, cache = llama.run_layers(config, params, hidden, start + i, cache, plan=plan)

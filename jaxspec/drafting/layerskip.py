@@ -49,7 +49,9 @@ class LayerSkip(ChainDrafter):
             hidden = llama.embed(target, token[:, None])
             return llama.run_layers(config, target, hidden, position, cache, layers=range(self.exit_layer))
 
-        def step(carry, token, i, active):
+        def step(
+            carry: tuple[KVCache, jax.Array], token: jax.Array, i: jax.Array, active: jax.Array
+        ) -> tuple[jax.Array, jax.Array, tuple[KVCache, jax.Array]]:
             del active
             cache, exits = carry
             hidden, cache = run(cache, token, view.start + i)

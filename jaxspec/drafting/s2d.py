@@ -139,7 +139,13 @@ class S2D(ChainDrafter):
         return Waiting(passed, jnp.zeros(shape, draft["embed"].dtype))
 
     def _step(
-        self, draft: Params, start: jax.Array, carry, token: jax.Array, i: jax.Array, active: jax.Array
+        self,
+        draft: Params,
+        start: jax.Array,
+        carry: tuple[KVCache, Waiting],
+        token: jax.Array,
+        i: jax.Array,
+        active: jax.Array,
     ) -> tuple[jax.Array, jax.Array, tuple[KVCache, Waiting]]:
         """Feeds the tokens and tries the exits in order.
 
@@ -152,12 +158,16 @@ class S2D(ChainDrafter):
         # Before this is asked again two more may come: the last token of this draft, and the one after it.
         full = jnp.any(position + 2 >= waiting.first[:, None] + self.max_waiting) & (not self.sorted_target)
 
-        def deepen(carry, number):
+        def deepen(
+            carry: tuple[KVCache, Waiting, jax.Array], number: int
+        ) -> tuple[KVCache, Waiting, jax.Array]:
             cache, waiting, passed = carry
             cache, waiting = self._through(draft, number, position, cache, waiting)
             return cache, waiting, passed.at[:, number].set(position[:, 0] + 1)
 
-        def look(seen, number, waiting):
+        def look(
+            seen: tuple[jax.Array, jax.Array, jax.Array], number: int, waiting: Waiting
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             logits, hidden, left = seen
             here = waiting.get(position)[:, 0]
             new = llama.logits(self.config, draft, here)
@@ -217,7 +227,7 @@ class S2D(ChainDrafter):
         longest = jnp.max(position[:, 0] + 1 - begin)
         layers = range(self.exits[number - 1] if number else 0, self.exits[number])
 
-        def run(carry, width):
+        def run(carry: tuple[KVCache, Waiting], width: int) -> tuple[KVCache, Waiting]:
             cache, waiting = carry
             at = begin[:, None] + jnp.arange(width)
             hidden, cache = llama.run_layers(self.config, draft, waiting.get(at), begin, cache, layers=layers)

@@ -10,9 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec import decoding
-from jaxspec.decoding import DecodeState
+from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Prefilling
 from jaxspec.model.sharding import state_shardings
+from jaxspec.protocol import Weights
 
 State = TypeVar("State", DecodeState, Prefilling)
 
@@ -23,7 +26,17 @@ def _constrained(mesh: Mesh | None, state: State) -> State:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"))
-def prefill(params, parts, request, *, config, chunk_size, merged, log_probs, mesh):
+def prefill(
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    *,
+    config: LlamaConfig,
+    chunk_size: int,
+    merged: bool,
+    log_probs: bool,
+    mesh: Mesh | None,
+) -> tuple[DecodeState, Emitted]:
     """See `decoding.prefill`."""
     state, emitted = decoding.prefill(
         config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
@@ -32,13 +45,25 @@ def prefill(params, parts, request, *, config, chunk_size, merged, log_probs, me
 
 
 @functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))
-def start_prefill(params, request, *, config, merged, mesh):
+def start_prefill(
+    params: Weights, request: Request, *, config: LlamaConfig, merged: bool, mesh: Mesh | None
+) -> Prefilling:
     """See `decoding.start_prefill`."""
     return _constrained(mesh, decoding.start_prefill(config, params, request, merged=merged))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
-def feed(params, request, fed, first, stop, *, config, chunk_size, mesh):
+def feed(
+    params: Weights,
+    request: Request,
+    fed: Prefilling,
+    first: jax.Array,
+    stop: jax.Array,
+    *,
+    config: LlamaConfig,
+    chunk_size: int,
+    mesh: Mesh | None,
+) -> Prefilling:
     """See `decoding.feed`; what was fed before is donated."""
     return _constrained(mesh, decoding.feed(config, params, request, fed, first, stop, chunk_size=chunk_size))
 
@@ -46,7 +71,18 @@ def feed(params, request, fed, first, stop, *, config, chunk_size, mesh):
 @functools.partial(
     jax.jit, static_argnames=("config", "chunk_size", "log_probs", "mesh"), donate_argnames="cache"
 )
-def end_prefill(params, parts, request, fed, cache, *, config, chunk_size, log_probs, mesh):
+def end_prefill(
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    fed: Prefilling,
+    cache: KVCache,
+    *,
+    config: LlamaConfig,
+    chunk_size: int,
+    log_probs: bool,
+    mesh: Mesh | None,
+) -> tuple[DecodeState, Emitted]:
     """See `decoding.end_prefill`; the cache of what was fed comes apart from the rest, and is donated."""
     fed = dataclasses.replace(fed, cache=cache)
     state, emitted = decoding.end_prefill(
@@ -58,7 +94,18 @@ def end_prefill(params, parts, request, fed, cache, *, config, chunk_size, log_p
 @functools.partial(
     jax.jit, static_argnames=("config", "window", "log_probs", "mesh"), donate_argnames="state"
 )
-def run_rounds(params, parts, state, max_rounds, halt, *, config, window, log_probs, mesh):
+def run_rounds(
+    params: Weights,
+    parts: Parts,
+    state: DecodeState,
+    max_rounds: jax.Array,
+    halt: jax.Array,
+    *,
+    config: LlamaConfig,
+    window: int,
+    log_probs: bool,
+    mesh: Mesh | None,
+) -> tuple[DecodeState, Emitted]:
     """See `decoding.run_rounds`; the state is donated."""
     state, emitted = decoding.run_rounds(
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
@@ -67,12 +114,14 @@ def run_rounds(params, parts, state, max_rounds, halt, *, config, window, log_pr
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
-def insert(state, row, others, which, *, mesh):
+def insert(
+    state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array, *, mesh: Mesh | None
+) -> DecodeState:
     """See `decoding.insert`; the state is donated."""
     return _constrained(mesh, decoding.insert(state, row, others, which))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
-def grow(state, *, capacity, mesh):
+def grow(state: DecodeState, *, capacity: int, mesh: Mesh | None) -> DecodeState:
     """See `decoding.grow`."""
     return _constrained(mesh, decoding.grow(state, capacity))

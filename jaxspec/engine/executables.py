@@ -54,17 +54,17 @@ class Executables:
         self.compile_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
-        self._variants: OrderedDict[Any, Future] = OrderedDict()
+        self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._variant_pool: ThreadPoolExecutor | None = None
-        self._futures: dict[Any, Future] = {}
+        self._futures: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def call(self, function: Callable, *args: Any, **static: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """`function(*args, **static)`; every positional argument is traced, every keyword is static."""
         return self.compiled(function, *args, **static)(*args)
 
-    def compiled(self, function: Callable, *args: Any, **static: Any) -> Callable:
+    def compiled(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any]:
         """The executable for such arguments, once it is there; arrays may be `jax.ShapeDtypeStruct`s."""
         key, future, mine = self._claim(function, args, static)
         if mine or not future.done():
@@ -75,7 +75,7 @@ class Executables:
             self.blocked_ms += 1e3 * (time.perf_counter() - began)
         return future.result()
 
-    def prepare(self, function: Callable, *args: Any, **static: Any) -> None:
+    def prepare(self, function: Callable[..., Any], *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
         key, future, mine = self._claim(function, args, static)
         if not mine:
@@ -85,7 +85,7 @@ class Executables:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
         self._pool.submit(_as_here(self._compile), key, future, function, args, static)
 
-    def variant(self, function: Callable, *args: Any, **static: Any) -> Callable | None:
+    def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
         """The executable for such arguments if it is there; else it is compiled in the background.
 
         For executables that a general one can stand in for: only `MAX_VARIANTS` of them are kept, one is
@@ -116,18 +116,20 @@ class Executables:
         for future in futures:
             future.exception()
 
-    def _claim(self, function: Callable, args: Any, static: dict[str, Any]) -> tuple[Any, Future, bool]:
+    def _claim(
+        self, function: Callable[..., Any], args: Any, static: dict[str, Any]
+    ) -> tuple[Any, Future[Any], bool]:
         """Key and future of this executable, and whether the caller is the one to build it."""
         key = _key(function, args, static)
         with self._lock:
             known = self._futures.get(key)
             if known is not None:
                 return key, known, False
-            future: Future = Future()
+            future: Future[Any] = Future()
             self._futures[key] = future
             return key, future, True
 
-    def _compile_variant(self, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
+    def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
             compiled = function.lower(*args, **static).compile()
@@ -141,7 +143,9 @@ class Executables:
             self.variants = dataclasses.replace(self.variants, compile_ms=self.variants.compile_ms + spent_ms)
         future.set_result(compiled)
 
-    def _compile(self, key: Any, future: Future, function: Any, args: Any, static: dict[str, Any]) -> None:
+    def _compile(
+        self, key: Any, future: Future[Any], function: Any, args: Any, static: dict[str, Any]
+    ) -> None:
         began = time.perf_counter()
         try:
             compiled = function.lower(*args, **static).compile()
@@ -159,7 +163,7 @@ class Executables:
         future.set_result(compiled)
 
 
-def _as_here(function: Callable) -> Callable:
+def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with the precision of matrix products that holds here for another thread too: a context of the
     caller, such as `jax.default_matmul_precision`, is one of its thread alone."""
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
@@ -171,7 +175,7 @@ def _as_here(function: Callable) -> Callable:
     return run
 
 
-def _key(function: Callable, args: Any, static: dict[str, Any]) -> Any:
+def _key(function: Callable[..., Any], args: Any, static: dict[str, Any]) -> Any:
     """What tells executables apart: the function, shapes and dtypes of its arguments, and what is static."""
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)

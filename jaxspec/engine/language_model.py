@@ -56,12 +56,12 @@ AnyMethod = str | Method | Drafter | tuple[Drafter, Any]
 
 
 def load(
-    model: str | os.PathLike | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     dtype: str | None = None,
     device: str | None = None,
     mesh: Mesh | None = None,
-    chat_template: str | os.PathLike | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
     compilation_cache: bool = True,
 ) -> LanguageModel:
     """Loads a Llama-type model.

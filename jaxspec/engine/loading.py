@@ -21,7 +21,7 @@ from jaxspec.model.sharding import RULES, param_shardings
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
-def find_model(model: str | os.PathLike | None) -> Path:
+def find_model(model: str | os.PathLike[str] | None) -> Path:
     """The directory or GGUF file of a model: itself, an embedded one by its name, or what a hub id names.
 
     Raises:
@@ -71,7 +71,7 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def find_tokenizer(directory: Path, chat_template: str | os.PathLike | None = None) -> Tokenizer | None:
+def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None = None) -> Tokenizer | None:
     """The tokenizer of a directory or GGUF file; None if it has none and nothing was asked of it."""
     if chat_template is None and not has_tokenizer(directory):
         return None

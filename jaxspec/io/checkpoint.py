@@ -21,7 +21,7 @@ from jaxspec.model.llama import Params
 _HUB_FILE = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*):([^:]+{re.escape(SUFFIX)})")
 
 
-def resolve(name: str | os.PathLike) -> Path:
+def resolve(name: str | os.PathLike[str]) -> Path:
     """The local files of a model: a GGUF file, or a directory for the functions below.
 
     Args:

@@ -35,7 +35,7 @@ def embedded_model(name: str = EMBEDDED) -> Path:
     )
 
 
-def comes_along(directory: str | os.PathLike, name: str) -> bool:
+def comes_along(directory: str | os.PathLike[str], name: str) -> bool:
     """Whether a model that was loaded as `name` from `directory` is not its user's: loaded by the name of an embedded
     one, or from within the installed package."""
     directory = Path(directory).resolve()

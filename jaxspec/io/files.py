@@ -11,7 +11,7 @@ from typing import IO, Any
 
 
 @contextmanager
-def atomic(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file to write, which takes the name `path` only when the block ends without an error.
 
     It is written beside its destination, because a rename is atomic only within one file system.
@@ -28,18 +28,18 @@ def atomic(path: str | os.PathLike) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomic(path: str | os.PathLike, content: bytes | str) -> None:
+def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:
     """Writes a whole file, or leaves what was there; text as UTF-8."""
     with atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def write_json(path: str | os.PathLike, content: Any) -> None:
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
     """Writes `content` as indented JSON with sorted keys, whole or not at all."""
     write_atomic(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
@@ -74,12 +74,12 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it has a number of too many digits") from None
 
 
-def no_file(path: str | os.PathLike) -> str:
+def no_file(path: str | os.PathLike[str]) -> str:
     """What to say of a path that should be a file and is not."""
     return f"{path} is a directory, not a file" if Path(path).is_dir() else f"{path} does not exist"
 
 
-def read_text(path: str | os.PathLike, expected: str) -> str:
+def read_text(path: str | os.PathLike[str], expected: str) -> str:
     """The text of a file that a user named.
 
     Args:

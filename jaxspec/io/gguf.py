@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.io.gguf_file import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
@@ -54,7 +55,7 @@ _LLAMA3_LENGTHS = [2**n for n in range(4, 21)]
 _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def read_config(path: str | os.PathLike) -> LlamaConfig:
+def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """The configuration of the model in a GGUF file.
 
     Raises:
@@ -177,7 +178,7 @@ def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | N
     raise ValueError(f"the factors of {_ROPE_FACTORS} are not those of Llama 3, which alone are supported")
 
 
-def stored_dtype(path: str | os.PathLike) -> np.dtype:
+def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
     """The dtype that holds a file's weights without loss: its embedding's, or float32 where that is quantised.
 
     Raises:
@@ -189,7 +190,9 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     return _DTYPES.get(embed.kind, _DTYPES["F32"])
 
 
-def load_params(path: str | os.PathLike, config: LlamaConfig, dtype, place: Place | None = None) -> Params:
+def load_params(
+    path: str | os.PathLike[str], config: LlamaConfig, dtype: DTypeLike, place: Place | None = None
+) -> Params:
     """The parameters of a model, dequantised tensor by tensor; see `huggingface.load_params`.
 
     Raises:

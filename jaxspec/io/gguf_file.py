@@ -63,7 +63,7 @@ class GGUFFile:
     tensors: dict[str, Tensor]
 
 
-def is_gguf(path: str | os.PathLike) -> bool:
+def is_gguf(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a file to be read as GGUF: by its name, or by its first bytes."""
     path = Path(path)
     if not path.is_file():
@@ -74,7 +74,7 @@ def is_gguf(path: str | os.PathLike) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def read(path: str | os.PathLike) -> GGUFFile:
+def read(path: str | os.PathLike[str]) -> GGUFFile:
     """The metadata and the tensors of a file; the tensors are mapped, not read.
 
     Raises:

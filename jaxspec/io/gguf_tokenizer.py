@@ -78,12 +78,12 @@ _SPLITS = {
 }
 
 
-def has_tokenizer(path: str | os.PathLike) -> bool:
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     """Whether a GGUF file holds a vocabulary, good or bad."""
     return _LIST in read(path).metadata
 
 
-def build(path: str | os.PathLike, transformers: Callable[[], Any]) -> FileTokenizer:
+def build(path: str | os.PathLike[str], transformers: Callable[[], Any]) -> FileTokenizer:
     """The tokenizer of a GGUF file, with its special tokens and chat template.
 
     Args:
@@ -99,7 +99,9 @@ def build(path: str | os.PathLike, transformers: Callable[[], Any]) -> FileToken
     return FileTokenizer(backend, named, lambda: _by_transformers(transformers(), file, backend, named))
 
 
-def save(path: str | os.PathLike, directory: str | os.PathLike, transformers: Callable[[], Any]) -> None:
+def save(
+    path: str | os.PathLike[str], directory: str | os.PathLike[str], transformers: Callable[[], Any]
+) -> None:
     """Writes the tokenizer of a GGUF file as files of transformers; the template into tokenizer_config.json.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.io import tensors
 from jaxspec.io.embedded import names_and_guess
@@ -58,7 +59,7 @@ _CONVERT = (
 )
 
 
-def resolve(name: str | os.PathLike) -> Path:
+def resolve(name: str | os.PathLike[str]) -> Path:
     """The local files of a model: the directory `name` itself, or what the Hugging Face hub has by that id.
 
     That is a snapshot with safetensors, or the repository's only GGUF file where it has no safetensors.
@@ -166,12 +167,12 @@ def _open(directory: Path) -> Tensors:
     return found
 
 
-def is_orbax(directory: str | os.PathLike) -> bool:
+def is_orbax(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory holds a checkpoint that `io.orbax` saved."""
     return (Path(directory) / ORBAX_PARAMS).is_dir()
 
 
-def stored_dtype(directory: str | os.PathLike) -> np.dtype:
+def stored_dtype(directory: str | os.PathLike[str]) -> np.dtype:
     """The dtype in which a directory's weights are stored: that of its embedding.
 
     Raises:
@@ -225,7 +226,7 @@ def _check(directory: Path, config: LlamaConfig, found: Tensors) -> None:
 
 
 def load_params(
-    directory: str | os.PathLike, config: LlamaConfig, dtype, place: Place | None = None
+    directory: str | os.PathLike[str], config: LlamaConfig, dtype: DTypeLike, place: Place | None = None
 ) -> Params:
     """The parameters of a model, read leaf by leaf: the host never holds more than one leaf beside the result.
 
@@ -274,10 +275,10 @@ def _structure(config: LlamaConfig) -> Any:
 
 
 def save(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     config: LlamaConfig,
     params: Params,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: int = 5_000_000_000,
     generation: Mapping[str, Any] | None = None,
     exits: Sequence[int] = (),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.model import cache
 from jaxspec.model.config import LlamaConfig
@@ -15,7 +16,7 @@ from jaxspec.model.llama import num_params
 _GIB = 2**30
 
 
-def needed_bytes(config: LlamaConfig, dtype, batch_size: int, capacity: int) -> tuple[int, int]:
+def needed_bytes(config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int) -> tuple[int, int]:
     """Bytes of the weights and of the key/value cache of `batch_size` rows of `capacity` slots."""
     dtype = np.dtype(dtype)
     return num_params(config) * dtype.itemsize, cache.size_bytes(config, batch_size, capacity, dtype)
@@ -44,7 +45,9 @@ def _free_host_bytes() -> int | None:
         return None
 
 
-def check_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, device: jax.Device) -> None:
+def check_fits(
+    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
+) -> None:
     """Refuses a model whose weights and cache do not fit a device; passes where its memory is unknown.
 
     Args:
@@ -69,7 +72,9 @@ def check_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, devic
     )
 
 
-def check_cache_fits(config: LlamaConfig, dtype, batch_size: int, capacity: int, device: jax.Device) -> None:
+def check_cache_fits(
+    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
+) -> None:
     """Refuses a cache that does not fit beside a model that is loaded already; see `check_fits`."""
     _, slots = needed_bytes(config, dtype, batch_size, capacity)
     free = free_bytes(device)

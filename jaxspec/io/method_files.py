@@ -74,7 +74,7 @@ def _sampled_rows(params: Params) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(row, jnp.uint16) for row in rows]
 
 
-def write_plan(path: str | os.PathLike, model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
+def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
     """Writes a plan; `model` is its fingerprint, `found_by` says how it was found."""
     content = {
         "format": PLAN_FORMAT,
@@ -87,7 +87,7 @@ def write_plan(path: str | os.PathLike, model: str, plan: LayerPlan, found_by: d
     write_json(path, content)
 
 
-def read_plan(path: str | os.PathLike, model: str, num_layers: int) -> LayerPlan:
+def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
     """The plan in a file, checked to be for this model.
 
     Raises:
@@ -116,13 +116,15 @@ def check_plan(plan: LayerPlan, name: str) -> None:
         raise ValueError(f"{name} skips every sublayer; a draft must run at least one")
 
 
-def write_asd(path: str | os.PathLike, model: str, numbers: ASDNumbers, found_by: dict[str, Any]) -> None:
+def write_asd(
+    path: str | os.PathLike[str], model: str, numbers: ASDNumbers, found_by: dict[str, Any]
+) -> None:
     """Writes the numbers that suit a model."""
     content = {"format": ASD_FORMAT, "model": model, **dataclasses.asdict(numbers), "found_by": found_by}
     write_json(path, content)
 
 
-def read_asd(path: str | os.PathLike, model: str) -> ASDNumbers:
+def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
     """The numbers in a file, checked to be for this model.
 
     Raises:
@@ -169,14 +171,16 @@ def probes_in(directory: Path) -> list[tuple[int, str]]:
     return [(int(match[1]), match[2]) for match in found if match]
 
 
-def write_probe(path: str | os.PathLike, model: str, probe: ProbeFile) -> None:
+def write_probe(path: str | os.PathLike[str], model: str, probe: ProbeFile) -> None:
     """Writes a probe; `model` is the fingerprint of its model."""
     tensors = {"v": np.asarray(probe.v, np.float32), "b": np.asarray(probe.b, np.float32)}
     metadata = {"format": PROBE_FORMAT, "model": model, "exit_layer": str(probe.exit_layer), "law": probe.law}
     write_atomic(path, safetensors.numpy.save(tensors, metadata))
 
 
-def read_probe(path: str | os.PathLike, model: str, hidden_size: int, exit_layer: int, law: str) -> ProbeFile:
+def read_probe(
+    path: str | os.PathLike[str], model: str, hidden_size: int, exit_layer: int, law: str
+) -> ProbeFile:
     """The probe in a file, checked to be for this model, exit layer and law.
 
     Raises:
@@ -224,7 +228,7 @@ def thresholds_path(directory: Path, draft: str) -> Path:
 
 
 def write_thresholds(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     target: str,
     draft: str,
     exits: Sequence[int],
@@ -246,7 +250,9 @@ def write_thresholds(
     write_json(path, content)
 
 
-def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Sequence[int]) -> list[float]:
+def read_thresholds(
+    path: str | os.PathLike[str], target: str, draft: str, exits: Sequence[int]
+) -> list[float]:
     """The thresholds in a file, one for each exit but the last, checked to be for these models and exits.
 
     Raises:
@@ -275,14 +281,14 @@ def read_thresholds(path: str | os.PathLike, target: str, draft: str, exits: Seq
     return [float(n) for n in numbers[:-1]]
 
 
-def _read(path: str | os.PathLike, form: str, what: str) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
     content = read_json(path)
     if content.get("format") != form:
         raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
     return content
 
 
-def _check_model(path: str | os.PathLike, found: Any, model: str, remedy: str) -> None:
+def _check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
     if found != model:
         raise ValueError(
             f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.io.extras import require
 from jaxspec.io.files import write_json
@@ -26,7 +27,7 @@ import orbax.checkpoint as ocp  # noqa: E402  after the check, whose error says 
 
 
 def save(
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     config: LlamaConfig,
     params: Params,
     generation: Mapping[str, Any] | None = None,
@@ -53,8 +54,8 @@ def save(
 
 
 def restore(
-    directory: str | os.PathLike,
-    dtype=None,
+    directory: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
     shardings: Callable[[LlamaConfig], Params] | None = None,
 ) -> tuple[LlamaConfig, Params]:
     """Reads what `save` wrote, straight to where it belongs.
@@ -85,7 +86,9 @@ def restore(
             raise ValueError(f"{directory / _PARAMS} cannot be read: {_first_line(error)}") from None
         found = {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(stored)}
 
-        def target(path, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        def target(
+            path: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+        ) -> jax.ShapeDtypeStruct:
             name = _name(path)
             got = found.pop(name, None)
             if got is None or tuple(got.shape) != shape:
@@ -108,7 +111,7 @@ def restore(
             raise ValueError(f"{directory / _PARAMS} cannot be read: {_first_line(error)}") from None
 
 
-def _name(path) -> str:
+def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

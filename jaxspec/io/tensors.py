@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -46,7 +47,7 @@ class Tensors(dict[str, np.ndarray]):
         self.left_out |= others.left_out
 
 
-def read(path: str | os.PathLike) -> Tensors:
+def read(path: str | os.PathLike[str]) -> Tensors:
     """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
 
     Raises:
@@ -88,7 +89,7 @@ def read(path: str | os.PathLike) -> Tensors:
     return tensors
 
 
-def _entry(value: Mapping) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     """What a header says of a tensor: dtype, shape, first byte, and the byte behind its last."""
     code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if type(code) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or begin > end:
@@ -97,7 +98,7 @@ def _entry(value: Mapping) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def write(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     shapes: Mapping[str, tuple[int, ...]],
     fetch: Callable[[str], np.ndarray],
     dtype: np.dtype,

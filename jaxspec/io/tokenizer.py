@@ -35,14 +35,14 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 64
 
 
-def has_tokenizer(directory: str | os.PathLike) -> bool:
+def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory has the files of a tokenizer, or a GGUF file a vocabulary, good or bad."""
     if is_gguf(directory):
         return gguf_tokenizer.has_tokenizer(directory)
     return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
 
 
-def load_tokenizer(directory: str | os.PathLike, chat_template: Path | None = None) -> Tokenizer:
+def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None = None) -> Tokenizer:
     """The tokenizer of a model's directory or GGUF file.
 
     Args:
@@ -104,7 +104,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def copy_files(source: str | os.PathLike, destination: str | os.PathLike) -> None:
+def copy_files(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
     """Puts whatever tokenizer files `source` has, or those that say what a GGUF file says, into `destination`."""
     if is_gguf(source):
         if has_tokenizer(source):

@@ -45,8 +45,8 @@ class HasModel(Protocol):
 
 
 # A model as a user names it: a directory, a .gguf file, a hub id, the name of an embedded model, or a loaded one.
-ModelLike = str | os.PathLike | HasModel
-FilePath = str | os.PathLike
+ModelLike = str | os.PathLike[str] | HasModel
+FilePath = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ def plain_type(hint: Any) -> Any:
     """Returns the type of an option as a command line reads it: of a union the first type that can be typed.
 
     Examples:
-      >>> plain_type(str | os.PathLike)
+      >>> plain_type(str | os.PathLike[str])
       <class 'str'>
     """
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
@@ -279,7 +279,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _taken(field: dataclasses.Field, value: Any, hint: Any) -> Any:
+def _taken(field: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
     """Returns the value as a field of type `hint` has it.
 
     Raises:

@@ -31,7 +31,7 @@ def directories(target: LoadedModel, resources: Resources) -> list[Path]:
 
 
 def file_of(
-    named: str | os.PathLike | None, target: LoadedModel, resources: Resources, name: str
+    named: str | os.PathLike[str] | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
     """Returns the file that the user named, else the first of this name in `directories`.
 
@@ -52,7 +52,7 @@ def file_of(
 
 
 def found(
-    named: str | os.PathLike | None, target: LoadedModel, resources: Resources, name: str
+    named: str | os.PathLike[str] | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
     """Returns the file that the user named, else the first of this name in `directories`, else None.
 

@@ -34,7 +34,7 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
     """
     methods = list(methods)
     drafting = [method for method in methods if method.options()]
-    fields: dict[str, dataclasses.Field] = {}
+    fields: dict[str, dataclasses.Field[Any]] = {}
     types: dict[str, Any] = {}
     readers: dict[str, dict[str, list[str]]] = {}
     for method in methods:

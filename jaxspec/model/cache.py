@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.numerics import precision_of
@@ -29,6 +31,8 @@ BLOCK = 128
 _MASKED = -1e30
 
 Layer = tuple[jax.Array, jax.Array]
+# The carry of `_by_blocks`: the number of the next block, and the running numerator, denominator and maximum.
+Blocks = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @struct.dataclass
@@ -52,7 +56,9 @@ class KVCache:
         return self.layers[0][0].shape[-2]
 
 
-def create(config: LlamaConfig, batch_size: int, capacity: int, dtype, merged: bool = True) -> KVCache:
+def create(
+    config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike, merged: bool = True
+) -> KVCache:
     """An empty cache of `capacity` slots a row."""
     heads = (batch_size * config.num_kv_heads,) if merged else (batch_size, config.num_kv_heads)
     shape = (*heads, capacity, config.head_dim)
@@ -60,7 +66,7 @@ def create(config: LlamaConfig, batch_size: int, capacity: int, dtype, merged: b
     return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged)
 
 
-def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype) -> int:
+def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike) -> int:
     """Bytes that `create` would take, the small fields left out."""
     per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return per_slot * batch_size * capacity
@@ -111,14 +117,14 @@ def attend(
     """
     slots = layer[0].shape[-2]
 
-    def whole(queries, positions, *layer):
+    def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         seen = visible(positions, jnp.arange(slots)[None, None], window)
         return attend_where(queries, layer, seen, merged)
 
     if slots <= BLOCK or slots % BLOCK:
         return whole(queries, positions, *layer)
 
-    def by_blocks(queries, positions, *layer):
+    def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         return _by_blocks(queries, layer, positions, window, merged)
 
     # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
@@ -185,7 +191,7 @@ def _by_blocks(
     q = _by_key_head(queries, merged)
     live = jnp.max(positions) + 1
 
-    def body(carry):
+    def body(carry: Blocks) -> Blocks:
         index, mixed, total, top = carry
         first = index * BLOCK
         keys, values = (jax.lax.dynamic_slice_in_dim(x, first, BLOCK, q.ndim - 2) for x in layer)

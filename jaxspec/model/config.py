@@ -73,7 +73,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from jaxspec.model import cache as kv
 from jaxspec.model import rope
@@ -74,7 +75,9 @@ def num_params(config: LlamaConfig) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def init_params(config: LlamaConfig, key: jax.Array, dtype=jnp.float32, scale: float = 1.0) -> Params:
+def init_params(
+    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0
+) -> Params:
     """Random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale²÷D), norms one, biases zero."""
     shapes = param_shapes(config)
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
@@ -112,9 +115,9 @@ def _attention(
     config: LlamaConfig,
     p: Params,
     hidden: jax.Array,
-    tables,
+    tables: tuple[jax.Array, jax.Array],
     attend: Attend,
-    layer_cache,
+    layer_cache: Any,
     keep: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     batch, length, _ = hidden.shape
@@ -178,11 +181,15 @@ def run_layers(
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
         window = config.window(layer)
 
-        def attend(q, k, v, layer_cache, window=window):
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer, window: int | None = window
+        ) -> tuple[jax.Array, kv.Layer]:
             layer_cache = kv.write(layer_cache, k, v, start, cache.merged)
             return kv.attend(q, layer_cache, positions, window, cache.merged), layer_cache
 
-        def attention(carry, p=p, attend=attend):
+        def attention(
+            carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend
+        ) -> tuple[jax.Array, kv.Layer]:
             return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
 
         before = hidden
@@ -224,8 +231,8 @@ def run_block(
     same = segments[:, :, None] == segments[:, None, :]
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
-    def attend(q, k, v, layer_cache):
-        # No query sees a later key: a chunk of the queries meets only the keys up to its own end.
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: None) -> tuple[jax.Array, None]:
+        # No query sees a later key: a chunk_size of the queries meets only the keys up to its own end.
         mixed = []
         for begin in range(0, q.shape[1], QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, q.shape[1])
@@ -326,7 +333,7 @@ def feed(
     """
     batch = tokens.shape[0]
 
-    def feed_piece(carry):
+    def feed_piece(carry: tuple[jax.Array, Prefilling]) -> tuple[jax.Array, Prefilling]:
         index, state = carry
         begin = index * chunk_size
         fed = jax.lax.dynamic_slice_in_dim(tokens, begin, chunk_size, axis=1)

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 # Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
 FEW_ROWS = 32
@@ -13,12 +14,14 @@ FEW_ROWS = 32
 SMALL_WEIGHT = 2**18
 
 
-def precision_of(dtype) -> jax.lax.Precision:
+def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
     """float32 is meant when it is asked for: accelerators would otherwise round its operands."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype=None) -> jax.Array:
+def linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: DTypeLike | None = None
+) -> jax.Array:
     """x [..., I] times weight [*O, I], plus bias [*O] → [..., *O].
 
     Weights keep their output axes in front: as fast as the other order for one row, faster for several.
@@ -32,7 +35,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_d
     return y if bias is None else y + bias
 
 
-def _product(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(
         x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype

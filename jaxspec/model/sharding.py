@@ -46,7 +46,7 @@ def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) 
 def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
     """A sharding per parameter, in the tree of `llama.param_shapes`."""
 
-    def leaf(path, shape):
+    def leaf(path: Any, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
         logical = _LOGICAL_AXES[name]
         # The product of `out` contracts over heads: it may only be cut where whole groups are.
@@ -60,10 +60,10 @@ def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """A sharding per array of a state: rows over `data`, a cache's heads over `model` too."""
 
-    def rows(leaf):
+    def rows(leaf: Any) -> Any:
         return placed(mesh, ("batch",) + (None,) * (leaf.ndim - 1), leaf.shape)
 
-    def node(node):
+    def node(node: Any) -> Any:
         if not isinstance(node, KVCache):
             return rows(node)
         layers: Any = [tuple(placed(mesh, _CACHE_AXES, x.shape) for x in pair) for pair in node.layers]

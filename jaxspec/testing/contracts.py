@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def drafter_loop(
     drafter: Any = make
     own = None
     if not hasattr(make, "propose"):
-        drafter, own = cast(MakeDrafter, make)(config)
+        drafter, own = make(config)
     if law is None:
         law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
     parts = Parts(drafter, ACCEPTORS[acceptor](), law)
@@ -298,7 +298,7 @@ def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None
     """
     prompts, budget, eos = ((1, 3, 1), (2,)), 4, (2,)
     batch = [prompts[row % 3 == 2] for row in range(3 * rows // 2)]
-    numbers = {"temperature": 1.5, "top_p": 0.95}
+    numbers: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95}
     law = Sampling(jnp.full(len(batch), numbers["temperature"]), top_p=jnp.full(len(batch), numbers["top_p"]))
     loop = loop_of(law)
     texts = loop.texts(batch, budget, eos=eos, capacity=16)

@@ -9,7 +9,9 @@ import numpy as np
 from scipy import stats
 
 
-def warp(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+def warp(
+    logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
     """Returns the probabilities [V] of one row's logits [V] after temperature, top-k, top-p and min-p, step by step.
 
     Examples:

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
 
 
-def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str, Any]:
+def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
     """Returns parameters in which nothing is zero or one, so that a bias or norm left out is noticed.
 
     Examples:
@@ -26,7 +27,7 @@ def random_params(config: LlamaConfig, seed: int, dtype=np.float32) -> dict[str,
     """
     rng = np.random.default_rng(seed)
 
-    def draw(path, shape):
+    def draw(path: Any, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape)
         if path[-1].key == "norm":
             return (1 + 0.2 * noise).astype(dtype)
@@ -97,7 +98,9 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
 
 
-def _attention(config: LlamaConfig, p, x: np.ndarray, window: int | None, rope_length: int) -> np.ndarray:
+def _attention(
+    config: LlamaConfig, p: dict[str, Any], x: np.ndarray, window: int | None, rope_length: int
+) -> np.ndarray:
     length, hd, group = len(x), config.head_dim, config.num_heads // config.num_kv_heads
     fused = p["qkv"].reshape(config.num_kv_heads, group + 2, hd, config.hidden_size)
     bias = np.zeros((config.num_kv_heads, group + 2, hd))
@@ -118,7 +121,7 @@ def _attention(config: LlamaConfig, p, x: np.ndarray, window: int | None, rope_l
     return out + p["out_bias"] if config.output_bias else out
 
 
-def _mlp(config: LlamaConfig, p, x: np.ndarray) -> np.ndarray:
+def _mlp(config: LlamaConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     gate, up = x @ p["gate_up"][0].T, x @ p["gate_up"][1].T
     if config.mlp_bias:
         gate, up = gate + p["gate_up_bias"][0], up + p["gate_up_bias"][1]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.asd import ASD, admg
@@ -93,7 +94,7 @@ def masks_of(similarities: jax.Array | np.ndarray, settings: Sequence[ASDNumbers
     """The masks of each setting and prompt, bool[S, P, L, 2]."""
     alpha, every, keep_last = zip(*map(dataclasses.astuple, settings), strict=True)
 
-    def column(values: Sequence[float], dtype) -> jax.Array:
+    def column(values: Sequence[float], dtype: DTypeLike) -> jax.Array:
         return jnp.asarray(values, dtype)[:, None, None]
 
     numbers = column(alpha, jnp.float32), column(every, jnp.int32), column(keep_last, jnp.int32)

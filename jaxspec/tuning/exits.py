@@ -41,7 +41,7 @@ def exit_agreement(
       is count[b].
     """
 
-    def feed(carry):
+    def feed(carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
         index, agreed, cache = carry
         begin = index * chunk_size
         fed = jax.lax.dynamic_slice_in_dim(tokens, begin, chunk_size, axis=1)

@@ -26,7 +26,7 @@ _DPI = 150
 _MEAN, _SINGLE = "#0072b2", "#9a9a9a"
 
 
-def save_figures(report: dict[str, Any], directory: str | os.PathLike) -> dict[str, str]:
+def save_figures(report: dict[str, Any], directory: str | os.PathLike[str]) -> dict[str, str]:
     """Draws both figures; each file is written whole or not at all, and neither if one cannot be drawn.
 
     Args:

@@ -18,10 +18,12 @@ from jaxspec.bench.steps import SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
-from jaxspec.engine.language_model import LanguageModel, Prompt
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.requests import Prompt
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
+from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning.exits import exit_agreement
 
@@ -212,7 +214,9 @@ def _survey(
     capacity = bucket(width + text_width)
 
     @jax.jit
-    def survey(params, prompt, length, fed, count):
+    def survey(
+        params: Params, prompt: jax.Array, length: jax.Array, fed: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         cache = _cache(lm, capacity)
         _, similarities, cache = llama.prefill(lm.config, params, prompt, length, cache, chunk_size)
         return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, chunk_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class MaskSpace:
             if 0 < sum(choice) < 2 * self.num_layers:
                 yield self._plan(self.free[list(choice)])
 
-    def _plan(self, skipped) -> LayerPlan:
+    def _plan(self, skipped: Iterable[int]) -> LayerPlan:
         run = np.ones(2 * self.num_layers, bool)
         run[list(skipped)] = False
         return LayerPlan.of(run.reshape(-1, 2))
