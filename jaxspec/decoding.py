@@ -375,7 +375,8 @@ def insert(
             return kv.insert(full, row, new, which)
         return full.at[row].set(new[which])
 
-    return jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
+    replaced: DecodeState = jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
+    return replaced
 
 
 def grow(state: DecodeState, capacity: int) -> DecodeState:

@@ -64,7 +64,8 @@ def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Arr
         nearer = jnp.sum(jnp.where(rank < farther, weight, 0.0), axis=-1, keepdims=True)
         return jnp.where(nearer < most, farther, farthest)
 
-    return rank <= jax.lax.fori_loop(0, 31, narrow, jnp.zeros((*rank.shape[:-1], 1), jnp.int32))
+    stays: jax.Array = rank <= jax.lax.fori_loop(0, 31, narrow, jnp.zeros((*rank.shape[:-1], 1), jnp.int32))
+    return stays
 
 
 @struct.dataclass

@@ -44,7 +44,8 @@ def dial_model(
     def gain(path: Any, leaf: jax.Array) -> jax.Array:
         name = path[-1].key
         if name == "embed":
-            return leaf * config.hidden_size**0.5
+            scaled: jax.Array = leaf * config.hidden_size**0.5
+            return scaled
         factor = _GAINS.get(name, 1.0)
         later = path[0].key == "layers" and path[1].idx >= exit_layer
         return leaf * (factor * scale if later and name in ("out", "down") else factor)

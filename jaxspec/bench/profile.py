@@ -37,7 +37,8 @@ SHAPES: dict[str, LlamaConfig] = {
 def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
     """Bytes that one token must read: every weight, of an untied input embedding only one row."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if config.tie_embeddings else total - params["embed"].nbytes
+    size: int = total if config.tie_embeddings else total - params["embed"].nbytes
+    return size
 
 
 def profile(

@@ -212,7 +212,8 @@ def _submodel_steps(
         read = llama.logits(config, params, hidden) if head else hidden
         return jnp.argmax(read, axis=-1).astype(jnp.int32) % config.vocab_size, cache
 
-    return jax.lax.fori_loop(0, count, step, (fed, cache))
+    fed_and_cache: tuple[jax.Array, KVCache] = jax.lax.fori_loop(0, count, step, (fed, cache))
+    return fed_and_cache
 
 
 def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:

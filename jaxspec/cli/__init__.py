@@ -79,4 +79,5 @@ def _run(arguments: list[str], guard: Guard) -> int:
     from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()
-    return command.run()
+    status: int = command.run()
+    return status

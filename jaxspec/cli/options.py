@@ -197,4 +197,5 @@ def _read_messages(path: str) -> list[dict[str, str]]:
             raise ValueError("it holds several conversations; give one")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return batch[0]
+    conversation: list[dict[str, str]] = batch[0]
+    return conversation

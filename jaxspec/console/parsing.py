@@ -239,7 +239,8 @@ def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | Non
 
     def read(given: list[str]) -> int | float:
         try:
-            return info.type(given[0])
+            number: int | float = info.type(given[0])
+            return number
         except ValueError:
             raise ValueError(f"is {given[0]!r}; give {_NUMBERS[info.type]}") from None
 

@@ -205,7 +205,8 @@ class S2D(ChainDrafter):
             largest = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
             return (largest >= threshold) & (threshold < 1)
 
-        return jax.lax.cond(self._is_reached(number + 1), compared, lambda: everything)
+        sure: jax.Array = jax.lax.cond(self._is_reached(number + 1), compared, lambda: everything)
+        return sure
 
     def _is_offered(self, number: int) -> jax.Array | bool:
         """bool[], whether some row may take exit `number`."""

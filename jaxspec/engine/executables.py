@@ -73,7 +73,8 @@ class Executables:
                 self._compile(key, future, function, args, static)
             future.exception()  # waits
             self.blocked_ms += 1e3 * (time.perf_counter() - began)
-        return future.result()
+        program: Callable[..., Any] = future.result()
+        return program
 
     def prepare(self, function: Callable[..., Any], *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""

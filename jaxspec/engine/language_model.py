@@ -175,7 +175,8 @@ class LanguageModel:
     @property
     def platform(self) -> str:
         """The platform that the model runs on: cpu, gpu or tpu."""
-        return (self.device if self.mesh is None else self.mesh.devices.flat[0]).platform
+        platform: str = (self.device if self.mesh is None else self.mesh.devices.flat[0]).platform
+        return platform
 
     @property
     def exits(self) -> tuple[int, ...]:

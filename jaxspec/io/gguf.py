@@ -187,7 +187,8 @@ def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
     embed = read(path).tensors.get(_WHOLE[EMBED])
     if embed is None:
         raise ValueError(f"{path}: tensor {_WHOLE[EMBED]} is missing")
-    return _DTYPES.get(embed.kind, _DTYPES["F32"])
+    stored: np.dtype = _DTYPES.get(embed.kind, _DTYPES["F32"])
+    return stored
 
 
 def load_params(

@@ -185,7 +185,8 @@ def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
 
 
 def _types(metadata: dict[str, Any]) -> np.ndarray:
-    return metadata.get("tokenizer.ggml.token_type", np.full(len(metadata[_LIST]), _NORMAL))
+    types: np.ndarray = metadata.get("tokenizer.ggml.token_type", np.full(len(metadata[_LIST]), _NORMAL))
+    return types
 
 
 def _pair(merge: str) -> tuple[str, str]:

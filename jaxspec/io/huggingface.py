@@ -267,7 +267,8 @@ def assemble(
         array = jax.device_put(host) if place is None else place(leaf, host)
         # Transfers run behind; without waiting, host copies of many leaves would pile up.
         placed.append(jax.block_until_ready(array))
-    return jax.tree.unflatten(_structure(config), placed)
+    params: Params = jax.tree.unflatten(_structure(config), placed)
+    return params
 
 
 def _structure(config: LlamaConfig) -> Any:

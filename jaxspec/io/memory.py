@@ -29,7 +29,8 @@ def free_bytes(device: jax.Device) -> int | None:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    free: int = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return free
 
 
 def _free_host_bytes() -> int | None:

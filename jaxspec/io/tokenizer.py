@@ -132,7 +132,8 @@ class Tokenizer:
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both."""
-        return self._loaded.get_vocab() == other._loaded.get_vocab()
+        same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()
+        return same
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
@@ -169,9 +170,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; special tokens are left out, spaces stay as they are."""
-        return self._loaded.decode(
+        text: str = self._loaded.decode(
             [int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return text
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:
         """Text piece by piece, for one sequence of tokens.

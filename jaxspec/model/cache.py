@@ -128,7 +128,8 @@ def attend(
         return _by_blocks(queries, layer, positions, window, merged)
 
     # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
-    return jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+    attended: jax.Array = jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+    return attended
 
 
 def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:

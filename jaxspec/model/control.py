@@ -19,7 +19,8 @@ def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Car
     """
     if isinstance(run, bool):
         return sublayer(carry) if run else carry
-    return jax.lax.cond(run, sublayer, lambda same: same, carry)
+    chosen: Carry = jax.lax.cond(run, sublayer, lambda same: same, carry)
+    return chosen
 
 
 def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:

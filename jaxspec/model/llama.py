@@ -91,7 +91,8 @@ def init_params(
         else:
             noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
             drawn.append((noise * scale * shape[-1] ** -0.5).astype(dtype))
-    return jax.tree.unflatten(tree, drawn)
+    params: Params = jax.tree.unflatten(tree, drawn)
+    return params
 
 
 def truncate(params: Params, num_layers: int) -> Params:
@@ -101,7 +102,8 @@ def truncate(params: Params, num_layers: int) -> Params:
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
-    return params["embed"][tokens]
+    embedded: jax.Array = params["embed"][tokens]
+    return embedded
 
 
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:

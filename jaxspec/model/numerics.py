@@ -32,7 +32,8 @@ def linear(
         y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=_product)
     else:
         y = _product(x, weight, out_dtype)
-    return y if bias is None else y + bias
+    biased: jax.Array = y if bias is None else y + bias
+    return biased
 
 
 def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:

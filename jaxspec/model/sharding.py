@@ -54,7 +54,8 @@ def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
             logical = (None, None)
         return placed(mesh, logical, shape)
 
-    return jax.tree.map_with_path(leaf, param_shapes(config), is_leaf=is_shape)
+    shardings: Params = jax.tree.map_with_path(leaf, param_shapes(config), is_leaf=is_shape)
+    return shardings
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:

@@ -20,7 +20,8 @@ def warp(
     """
     logits = np.asarray(logits, np.float64)
     if temperature == 0:
-        return np.eye(len(logits))[np.argmax(logits)]
+        certain: np.ndarray = np.eye(len(logits))[np.argmax(logits)]
+        return certain
     probs = _normalised(np.exp((logits - logits.max()) / temperature))
     if top_k > 0:
         probs = _normalised(np.where(probs >= np.sort(probs)[::-1][min(top_k, len(probs)) - 1], probs, 0))
@@ -35,7 +36,8 @@ def warp(
 
 
 def _normalised(weights: np.ndarray) -> np.ndarray:
-    return weights / weights.sum()
+    probs: np.ndarray = weights / weights.sum()
+    return probs
 
 
 def text_law(

@@ -45,7 +45,8 @@ def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
     drawn = reference.random_params(config, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
     drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
-    return jax.tree.map(jnp.asarray, drawn)
+    placed: llama.Params = jax.tree.map(jnp.asarray, drawn)
+    return placed
 
 
 # With a tokenizer

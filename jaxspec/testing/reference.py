@@ -35,7 +35,8 @@ def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32)
             return (0.3 * noise).astype(dtype)
         return (noise / math.sqrt(shape[-1])).astype(dtype)
 
-    return jax.tree.map_with_path(draw, param_shapes(config), is_leaf=is_shape)
+    drawn: dict[str, Any] = jax.tree.map_with_path(draw, param_shapes(config), is_leaf=is_shape)
+    return drawn
 
 
 def as_float64(params: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
       >>> as_float64({"norm": np.ones(2, np.float32)})["norm"].dtype
       dtype('float64')
     """
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), params)
+    wide: dict[str, Any] = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), params)
+    return wide
 
 
 def frequencies(config: LlamaConfig, length: int) -> list[float]:
@@ -95,7 +97,8 @@ def _rotate(config: LlamaConfig, x: np.ndarray, rope_length: int) -> np.ndarray:
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+    normed: np.ndarray = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+    return normed
 
 
 def _attention(
@@ -118,7 +121,8 @@ def _attention(
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             heads.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
     out = np.concatenate(heads, axis=-1) @ p["out"].T
-    return out + p["out_bias"] if config.output_bias else out
+    biased: np.ndarray = out + p["out_bias"] if config.output_bias else out
+    return biased
 
 
 def _mlp(config: LlamaConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
@@ -126,7 +130,8 @@ def _mlp(config: LlamaConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     if config.mlp_bias:
         gate, up = gate + p["gate_up_bias"][0], up + p["gate_up_bias"][1]
     out = (gate / (1 + np.exp(-gate)) * up) @ p["down"].T
-    return out + p["down_bias"] if config.mlp_bias else out
+    biased: np.ndarray = out + p["down_bias"] if config.mlp_bias else out
+    return biased
 
 
 def forward(
@@ -173,7 +178,8 @@ def forward(
             x = x + _mlp(config, p["mlp"], _norm(x, p["mlp"]["norm"], config.rms_norm_eps))
         stream.append(x)
     head = params["embed"] if config.tie_embeddings else params["head"]
-    return _norm(x, params["norm"], config.rms_norm_eps) @ head.T
+    logits: np.ndarray = _norm(x, params["norm"], config.rms_norm_eps) @ head.T
+    return logits
 
 
 def greedy(

@@ -67,7 +67,8 @@ def by_exit(
         said = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
         return Exits(total - said, jnp.argmax(logits, -1), jnp.exp(jnp.max(logits, -1) - total))
 
-    return jax.lax.map(read, jnp.stack(states))
+    exits: Exits = jax.lax.map(read, jnp.stack(states))
+    return exits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,10 @@ class Texts:
         """Positions whose next token is judged, bool[N, T]: it is of the same text, and part of an answer."""
         following = np.roll(self.segments, -1, axis=1)
         following[:, -1] = 0
-        return (self.segments > 0) & (following == self.segments) & np.roll(self.learn, -1, axis=1)
+        counted: np.ndarray = (
+            (self.segments > 0) & (following == self.segments) & np.roll(self.learn, -1, axis=1)
+        )
+        return counted
 
     @property
     def has_answers(self) -> bool:
@@ -201,7 +205,8 @@ def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
 def pooled(kinds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """A figure over several kinds of work, each judged token counting once: a list over the exits."""
     weights = [kind["tokens"] for kind in kinds]
-    return np.average([kind[name] for kind in kinds], axis=0, weights=weights).tolist()
+    means: list[float] = np.average([kind[name] for kind in kinds], axis=0, weights=weights).tolist()
+    return means
 
 
 def write_rms(params: Params) -> dict[str, list[float]]:

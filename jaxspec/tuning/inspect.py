@@ -135,7 +135,8 @@ def weights_read(lm: LanguageModel, plan: LayerPlan) -> float:
         if not run
         for leaf in jax.tree.leaves(layer[name])
     )
-    return 1 - skipped / whole
+    share: float = 1 - skipped / whole
+    return share
 
 
 def sublayer_ms(lm: LanguageModel, live: int, repeats: int = 15) -> dict[str, float]:

@@ -62,7 +62,8 @@ class MaskSpace:
         free = len(self.free)
         if self.skip_ratio is not None:
             return math.comb(free, self._num_skipped)
-        return 2**free - 1 - (free == 2 * self.num_layers)
+        count: int = 2**free - 1 - (free == 2 * self.num_layers)
+        return count
 
     @property
     def _num_skipped(self) -> int:
@@ -80,7 +81,8 @@ class MaskSpace:
 
     def corner(self, plan: LayerPlan) -> np.ndarray:
         """The corner of the box that is a mask, float[n]: 1 for what is skipped."""
-        return 1.0 - np.asarray(plan.run, float).reshape(-1)[self.free]
+        corner: np.ndarray = 1.0 - np.asarray(plan.run, float).reshape(-1)[self.free]
+        return corner
 
     def neighbour(self, plan: LayerPlan, moves: int, rng: np.random.Generator) -> LayerPlan:
         """A mask some moves away: a move turns one sublayer over, or with a skip ratio exchanges two."""

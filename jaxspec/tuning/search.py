@@ -198,7 +198,8 @@ class _Record:
 
     def seconds(self, kind: str) -> float:
         """How long the trials of one kind of search took in all."""
-        return sum(1e-3 * entry["elapsed_ms"] for entry, _ in self._read if entry["search"] == kind)
+        seconds: float = sum(1e-3 * entry["elapsed_ms"] for entry, _ in self._read if entry["search"] == kind)
+        return seconds
 
     def known(self, plan: LayerPlan) -> Trial | None:
         """The trial of a mask that any search evaluated."""

@@ -85,7 +85,7 @@ def prepare_texts(
         )
     length = max(map(len, prompts))
     with jax.default_device(lm.device):
-        return _prepare(
+        prepared: tuple[AgreementTexts, jax.Array] = _prepare(
             lm.config,
             lm.params,
             _padded(prompts, bucket(length + longest)),
@@ -94,6 +94,7 @@ def prepare_texts(
             jnp.asarray([len(text) for text in texts], jnp.int32),
             chunk_size=prefill_chunk_size(length, lm.device.platform),
         )
+    return prepared
 
 
 _prepare = jax.jit(prepare, static_argnames=("config", "chunk_size"))
