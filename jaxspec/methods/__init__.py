@@ -2,9 +2,11 @@
 
     lm.generate(prompt, method=jaxspec.methods.LayerSkip(exit_layer=3))
 
-is the typed form of `lm.generate(prompt, method="layerskip", exit_layer=3)`. A class here that is not among the
-imports below is found by its file all the same; the imports are for editors.
+is the typed form of `lm.generate(prompt, method="layerskip", exit_layer=3)`. A class in a file of this folder is found
+without being imported below; the imports are for editors.
 """
+
+from typing import Any
 
 from jaxspec.methods.adaspeed import AdaSPEED, AdaSPEEDProbe
 from jaxspec.methods.asd import ASD
@@ -37,3 +39,12 @@ __all__ = [
 
 # Every name that `method=` and `--method` take, those of other packages last.
 METHODS = names()
+
+
+def __getattr__(name: str) -> Any:
+    from jaxspec.methods.registry import built_in
+
+    for method in built_in().values():
+        if method.__name__ == name:
+            return method
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
