@@ -5,6 +5,7 @@ The ordinary tests run every pair of them at least once; the full product is slo
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -265,6 +266,13 @@ def test_a_row_does_not_depend_on_its_neighbours(combination):
         contracts.check_calls(loop)
     else:
         contracts.check_rows_are_independent(loop)
+
+
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_rows_take_the_places_of_others(combination):
+    if combination.drafter == "asd-shared":
+        combination = dataclasses.replace(combination, acceptor="greedy")
+    contracts.check_refill(tiny.loop(combination))
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import LanguageModel
-from jaxspec.engine import buckets
+from jaxspec.engine import buckets, compiled
 from jaxspec.model.sharding import param_shardings
 from jaxspec.testing import reference
 from tests import tiny
@@ -47,12 +47,19 @@ for options in (
     assert all((row.gamma is None) == (options["method"] not in ("asd", "adaspeed")) for row in rows)
     print(options["method"])
 
-# A long prompt that is fed between the rounds of its neighbour.
-buckets.POLL_PIECES, buckets.MAX_CHUNK_CPU = 1, 16
+# A long prompt that is fed between the rounds of its neighbour, by the target and by a draft model.
+assert buckets.POLL_CHUNKS
+buckets.POLL_CHUNKS, buckets.MAX_CHUNK_CPU = 1, 16
+called, call = set(), spread[0].executables.call
+spread[0].executables.call = lambda function, *args, **static: (
+    called.add(function) or call(function, *args, **static)
+)
 long = [3, 1, 4, 1, 5, 9, 2, 6] * 5
-rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2)
-assert rows[1].tokens == expected[1]
-assert rows[2].tokens == reference.greedy(config, tiny.params(config), long, 10)
+for options in ({}, {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]}):
+    rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2, **options)
+    assert rows[1].tokens == expected[1]
+    assert rows[2].tokens == reference.greedy(config, tiny.params(config), long, 10)
+assert {compiled.start_prefill, compiled.feed, compiled.end_prefill} <= called
 print("fed")
 """
 

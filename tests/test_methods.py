@@ -38,6 +38,16 @@ class Repeat(DraftingMethod):
     careful: bool | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Named(Repeat):
+    """Shows itself in its own way."""
+
+    name: ClassVar[str] = "named"
+
+    def __repr__(self) -> str:
+        return "of its own"
+
+
 @pytest.fixture
 def plugged(monkeypatch):
     """Entry points as other packages would have them."""
@@ -107,6 +117,7 @@ def test_options_are_taken_as_their_types_say():
     assert [type(method.exit_layer), type(method.gamma)] == [int, float]
     assert method.given == {"stop_rule": ("product",), "gamma": 1.0, "exit_layer": 3}
     assert repr(method) == "LayerSkip(stop_rule=('product',), gamma=1.0, exit_layer=3)"
+    assert repr(Named()) == "of its own"
     assert str(method) == "layerskip stop_rule=('product',) gamma=1.0 exit_layer=3"
     assert methods.NGram(reference=Path("a")).reference == ("a",)
     assert methods.NGram(reference=["a", "b"]).reference == ("a", "b")
@@ -129,6 +140,8 @@ def test_options_are_taken_as_their_types_say():
         ("asd", {"shared_mask": "no"}, "shared_mask is 'no'; give True or False"),
         ("asd", {"static": 1}, "static is 1; give True or False"),
         ("ngram", {"match": "first"}, "unknown match 'first'; give one of latest, earliest, longest, random"),
+        ("ngram", {"match": np.array(["latest", "x"])}, "unknown match array(['latest', 'x']"),
+        ("layerskip", {"max_new_tokens": 3}, "unknown option max_new_tokens; see help("),
         ("ngram", {"reference": 3}, "reference is 3; give a text or several"),
         ("ngram", {"reference": [3]}, "reference[0] is 3; give a text"),
         ("asd", {"stop_rule": ("product", "never")}, "unknown stop_rule 'never'; give one of constant,"),
@@ -169,6 +182,8 @@ def test_options_of_several_methods_go_to_those_that_read_them():
         {"gamma": 0.3, "exit_layer": 1, "probe": "file"},
         {"gamma": 0.3, "alpha": 0.9},
     ]
+    rules = np.array(["confidence", "product"])
+    assert registry.share(["asd"], {"stop_rule": rules})["asd"].stop_rule == ("confidence", "product")
     with pytest.raises(ValueError, match="none of the methods ngram, asd has an option `exit_layer`"):
         registry.share(["ngram", "asd"], {"exit_layer": 1})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import typing
 from typing import TYPE_CHECKING, Literal
 
+from jaxspec.io.messages import shown
+
 if TYPE_CHECKING:
     from jaxspec.protocol import Acceptor
 
@@ -28,8 +30,8 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
     from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 
     known = typing.get_args(AcceptorName)
-    if name is not None and name not in known:
-        raise ValueError(f"unknown acceptor {name!r}; give one of {', '.join(known)}")
+    if name is not None and not (isinstance(name, str) and name in known):
+        raise ValueError(f"unknown acceptor {shown(name)}; give one of {', '.join(known)}")
     name = name or ("block" if sampling else "greedy")
     if name == "greedy":
         if sampling:

@@ -210,7 +210,8 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         # Else each dataclass would show all its options, most of them not given.
-        cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return (
@@ -304,7 +305,7 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
     for member in members:
         if typing.get_origin(member) is Literal:
             known = typing.get_args(member)
-            if value not in known:
+            if not isinstance(value, (str, int)) or value not in known:
                 raise ValueError(f"unknown {option} {shown(value)}; give one of {', '.join(map(str, known))}")
             return value
         if member is bool:

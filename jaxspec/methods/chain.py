@@ -83,8 +83,10 @@ class ChainMethod(DraftingMethod):
     @classmethod
     def rules(cls, given: Mapping[str, Any]) -> tuple[StopName, ...]:
         """Returns the stop rules that are given, else the method's usual one."""
-        rules: Any = given.get("stop_rule") or (cls.usual_rule,)
-        return (cast(StopName, rules),) if isinstance(rules, str) else tuple(rules)
+        rules: Any = given.get("stop_rule")
+        if isinstance(rules, str):
+            return (cast(StopName, rules),)
+        return (() if rules is None else tuple(rules)) or (cls.usual_rule,)
 
     def refusal(self, foreign: Sequence[str]) -> str:
         """Returns what to say of options that the method does not read with its stop rules."""

@@ -168,6 +168,7 @@ def unknown(name: str, known: Collection[str]) -> str:
       >>> unknown("max_tokens", ["max_new_tokens", "seed"])
       'unknown option max_tokens; perhaps you meant max_new_tokens'
     """
-    guess = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, list(known), n=1)
+    others = [other for other in known if other != name]
+    guess = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, others, n=1)
     remedy = f"perhaps you meant {guess[0]}" if guess else "see help(jaxspec.LanguageModel.generate)"
     return f"unknown option {name}; {remedy}"

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts
+from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Acceptor, Drafter, Proposal, View, Weights
+from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.testing import laws, reference
-from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds
+from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds, view
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
 # Ragged: prompts and budgets of different lengths, and one that repeats itself.
@@ -128,13 +130,15 @@ def check_loan(loop: Loop) -> None:
       >>> check_loan(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
-    _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
-    for row, length in enumerate(np.asarray(state.length)):
-        lent = committed(state.cache, row, length - 1)
-        back = committed(jax.tree.map(lambda leaf: leaf[-1], caches), row, length - 1)
-        assert all(array.any() for array in lent), "the cache is empty, so nothing is checked"
-        for before, after in zip(lent, back, strict=True):
-            assert (before == after).all(), f"the draft changed committed slots of row {row}'s cache"
+    for _ in range(2):  # after the prefill, and after some rounds
+        _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+        for row, length in enumerate(np.asarray(state.length)):
+            lent = committed(state.cache, row, length - 1)
+            back = committed(jax.tree.map(lambda leaf: leaf[-1], caches), row, length - 1)
+            assert all(array.any() for array in lent), "the cache is empty, so nothing is checked"
+            for before, after in zip(lent, back, strict=True):
+                assert (before == after).all(), f"the draft changed committed slots of row {row}'s cache"
+        state, _ = loop.go_on(state, 2)
 
 
 def check_log_probs(loop: Loop) -> None:
@@ -203,9 +207,16 @@ def check_params_are_arguments(loop: Loop) -> None:
     state, _ = loop.begin(PROMPTS, BUDGETS)
     arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
     traced = run_rounds.trace(loop.config, *arguments, window=CAPACITY)
+    batch, config = len(PROMPTS), loop.config
+    ended = jnp.zeros((batch, config.hidden_size)), jnp.ones((batch, config.num_layers, 2))
+    begun = jax.make_jaxpr(_begun)(loop.parts.drafter, loop.weights, state, Prefill(*ended, chunk_size=8))
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
-    largest = largest_constant(traced.jaxpr)
+    largest = max(largest_constant(traced.jaxpr), largest_constant(begun))
     assert largest < smallest, f"the program holds a constant of {largest} elements; pass it as a parameter"
+
+
+def _begun(drafter: Drafter, weights: Weights, state: DecodeState, prefill: Prefill) -> Any:
+    return drafter.init(weights, view(state), prefill)
 
 
 def largest_constant(closed: Any) -> int:
@@ -284,6 +295,32 @@ def check_calls(loop: Loop) -> None:
     assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into calls"
 
 
+def check_refill(loop: Loop) -> None:
+    """Rows that take the places of others in a running batch, which then grows, have the text they have alone.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_refill(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
+    expected = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    others, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    state, _ = loop.begin(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
+    state, _ = loop.go_on(state, 2)
+    for leaf in jax.tree.leaves(state.drafter_state, is_leaf=_is_cache):
+        assert _is_cache(leaf) or (leaf.ndim and leaf.shape[0] == len(PROMPTS)), (
+            f"the drafter's state has an array of shape {leaf.shape}; its first axis must be that of the rows"
+        )
+    for row in (0, 2):  # a place has its own temperature
+        state = decoding.insert(state, jnp.int32(row), others, jnp.int32(row))
+    state, _ = loop.go_on(decoding.grow(state, 2 * CAPACITY))
+    found = generated(state, PROMPTS)
+    assert found == expected, f"in the places of others the texts are {found} instead of {expected}"
+
+
+def _is_cache(node: object) -> bool:
+    return isinstance(node, KVCache)
+
+
 def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None:
     """Sampled texts of the whole loop follow the law of every text there is, end of text included.
 
@@ -322,4 +359,5 @@ CHECKS = (
     check_params_are_arguments,
     check_greedy_text,
     check_rows_are_independent,
+    check_refill,
 )
