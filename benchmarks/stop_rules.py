@@ -91,6 +91,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_budget(self.max_new_tokens)
+        if self.repeats < 1:
+            raise ValueError(f"repeats is {self.repeats}; give at least 1")
 
 
 class Case(NamedTuple):

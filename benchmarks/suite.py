@@ -31,7 +31,7 @@ from jaxspec.console.terminal import Progress
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method, registry
-from jaxspec.methods.flat import flat_options, given_options
+from jaxspec.methods.flat import all_options, flat_options, given_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,8 @@ def _run(lm: LanguageModel, options: Options, given: dict[str, Any]) -> Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints tables, or JSON; returns the exit status."""
-    guard = Guard("jaxspec", option_names(Options))
+    # A run's own options are refused by their parameters too, once its model is known.
+    guard = Guard("jaxspec", option_names(all_options()) | option_names(Options))
     return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 

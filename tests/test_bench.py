@@ -206,3 +206,17 @@ def test_gamma_is_carried_from_text_to_text_where_asked():
     # `compare` passes it on: the turns of one prompt follow one another.
     report = compare(lm, [3, 4, 5], [method], repeats=1, carry_gamma=True, max_new_tokens=9, ignore_eos=True)
     assert report["results"][1]["identical_to_autoregressive"]
+
+
+def test_a_gamma_is_not_given_to_a_method_that_has_no_such_option():
+    """Another package's method may have an adaptive γ of its own that nobody can set."""
+    given = []
+
+    def generate(prompt, *, method, **options):
+        given.append(method)
+        return SimpleNamespace(gamma=0.3)
+
+    run = carrying(generate)
+    run([3], method=methods.NGram())
+    run([3], method=methods.NGram())
+    assert given == [methods.NGram(), methods.NGram()]

@@ -256,6 +256,7 @@ def test_the_command_prints_a_table_or_json(model, monkeypatch, capsys):
     for wrong, message in (
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--num-tuning-prompts", "9"), "--num-tuning-prompts is 9; give 1 to 2"),
+        (("--repeats", "0"), "--repeats is 0; give at least 1"),
         (("--gamma",), "missing value for argument '--gamma'"),
     ):
         assert stop_rules.main([*words.split(), *wrong]) == 2

@@ -303,6 +303,10 @@ def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
         (("--run", "ngram", "--prompts", "3"), "--num-prompts is 3; give 1 to 2"),
         (("--run", "ngram --gamma"), "--run 'ngram --gamma': "),
         (("--run", "ngram", "--model", "nowhere"), "no directory 'nowhere'"),
+        (
+            ("--run", "layerskip --exit-layer 99", "--model", "small"),
+            "--exit-layer is 99; the model has 12 layers",
+        ),
     ],
 )
 def test_wrong_use_is_one_line(capsys, arguments, message):

@@ -28,6 +28,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
+from training import command
 from training.data import conversations, formats, packing, sources, tokenizer
 from training.data.sources import DataOptions
 from training.parsing import parse
@@ -110,20 +111,19 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        options = parse(Options, arguments, "python -m training.depth")
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        options = parse(Options, given, prog)
         lm = jaxspec.load(options.model, dtype="float32")
         if options.cut >= lm.config.num_layers:
             raise ValueError(f"cut is {options.cut}; give 1 to {lm.config.num_layers - 1}")
         words = Tokenizer.from_file(str(options.model / "tokenizer.json"))
         texts = held_out_texts(lm, options, words, console)
         report = {"fitness": fitness.measure(lm, texts), "cut": speeds(lm, options)}
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", markup=False)
-        return 1
-    print(json.dumps(report, indent=2))
-    return 0
+        print(json.dumps(report, indent=2))
+        return 0
+
+    return command.run("training.depth", work, arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from jaxspec.methods import Method
 def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
     """Returns `generate` with a memory: each text of a method starts from the γ that the method's last text ended with.
 
-    A method whose stop rule has no adaptive γ is left as it is.
+    A method whose stop rule has no adaptive γ, or that has no option `gamma`, is left as it is.
 
     Args:
       generate: takes a prompt and keyword arguments, among them `method`, an instance of one of `jaxspec.methods`.
@@ -34,7 +34,7 @@ def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
             return generate(prompt, method=method, **options)
         changes: dict[str, Any] = {"gamma": ended[method]} if method in ended else {}
         result = generate(prompt, method=dataclasses.replace(method, **changes), **options)
-        if result.gamma is not None:
+        if result.gamma is not None and "gamma" in method.options():
             ended[method] = result.gamma
         return result
 

@@ -38,7 +38,8 @@ class Generate(TextOptions):
     In a terminal, draft tokens that were accepted have another colour.
 
     Attributes:
-      method: how to decode. All give the text of plain decoding (autoregressive), or its law where tokens are drawn.
+      method: how to decode. All give the text of plain decoding (autoregressive), or its distribution where tokens are
+        drawn.
       stream: print the text as it comes, or only once it is whole.
     """
 

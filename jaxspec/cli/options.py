@@ -62,7 +62,7 @@ class SamplingOptions:
     """How a token is chosen. Where nothing is said, as the model's generation_config.json says, else greedy.
 
     Attributes:
-      temperature: 0 takes the likeliest token, 1 draws from the model's own law.
+      temperature: 0 takes the likeliest token, 1 draws from the model's own distribution.
       top_k: draw from the K likeliest tokens only; 0 for all.
       top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
       min_p: draw from tokens at least this times as likely as the likeliest, 0 to 1.
@@ -98,8 +98,8 @@ class TextOptions:
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
         `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
-      acceptor: how drafts are accepted; the text keeps its law with each. Default: greedy at temperature 0, else
-        block.
+      acceptor: how drafts are accepted; the text keeps its distribution with each. Default: greedy at temperature
+        0, else block.
       json: print one JSON object and nothing else.
     """
 

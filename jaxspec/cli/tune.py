@@ -43,7 +43,7 @@ class Tune:
     """
 
     method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d}"})
-    draft: str | None = None
+    draft: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
     prompt_file: tuple[str, ...] = ()
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
