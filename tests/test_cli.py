@@ -302,7 +302,7 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
     status, out, err = run("compare", PROMPT, "--model", model, "--draft-exit", 1)
     assert status == 0
-    assert asked["methods"] == ["autoregressive", "ngram", "draft-model", "asd", "layerskip", "adaspeed"]
+    assert asked["methods"] == ["adaspeed", "asd", "autoregressive", "draft-model", "layerskip", "ngram"]
     assert asked["repeats"] == 3
     assert "12.3" in out
     assert "7.9" in out
@@ -508,7 +508,7 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--method", "draft-model"], "needs a draft; give --draft DIR"),
         (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
         (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "no option --gamma"),
-        (["--method", "guess"], "the methods are autoregressive, ngram, draft-model, asd"),
+        (["--method", "guess"], "the methods are adaspeed, adaspeed-probe, asd, autoregressive"),
         (["--stop-rule", "constant"], "method autoregressive has no option --stop-rule;"),
         (["--stop-rule", "never"], r"'never'.*'constant'"),
         (["--stop", ""], "a stop string is empty"),

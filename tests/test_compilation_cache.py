@@ -31,7 +31,7 @@ def test_load_keeps_what_is_compiled(model, tmp_path):
         jaxspec.load(model).generate([3, 4], max_new_tokens=2)
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
         kept = [path.name.split("-")[0] for path in (tmp_path / "compiled").iterdir()]
-    assert {"jit_prefill", "jit_chunk"} <= set(kept)
+    assert {"jit_prefill", "jit_run_rounds"} <= set(kept)
 
 
 def test_load_can_be_told_not_to(model, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -22,12 +24,19 @@ def code(page: str) -> str:
     return "\n\n".join(blocks(page))
 
 
+def run(script: str, monkeypatch) -> dict:
+    """Runs a page's code as a module of its own; returns its names."""
+    page = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", page)  # where dataclasses look up their types
+    exec(compile(script, "page", "exec"), vars(page))
+    return vars(page)
+
+
 def test_the_code_of_adding_a_drafter_runs(capsys, monkeypatch):
     from jaxspec.methods import registry
 
     script = code("add_a_drafter.md").replace("check_drafter(Repeat(period=2), report=print)", CHECK)
-    names: dict = {"__name__": "page"}
-    exec(compile(script, "add_a_drafter.md", "exec"), names)
+    names = run(script, monkeypatch)
     assert "check_greedy_text, greedy acceptor" in capsys.readouterr().out
     method = names["RepeatMethod"]
     monkeypatch.setattr(registry, "built_in", lambda: {"repeat": method})
@@ -43,14 +52,14 @@ CHECK = "check_drafter(Repeat(period=2), acceptors=['greedy'], report=print)"
 
 
 @pytest.mark.slow
-def test_the_drafter_of_the_page_keeps_all_contracts(capsys):
-    exec(compile(code("add_a_drafter.md"), "add_a_drafter.md", "exec"), {"__name__": "page"})
+def test_the_drafter_of_the_page_keeps_all_contracts(capsys, monkeypatch):
+    run(code("add_a_drafter.md"), monkeypatch)
     assert "check_sampled_law, block acceptor" in capsys.readouterr().out
 
 
-def test_the_code_of_the_python_page_runs():
+def test_the_code_of_the_python_page_runs(monkeypatch):
     script = code("python.md").replace('load("large")', 'load("small")').replace("=64", "=8")
-    exec(compile(script, "python.md", "exec"), {"__name__": "page"})
+    run(script, monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

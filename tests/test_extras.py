@@ -58,7 +58,7 @@ def test_the_base_generates(tmp_path):
 @pytest.mark.parametrize("module", ["sft", "probe", "export"])
 def test_training_names_its_extra_before_anything_else(tmp_path, module):
     done = without(tmp_path, "grain", command=[f"training.{module}", "--help"])
-    line = "jaxspec: error: this needs grain; install it with pip install 'jaxspec-decoding[train]'\n"
+    line = "jaxspec: error: this needs grain, of the extra `train`: pip install '.[train]' in jaxspec's repository\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
@@ -66,7 +66,7 @@ def test_training_names_its_extra_before_anything_else(tmp_path, module):
     ("arguments", "module", "extra"),
     [
         (("search", "--model", "none"), "bayes_opt", "search"),
-        (("inspect", "--model", "none"), "matplotlib", "plot"),
+        (("inspect", "--model", "none", "--output", "figures"), "matplotlib", "plot"),
         (("convert", "none", "there", "--to", "orbax"), "orbax.checkpoint", "train"),
     ],
 )
@@ -76,8 +76,8 @@ def test_a_command_names_its_extra(monkeypatch, capsys, tmp_path, arguments, mod
     monkeypatch.delitem(sys.modules, "jaxspec.io.orbax", raising=False)
     assert cli.main(list(arguments)) == 1
     said = capsys.readouterr().err
-    line = f"jaxspec: error: this needs {module}; install it with pip install 'jaxspec-decoding[{extra}]'\n"
-    assert said == line
+    remedy = f"pip install '.[{extra}]' in jaxspec's repository"
+    assert said == f"jaxspec: error: this needs {module}, of the extra `{extra}`: {remedy}\n"
 
 
 def test_a_drawing_run_names_its_extra_before_it_trains(monkeypatch, capsys, tmp_path):
@@ -86,11 +86,11 @@ def test_a_drawing_run_names_its_extra_before_it_trains(monkeypatch, capsys, tmp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     given = ["--data", str(tmp_path / "none.txt"), "--output", str(tmp_path / "model"), "--plot"]
     assert sft.main(given) == 1
-    assert "'jaxspec-decoding[plot]'" in capsys.readouterr().err
+    assert "'.[plot]'" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 
 def test_what_is_installed_is_not_complained_of():
     extras.require("train", "json", "importlib.metadata")
-    with pytest.raises(extras.MissingExtra, match=r"needs no_such\.part; .*\[train\]"):
+    with pytest.raises(extras.MissingExtra, match=r"needs no_such\.part, .*\[train\]"):
         extras.require("train", "json", "no_such.part")

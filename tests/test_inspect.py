@@ -418,7 +418,9 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(home, "inspect_model", inspect_model)
     monkeypatch.chdir(tmp_path)
-    status, out, err = run("inspect", "--model", model)
+    assert run("inspect", "--model", model)[::2] == (0, "")
+    assert list(tmp_path.glob("*.png")) == []
+    status, out, err = run("inspect", "--model", model, "--output", ".")
     assert status == 0
     defaults = {"asd": ASDNumbers(), "max_new_tokens": None}
     assert asked == {"prompts": home.PROMPTS} | defaults

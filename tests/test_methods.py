@@ -15,9 +15,10 @@ import pytest
 
 import jaxspec
 from jaxspec import methods
+from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
 from jaxspec.methods.base import DraftingMethod, Method, option
-from jaxspec.methods.flat import flat_options, given_options
+from jaxspec.methods.flat import flat_options, given_options, usable_methods
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -184,6 +185,9 @@ def test_options_of_several_methods_go_to_those_that_read_them():
     ]
     rules = np.array(["confidence", "product"])
     assert registry.share(["asd"], {"stop_rule": rules})["asd"].stop_rule == ("confidence", "product")
+    assert registry.share(["ngram"], {"exit_layer": None, "adaptive_gamma": True}) == {
+        "ngram": methods.NGram()
+    }
     with pytest.raises(ValueError, match="none of the methods ngram, asd has an option `exit_layer`"):
         registry.share(["ngram", "asd"], {"exit_layer": 1})
 
@@ -244,6 +248,37 @@ def test_masks_are_compiled_where_asked_for_and_on_a_gpu():
     lm = tiny.language_model()
     assert lm.drafter(methods.ASD(static=True))[0].static
     assert not lm.drafter("asd")[0].static
+
+
+def test_a_method_whose_options_clash_is_left_out(plugged):
+    """One package must not stop every command."""
+    usable_methods.cache_clear()
+    plugged("tests.test_methods:Clashing")
+    found, problems = usable_methods()
+    usable_methods.cache_clear()
+    assert set(found) == set(registry.built_in())
+    assert problems == [
+        "method 'twice-told' is left out: the option exit_layer of method twice-told has another type or default than "
+        "adaspeed, adaspeed-probe, layerskip's; give it another name"
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clashing(Method):
+    """Uses a word of ours for something else."""
+
+    name: ClassVar[str] = "twice-told"
+    exit_layer: str | None = None
+
+
+def test_a_drafter_that_verifies_too_few_rows_is_refused():
+    """Else its tokens would be cut from the proposal, and the text be wrong."""
+
+    class Narrow(NGram):
+        verify_widths = (1, 2)
+
+    with pytest.raises(ValueError, match=r"Narrow proposes up to 3 tokens .* let verify_widths end with 4"):
+        tiny.language_model().generate([3, 4], method=Narrow(num_draft_tokens=3))
 
 
 # Other packages

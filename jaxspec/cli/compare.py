@@ -111,6 +111,7 @@ def _print(report: dict[str, Any]) -> None:
             "–" if same is None else "yes" if same else "no",
         )
     Console(file=sys.stdout).print(table)
+    print("times plain: the median over turns, each against plain decoding in the same turn\n")
     for line in _texts(report["results"]):
         print(line)
 

@@ -49,9 +49,9 @@ class Convert:
 
         save: Callable[..., None] = huggingface.save
         if self.to == "orbax":
-            from jaxspec.io import orbax
+            from jaxspec.io.orbax import save as save_orbax
 
-            save = orbax.save
+            save = save_orbax
 
         destination = Path(self.dst)
         _check_destination(destination)

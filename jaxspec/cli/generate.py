@@ -12,6 +12,7 @@ from jaxspec.cli.options import TextOptions
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
 from jaxspec.methods import registry
+from jaxspec.methods.flat import usable_methods
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def _method_field() -> str:
     """The option --method, whose help names every method, those of other packages too."""
-    methods, problems = registry.available()
+    methods, problems = usable_methods()
     for problem in problems:
         print(f"jaxspec: warning: {problem}", file=sys.stderr)
     details = " ".join(f"{name}: {method.summary()}." for name, method in methods.items())

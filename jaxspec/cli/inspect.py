@@ -38,7 +38,7 @@ class Inspect:
       max_new_tokens: how many tokens the model goes on for after each prompt, to look at its exits.
         Default 64, or what the context leaves.
       fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
-      output: where the figures go, a directory; made if missing.
+      output: a directory for two figures, made if missing; without it none are drawn. Needs the extra `plot`.
       json: print one JSON object and nothing else.
     """
 
@@ -46,19 +46,19 @@ class Inspect:
     prompt_file: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
-    output: str = "."
+    output: str | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
 
     def run(self) -> int:
         """Inspects; returns the exit status."""
-        require("plot", "matplotlib")
         prompts = self.read_prompts()
-        _check_writable(Path(self.output))
+        if self.output is not None:
+            require("plot", "matplotlib")
+            _check_writable(Path(self.output))
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.tuning.figures import save_figures
             from jaxspec.tuning.fitness_report import measure, read_texts
             from jaxspec.tuning.inspect import PROMPTS, inspect_model
 
@@ -74,8 +74,12 @@ class Inspect:
             if texts:
                 progress("testing the fitness")
                 report["fitness"] = measure(lm, texts)
-            progress("drawing")
-            report["figures"] = save_figures(report, self.output)
+            report["figures"] = {}
+            if self.output is not None:
+                from jaxspec.tuning.figures import save_figures
+
+                progress("drawing")
+                report["figures"] = save_figures(report, self.output)
         if self.json:
             print(json.dumps(report))
             return 0

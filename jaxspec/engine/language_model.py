@@ -157,7 +157,6 @@ class LanguageModel:
         self.defaults = _sampling_defaults(defaults or {})
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers))
         self.executables = Executables()
-        self._drafts = Drafts(config, tokenizer, params["embed"].dtype, self.device, mesh)
 
     def __repr__(self) -> str:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -166,6 +165,10 @@ class LanguageModel:
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
             f"{self.dtype}, on {place(self.device, self.mesh)}>"
         )
+
+    @functools.cached_property
+    def _drafts(self) -> Drafts:
+        return Drafts(self.config, self.tokenizer, self.params["embed"].dtype, self.device, self.mesh)
 
     @property
     def dtype(self) -> str:
@@ -451,6 +454,8 @@ class LanguageModel:
         if self.mesh is None:
             longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
             rows = min(max_batch, len(requests))
+            # Rows that are refilled have a cache beside the batch's until their prompts are through.
+            rows += min(rows, len(requests) - rows)
             memory.check_cache_fits(
                 self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
             )
@@ -478,6 +483,13 @@ class LanguageModel:
             raise ValueError(
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
                 "jaxspec.methods, or a Drafter"
+            )
+        needed = drafter.num_draft_tokens + 1
+        if drafter.verify_widths[-1] != needed or drafter.reach < needed:
+            raise ValueError(
+                f"the drafter {type(drafter).__name__} proposes up to {drafter.num_draft_tokens} tokens and has "
+                f"verify_widths={drafter.verify_widths} and reach={drafter.reach}; let verify_widths end with "
+                f"{needed}, and reach be at least {needed}"
             )
         return drafter, Weights(self.params, params)
 

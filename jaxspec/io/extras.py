@@ -24,12 +24,13 @@ def require(extra: str, *modules: str) -> None:
     Examples:
       >>> require("train", "no_such_module")
       Traceback (most recent call last):
-      jaxspec.io.extras.MissingExtra: this needs no_such_module; install it with pip install 'jaxspec-decoding[train]'
+      jaxspec.io.extras.MissingExtra: this needs no_such_module, of the extra `train`: ...
     """
     for name in modules:
         if not _is_installed(name):
             raise MissingExtra(
-                f"this needs {name}; install it with pip install '{DISTRIBUTION}[{extra}]'", name=name
+                f"this needs {name}, of the extra `{extra}`: pip install '.[{extra}]' in jaxspec's repository",
+                name=name,
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.console.docs import attribute_docs
 from jaxspec.methods.base import Method, plain_type
-from jaxspec.methods.registry import available
+from jaxspec.methods.registry import available, built_in
 
 
 def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -> type:
@@ -81,7 +81,27 @@ def all_options() -> type:
       >>> all_options()(exit_layer=3).exit_layer
       3
     """
-    return flat_options(available()[0].values())
+    return flat_options(usable_methods()[0].values())
+
+
+@functools.cache
+def usable_methods() -> tuple[dict[str, type[Method]], list[str]]:
+    """Returns every method whose options a command line can have, by name, and one line for each other one.
+
+    Examples:
+      >>> sorted(usable_methods()[0])[:2]
+      ['adaspeed', 'adaspeed-probe']
+    """
+    found, problems = available()
+    usable = dict(built_in())
+    for name, method in found.items():
+        try:
+            flat_options([*usable.values(), method])
+        except (ValueError, NameError, TypeError) as error:  # whatever is wrong with another package's fields
+            problems = [*problems, f"method {name!r} is left out: {' '.join(str(error).split())}"]
+        else:
+            usable[name] = method
+    return usable, problems
 
 
 def given_options(options: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Another package adds a method by an entry point of the group `jaxspec.methods`, 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -20,8 +21,13 @@ from typing import Any
 from jaxspec.methods.base import Method
 
 GROUP = "jaxspec.methods"
+_NO_DEFAULT = object()
 # What other libraries call our arguments, where the spelling is too far from ours to be a guess.
-_ELSEWHERE = {"stop_sequences": "stop", "stop_strings": "stop"}
+_ELSEWHERE = {
+    "carry_gamma": "gamma=result.gamma of the text before",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+}
 
 
 @functools.cache
@@ -148,6 +154,13 @@ def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]
       LayerSkip(exit_layer=3)
     """
     classes = {name: find(name) for name in methods}
+    defaults = {
+        field.name: field.default for cls in available()[0].values() for field in dataclasses.fields(cls)
+    }
+    # What has its default is not given, as for `make`.
+    given = {
+        option: value for option, value in given.items() if value is not defaults.get(option, _NO_DEFAULT)
+    }
     read = {name: cls.known(given) & given.keys() for name, cls in classes.items()}
     unread = sorted(given.keys() - {option for options in read.values() for option in options})
     if unread:

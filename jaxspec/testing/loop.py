@@ -177,5 +177,6 @@ def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
       >>> keys.shape == (TARGET.num_kv_heads, 3, TARGET.head_dim)
       True
     """
-    arrays = [np.asarray(array) for array in jax.tree.leaves(cache.layers)]
+    # A view would show what a later program writes into the same buffer.
+    arrays = [np.array(array) for array in jax.tree.leaves(cache.layers)]
     return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]
