@@ -75,7 +75,10 @@ class Loop:
         request = Request(
             jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit), jnp.asarray(eos_ids), keys
         )
-        return prefill(self.config, self.weights, self.parts, request, chunk_size=8, log_probs=log_probs)
+        begun: tuple[DecodeState, Emitted] = prefill(
+            self.config, self.weights, self.parts, request, chunk_size=8, log_probs=log_probs
+        )
+        return begun
 
     def go_on(
         self,
@@ -86,10 +89,11 @@ class Loop:
     ) -> tuple[DecodeState, Emitted]:
         """Runs at most `rounds` rounds, and returns the state and the tokens that they added."""
         stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
-        return run_rounds(
+        ended: tuple[DecodeState, Emitted] = run_rounds(
             self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
             window=CAPACITY, log_probs=log_probs,
         )  # fmt: skip
+        return ended
 
     def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
         """Returns the tokens that each row generates."""
@@ -163,8 +167,9 @@ def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
       True
     """
     logits = reference.forward(TARGET, params(), [*prompt, *text])[len(prompt) - 1 : -1]
-    laws = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return laws[range(len(text)), text]
+    every = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    found: np.ndarray = every[range(len(text)), text]
+    return found
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
