@@ -127,6 +127,8 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     if options.carry:
         generate = carrying(generate)
     cases = {case: _method(options, case) for case in _cases(lm, options, law_name(**law))}
+    for case in cases.values():  # what is wrong with any of them is raised here; nothing runs yet
+        lm.stream(tuning[0], max_new_tokens=options.max_new_tokens, **law, **case)
     take = functools.partial(_take, lm, generate, seed=options.sampling.seed, on_progress=on_progress)
     if options.carry:
         _settle(

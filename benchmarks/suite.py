@@ -46,7 +46,8 @@ class Options:
       num_prompts: how many prompts of each kind: stories, mathematics, code, copy-edit.
       max_new_tokens: of each text, which may end before.
       repeats: timed turns; another one before them compiles. When sampling, each has a seed of its own.
-      carry_gamma: start each text of a run from the γ that its last one ended with, as Draft & Verify evaluates.
+      carry_gamma: start each text of a run from the γ that its last one ended with, as Draft & Verify evaluates. The
+        turns of a prompt follow one another, so that γ moves from text to text only with --repeats 1.
       json: print one JSON object and nothing else.
     """
 
