@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import signal
+import sys
 
 import pytest
 
@@ -31,6 +33,18 @@ def pytest_configure(config):
     # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Frees what a file's tests compiled: each program maps memory, and a process has only so many maps.
+
+    Linux allows 65,530; beyond it LLVM cannot allocate, and the process ends with a segmentation fault.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
