@@ -55,9 +55,14 @@ def test_code_runs_and_traces_say_what_it_computes():
             kinds.add("idiom")
         else:
             exec(task.prompt, scope)
-            lines = task.completion.strip().split("\n")
-            assert [line.split(" is ")[0] for line in lines] == task.prompt.split("values of ")[1].split(", ")
-            assert all(scope[name] == int(value) for name, value in (line.split(" is ") for line in lines))
+            *program, end = task.prompt.split("\n")
+            assert end == "# step by step"
+            for line, step in zip(program, task.completion.strip().split("\n"), strict=True):
+                name, right = line.split(" = ")
+                said, *read = step.split(" = ")
+                assert said == name
+                assert len(read) == 1 + ("+" in right or "-" in right or "*" in right)
+                assert all(eval(part) == scope[name] for part in read)
             kinds.add("trace")
     assert kinds == {"idiom", "trace"}
 
@@ -115,7 +120,8 @@ def test_answers_to_questions_follow_from_the_facts():
         questions = [line.partition(". ")[2] for line in lines if re.match(r"\d\. ", line)]
         facts = [line for line in lines if not re.match(r"\d\. |Answers:", line)]
         answers = [line.partition(". ")[2] for line in task.completion.strip().split("\n")]
-        assert len(answers) == len(questions) >= 2
+        assert len(answers) == len(questions) >= 1
+        labels = dict(fact.split(": ") for fact in facts if ": " in fact)
         ages = {m[1]: int(m[2]) for m in (re.match(r"(\w+) is (\d+) years", fact) for fact in facts) if m}
         boxes = {m[1]: m[2] for m in (re.match(r"The (\w+) box is in the (\w+)", f) for f in facts) if m}
         inside = {m[1]: m[2] for m in (re.match(r"The (\w+) is in the (\w+) box", f) for f in facts) if m}
@@ -123,7 +129,9 @@ def test_answers_to_questions_follow_from_the_facts():
         has = {m[1]: m[2] for m in (re.match(r"(\w+) has a (.*)\.", fact) for fact in facts) if m}
         for question, answer in zip(questions, answers, strict=True):
             said = set(re.findall(r"\w+", answer))
-            if match := re.match(r"Who is (older|younger), (\w+) or (\w+)", question):
+            if labels:
+                assert answer == f"{question[:-1]}: {labels[question[:-1]]}"
+            elif match := re.match(r"Who is (older|younger), (\w+) or (\w+)", question):
                 choose = max if match[1] == "older" else min
                 assert answer.startswith(choose(match[2], match[3], key=ages.__getitem__) + " ")
             elif match := re.match(r"Who is the (oldest|youngest)", question):

@@ -42,7 +42,7 @@ def tasks(family: str, count: int) -> Iterator[Task]:
     """
     if family not in FAMILIES:
         raise ValueError(f"no family of tasks {family!r}; choose one of {', '.join(FAMILIES)}")
-    chance = random.Random(f"{family} 2")
+    chance = random.Random(f"{family} 3")
     seen: set[str] = set()
     for _ in range(20 * count):
         if len(seen) == count:

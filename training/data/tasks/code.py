@@ -1,4 +1,4 @@
-"""Small Python: a function from its description, and the value of a variable after a few assignments.
+"""Small Python: a function from its description, and a few assignments followed step by step.
 
 Easy for an early exit: syntax, indentation, names copied from the description. What needs depth: which idiom is
 asked for, and a value that follows from another value.
@@ -105,18 +105,20 @@ def _idiom(chance: random.Random) -> Task:
 
 
 def _trace(chance: random.Random) -> Task:
-    """Assignments, then the value of each variable, in another order than they were made in."""
-    count = chance.randint(3, 6)
-    names = chance.sample(_VARIABLES, count)
+    """Assignments, then each of them with the values that it reads, and the value that follows."""
     values: dict[str, int] = {}
     lines = []
-    for name in names:
-        expression, values[name] = _expression(values, chance)
+    steps = []
+    for name in chance.sample(_VARIABLES, chance.randint(2, 5)):
+        expression, value = _expression(values, chance)
         lines.append(f"{name} = {expression}")
-    asked = chance.sample(names, chance.randint(2, count))
-    said = "\n".join(f"{name} is {values[name]}" for name in asked)
+        read = " ".join(str(values.get(word, word)) for word in expression.split())
+        steps.append(
+            lines[-1] if expression.isdigit() else f"{name} = {read}" + f" = {value}" * (read != str(value))
+        )
+        values[name] = value
     program = "\n".join(lines)
-    return Task(f"{program}\n# values of {', '.join(asked)}", "\n" + said, program)
+    return Task(f"{program}\n# step by step", "\n" + "\n".join(steps), program)
 
 
 def _expression(values: dict[str, int], chance: random.Random) -> tuple[str, int]:

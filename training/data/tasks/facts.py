@@ -1,7 +1,8 @@
-"""Five or six facts, then questions: look-ups, the same in two steps, and comparisons.
+"""A few facts, then questions: look-ups, the same in two steps, and comparisons.
 
 Easy for an early exit: the form of an answer. What needs depth: the word that is looked up, above all where one fact
-leads to another.
+leads to another. One fact in some tasks, five in others: with five from the first step on, a small model learned the
+form of the answers and put any word of the facts into it, for thousands of steps.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import random
 
 from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
 
-LINES = 5
+# Of how many facts a task has: its share.
+_COUNTS = {1: 0.1, 2: 0.25, 3: 0.25, 4: 0.2, 5: 0.2}
 
 
 def make(chance: random.Random) -> Task:
-    """Draws a look-up task: facts of one form, two to four questions about them, and all answers."""
-    lines, questions = chance.choice((_owners, _places, _ages, _friends))(chance)
-    asked = chance.sample(questions, chance.randint(2, 4))
+    """Draws a look-up task: one to five facts of one form, one to four questions about them, and all answers."""
+    (count,) = chance.choices(list(_COUNTS), list(_COUNTS.values()))
+    lines, questions = chance.choice((_labels, _owners, _places, _ages, _friends))(count, chance)
+    asked = chance.sample(questions, min(chance.randint(1, 4), len(questions)))
     chance.shuffle(lines)
     numbered = list(enumerate(asked, start=1))
     prompt = "\n".join([*lines, *(f"{number}. {question}" for number, (question, _) in numbered), "Answers:"])
@@ -28,9 +31,16 @@ def make(chance: random.Random) -> Task:
 _Facts = tuple[list[str], list[tuple[str, str]]]
 
 
-def _owners(chance: random.Random) -> _Facts:
+def _labels(count: int, chance: random.Random) -> _Facts:
+    """A word, and the word that stands beside it: the shortest look-up."""
+    keys, values = chance.sample((NAMES, THINGS, ANIMALS, COLORS, PLACES), 2)
+    rows = _rows(count, chance, keys, values)
+    return [f"{key}: {value}" for key, value in rows], [(f"{key}?", f"{key}: {value}") for key, value in rows]
+
+
+def _owners(count: int, chance: random.Random) -> _Facts:
     """Who has what, of which color."""
-    rows = _rows(chance, NAMES, THINGS, COLORS)
+    rows = _rows(count, chance, NAMES, THINGS, COLORS)
     lines = [f"{name} has a {color} {thing}." for name, thing, color in rows]
     questions = []
     for name, thing, color in rows:
@@ -43,14 +53,13 @@ def _owners(chance: random.Random) -> _Facts:
     return lines, questions
 
 
-def _places(chance: random.Random) -> _Facts:
+def _places(count: int, chance: random.Random) -> _Facts:
     """What lies in which box, and where the boxes are: two steps."""
     # A box in a box would make two boxes, and a box lies in a place too: each question names what it asks for.
-    rows = _rows(chance, [thing for thing in THINGS if thing != "box"], COLORS, PLACES)
-    chosen = rows[: LINES // 2 + 1]
+    rows = _rows(_half(count), chance, [thing for thing in THINGS if thing != "box"], COLORS, PLACES)
     lines = []
     questions = []
-    for thing, color, place in chosen:
+    for thing, color, place in rows:
         lines += [f"The {thing} is in the {color} box.", f"The {color} box is in the {place}."]
         questions += [
             (f"In which place is the {thing}?", f"The {thing} is in the {place}."),
@@ -61,38 +70,38 @@ def _places(chance: random.Random) -> _Facts:
     return lines, questions
 
 
-def _ages(chance: random.Random) -> _Facts:
+def _ages(count: int, chance: random.Random) -> _Facts:
     """How old people are: look-ups and comparisons."""
-    names = chance.sample(NAMES, LINES)
-    ages = dict(zip(names, chance.sample(range(2, 100), LINES), strict=True))
+    names = chance.sample(NAMES, count)
+    ages = dict(zip(names, chance.sample(range(2, 100), count), strict=True))
     lines = [f"{name} is {age} years old." for name, age in ages.items()]
     questions = [(f"How old is {name}?", f"{name} is {ages[name]} years old.") for name in names]
-    for n in names:
-        m = chance.choice([name for name in names if name != n])
-        older, younger = (n, m) if ages[n] > ages[m] else (m, n)
+    if count > 1:
+        for n in names:
+            m = chance.choice([name for name in names if name != n])
+            older, younger = (n, m) if ages[n] > ages[m] else (m, n)
+            word, answer = chance.choice(
+                (
+                    ("older", f"{older} is older than {younger}."),
+                    ("younger", f"{younger} is younger than {older}."),
+                )
+            )
+            questions.append((f"Who is {word}, {n} or {m}?", answer))
         questions += [
-            (f"Who is older, {n} or {m}?", f"{older} is older than {younger}."),
-            (f"Who is younger, {n} or {m}?", f"{younger} is younger than {older}."),
+            ("Who is the oldest?", f"{max(names, key=ages.__getitem__)} is the oldest."),
+            ("Who is the youngest?", f"{min(names, key=ages.__getitem__)} is the youngest."),
         ]
-    oldest, youngest = max(names, key=ages.__getitem__), min(names, key=ages.__getitem__)
-    return lines, [
-        *questions,
-        ("Who is the oldest?", f"{oldest} is the oldest."),
-        ("Who is the youngest?", f"{youngest} is the youngest."),
-    ]
+    return lines, questions
 
 
-def _friends(chance: random.Random) -> _Facts:
+def _friends(count: int, chance: random.Random) -> _Facts:
     """Who is whose friend, and who has which animal: two steps."""
-    names = chance.sample(NAMES, LINES)
-    animals = dict(zip(names, chance.sample(ANIMALS, LINES), strict=True))
-    friends = dict(zip(names, names[1:] + names[:1], strict=True))
-    chosen = names[:3]
-    lines = [f"The friend of {n} is {friends[n]}." for n in chosen]
-    lines += [f"{friends[n]} has a {animals[friends[n]]}." for n in chosen]
+    names = chance.sample(NAMES, 2 * _half(count))
+    pairs = list(zip(names[::2], names[1::2], chance.sample(ANIMALS, _half(count)), strict=True))
+    lines = [f"The friend of {n} is {m}." for n, m, _ in pairs]
+    lines += [f"{m} has a {animal}." for _, m, animal in pairs]
     questions = []
-    for n in chosen:
-        m, animal = friends[n], animals[friends[n]]
+    for n, m, animal in pairs:
         questions += [
             (f"Who is the friend of {n}?", f"The friend of {n} is {m}."),
             (f"What does {m} have?", f"{m} has a {animal}."),
@@ -102,5 +111,10 @@ def _friends(chance: random.Random) -> _Facts:
     return lines, questions
 
 
-def _rows(chance: random.Random, *columns: list[str]) -> list[tuple[str, ...]]:
-    return list(zip(*(chance.sample(column, LINES) for column in columns), strict=True))
+def _half(count: int) -> int:
+    """How many pairs of facts make about as many facts as `count`."""
+    return (count + 1) // 2
+
+
+def _rows(count: int, chance: random.Random, *columns: list[str]) -> list[tuple[str, ...]]:
+    return list(zip(*(chance.sample(column, count) for column in columns), strict=True))
