@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import jax
 
+from benchmarks import command
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES
@@ -28,9 +28,6 @@ from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import Steps, SubmodelSteps, WrongDrafts
 from jaxspec.bench.timing import OnProgress, Run, check_budget, interleaved, measure_runs, median_ratio
 from jaxspec.cli.options import Placement
-from jaxspec.console.errors import Guard, option_names
-from jaxspec.console.parsing import parse_as
-from jaxspec.console.terminal import Progress
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
@@ -263,16 +260,7 @@ def only_layers(num_layers: int, layers: Sequence[int]) -> LayerPlan:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report as JSON; returns the exit status."""
-    guard = Guard("jaxspec", option_names(Options))
-    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: Sequence[str]) -> int:
-    options = parse_as(Options, "python -m benchmarks.prediction", argv)
-    with Progress() as progress:
-        report = measure(options, progress)
-    print(json.dumps(report, indent=2))
-    return 0
+    return command.run("benchmarks.prediction", Options, measure, argv=argv)
 
 
 if __name__ == "__main__":

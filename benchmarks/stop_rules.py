@@ -16,11 +16,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from benchmarks import command
 from benchmarks.stop_rules_report import show
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.carry import carrying
@@ -28,9 +28,6 @@ from jaxspec.bench.oracle import oracle
 from jaxspec.bench.speed import Taken, acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
 from jaxspec.cli.options import ModelOptions, SamplingOptions
-from jaxspec.console.errors import Guard, option_names
-from jaxspec.console.parsing import parse_as
-from jaxspec.console.terminal import Progress
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
@@ -265,19 +262,7 @@ def _figures(taken: Taken, plain: Taken, constant: Taken) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table, or JSON; returns the exit status."""
-    guard = Guard("jaxspec", option_names(Options))
-    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: Sequence[str]) -> int:
-    options = parse_as(Options, "python -m benchmarks.stop_rules", argv)
-    with Progress() as progress:
-        report = measure(options, progress)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
-    return 0
+    return command.run("benchmarks.stop_rules", Options, measure, show, argv)
 
 
 if __name__ == "__main__":

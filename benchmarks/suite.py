@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import platform
 import shlex
@@ -18,16 +17,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import command
 from benchmarks.suite_report import Record, average, show, target_report
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
 from jaxspec.cli.options import Placement, SamplingOptions
-from jaxspec.console.errors import Guard, option_names
+from jaxspec.console.errors import option_names
 from jaxspec.console.parsing import parse_as
-from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import Progress
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method, registry
@@ -156,22 +154,7 @@ def _run(lm: LanguageModel, options: Options, given: dict[str, Any]) -> Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints tables, or JSON; returns the exit status."""
     # A run's own options are refused by their parameters too, once its model is known.
-    guard = Guard("jaxspec", option_names(all_options()) | option_names(Options))
-    return guard(lambda: _main(sys.argv[1:] if argv is None else argv))
-
-
-def _main(argv: Sequence[str]) -> int:
-    options = parse_as(Options, "python -m benchmarks.suite", argv)
-    with Progress() as progress:
-        report = measure(options, progress)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
-    if report["interrupted"]:
-        print("jaxspec: interrupted; above is what was measured", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    return command.run("benchmarks.suite", Options, measure, show, argv, names=option_names(all_options()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from jaxspec.console.environment import quieten
-from jaxspec.console.errors import one_line
+from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.io.extras import MissingExtra
 from training.parsing import WrongOptions
@@ -18,11 +18,12 @@ from training.parsing import WrongOptions
 Work = Callable[[list[str], str, Console], int]
 
 
-def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
+def run(module: str, options: type, work: Work, arguments: Sequence[str] | None = None) -> int:
     """Runs a command `python -m module`.
 
     Args:
       module: its full name.
+      options: the dataclass of its options; errors that name its fields are said in the names of options.
       work: what it does.
       arguments: by default those of the process.
 
@@ -33,9 +34,10 @@ def run(module: str, work: Work, arguments: Sequence[str] | None = None) -> int:
     quieten()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    names = option_names(options)
 
     def failed(message: str, status: int) -> int:
-        console.print(f"{module}: {message}", markup=False)
+        console.print(f"{module}: {in_options(message, names)}", markup=False)
         return status
 
     try:

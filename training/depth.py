@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(report, indent=2))
         return 0
 
-    return command.run("training.depth", work, arguments)
+    return command.run("training.depth", Options, work, arguments)
 
 
 if __name__ == "__main__":

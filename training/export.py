@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output}")
         return 0
 
-    return command.run("training.export", work, arguments)
+    return command.run("training.export", Options, work, arguments)
 
 
 if __name__ == "__main__":

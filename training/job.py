@@ -47,7 +47,7 @@ def main(
         options = parse(kind, given, prog)
         return train(options, objective, module, shlex.join([*prog.split(), *given]), console)
 
-    return command.run(module, work, arguments)
+    return command.run(module, kind, work, arguments)
 
 
 def train(

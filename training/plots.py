@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print("wrote " + ", ".join(map(str, curves.draw(parse_plain(Options, given, prog).run))))
         return 0
 
-    return command.run("training.plots", work, arguments)
+    return command.run("training.plots", Options, work, arguments)
 
 
 if __name__ == "__main__":

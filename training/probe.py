@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
+from jaxspec.cli.options import SamplingOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.io.files import write_json
@@ -37,10 +38,6 @@ class Options:
       model: a Hugging Face directory.
       exit_layers: layers after which the draft exits; one probe each.
       data: sources of prompts, as of the other training commands; weights say how many of each kind.
-      temperature: of the texts; 0 for greedy.
-      top_k: keep only this many of the likeliest tokens; 0 for all.
-      top_p: keep only the likeliest tokens up to this probability; 1 for all.
-      min_p: keep only tokens of at least this fraction of the likeliest one's probability; 0 for all.
       prompts: how many texts to learn from.
       held_out_prompts: how many texts, of held-out documents, to report on.
       held_out: N, for one of N documents is held out, chosen by its hash; as in the model's training.
@@ -49,7 +46,7 @@ class Options:
       new_tokens: generated after each prompt.
       num_draft_tokens: K while gathering and for the report.
       batch: prompts at once.
-      seed: of the choice of prompts and of the draws.
+      sampling: of the texts, greedy where nothing is said; its seed is that of the choice of prompts too.
       output: a directory for the probes; beside the model if not given.
       skip_malformed: report and leave out records that do not fit their format, instead of ending.
     """
@@ -57,10 +54,6 @@ class Options:
     model: Path
     exit_layers: tuple[int, ...]
     data: tuple[SourceArgument, ...]
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     prompts: int = 400
     held_out_prompts: int = 60
     held_out: int = HELD_OUT
@@ -68,7 +61,7 @@ class Options:
     new_tokens: int = 64
     num_draft_tokens: int = 8
     batch: int = 4
-    seed: int = 0
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
     output: Path | None = None
     skip_malformed: bool = False
 
@@ -88,21 +81,21 @@ class Options:
 
     @property
     def law(self) -> dict[str, float]:
-        """The sampling settings that are not off."""
+        """The sampling settings: `temperature`, and the others that are not off."""
         off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return {name: getattr(self, name) for name, value in off.items() if getattr(self, name) != value}
+        return {name: value for name, value in self.sampling.numbers().items() if value != off[name]}
 
     @property
     def law_name(self) -> str:
         """The name of the sampling settings in the probe's file name."""
-        return method_files.law_name(self.temperature, self.top_k, self.top_p, self.min_p)
+        return method_files.law_name(**self.law)
 
 
 def prompt_ids(
     documents: dict[str, list[formats.Document]], options: Options, lm: LanguageModel, count: int
 ) -> list[list[int]]:
     """Tokenises the beginnings of `count` documents, or of all there are, of each kind as many as its weight says."""
-    rng = np.random.default_rng(options.seed)
+    rng = np.random.default_rng(options.sampling.seed)
     weights = DataOptions(options.data).weights
     total = sum(weights.values())
     chosen: list[list[int]] = []
@@ -132,7 +125,7 @@ def decoded(
     **more: Any,
 ) -> dict[str, Any]:
     """Decodes the prompts by a method: mean acceptance length, and tokens drafted and accepted per round."""
-    settings: dict[str, Any] = {"temperature": 0.0, **options.law, **more}
+    settings: dict[str, Any] = options.law | more
     pieces = lm.stream(
         prompts,
         method=method,
@@ -188,7 +181,7 @@ def train_probe(
                 num_draft_tokens=options.num_draft_tokens,
                 new_tokens=options.new_tokens,
                 batch=options.batch,
-                seed=options.seed + number,
+                seed=options.sampling.seed + number,
                 report=done,
             )
 
@@ -285,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(parse(Options, given, prog), console)
         return 0
 
-    return command.run("training.probe", work, arguments)
+    return command.run("training.probe", Options, work, arguments)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(report, Console())
         return 0
 
-    return command.run("training.throughput", work, arguments)
+    return command.run("training.throughput", Options, work, arguments)
 
 
 if __name__ == "__main__":
