@@ -127,8 +127,16 @@ def attend(
     def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         return _by_blocks(queries, layer, positions, window, merged)
 
+    def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+        # Cutting out blocks costs more than half of the time on a CPU: whole, a slot costs less than half as much.
+        crowded = 2 * (jnp.max(positions) + 1) > slots
+        attended: jax.Array = jax.lax.cond(crowded, whole, by_blocks, queries, positions, *layer)
+        return attended
+
     # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
-    attended: jax.Array = jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+    attended: jax.Array = jax.lax.platform_dependent(
+        queries, positions, *layer, cpu=by_live_length, default=whole
+    )
     return attended
 
 
