@@ -16,7 +16,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
-from training.data.tasks import code, edits, facts, sums
+from training.data.tasks import code, edits, facts, labels, sums
 from training.data.tasks.task import Task
 
 FAMILIES: dict[str, Callable[[random.Random], Task]] = {
@@ -24,6 +24,7 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
     "code": code.make,
     "edits": edits.make,
     "facts": facts.make,
+    "labels": labels.make,
 }
 PREFIX = "tasks:"
 # Tasks of a family where no number is given: about 5 million tokens of sums.

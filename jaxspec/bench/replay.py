@@ -1,0 +1,268 @@
+"""What a stop rule would have drafted, counted without running the model again.
+
+A greedy text is the same whatever drafts it, so what a draft says at each of its places can be recorded once: whether
+it is right, how sure it is, and how sure it goes on being after a wrong token. Any stop rule is then replayed on the
+record, by the real `draft_chain` and the rule itself, and its rounds are counted exactly. Priced by measured costs of
+a round's parts, differences of 1 % can be seen that a clock on a busy machine would hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.drafting.chain import draft_chain, model_step
+from jaxspec.engine.buckets import bucket
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.protocol import Outcome, Signal, State, StatelessRule, StopRule
+from jaxspec.sampling import Greedy
+from jaxspec.stopping import Estimate, GammaState
+
+# Wrong tokens that are followed at once.
+BRANCHES = 8
+_RIGHT = 1
+
+
+@struct.dataclass
+class Record:
+    """What a draft would say along one greedy text of N tokens, N the budget: the text goes on past its end.
+
+    Attributes:
+      right: bool[N], whether the draft proposes token n after the right ones before it.
+      sure: float32[M, N], the log of each of M estimates for that proposal.
+      after: float32[M, N, K], where it is wrong, the same for the tokens that the draft would add behind it.
+      end: int32, how many tokens the text has: up to the end-of-text token, at most N.
+    """
+
+    right: jax.Array
+    sure: jax.Array
+    after: jax.Array
+    end: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What the rounds of B replays on one text were.
+
+    Attributes:
+      tokens: after the first.
+      rounds: int[B, K + 1], rounds by the number of tokens that were drafted and verified.
+      drafted, accepted: int[B], as in a result's statistics.
+      gamma: float[B], γ at the end; None for rules without.
+    """
+
+    tokens: int
+    rounds: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+    gamma: np.ndarray | None
+
+
+@struct.dataclass
+class Recorded:
+    """The estimate of stop rules that are replayed: it reads the record.
+
+    Attributes:
+      which: which of the record's estimates, static.
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([1]), jnp.zeros((1, 2)), jnp.array([[0.0, -0.5, -2.0]]))
+      >>> Recorded(1).log_probability(signal).tolist()
+      [-2.0]
+    """
+
+    which: int = struct.field(pytree_node=False, default=0)
+
+    def log_probability(self, signal: Signal) -> jax.Array:
+        """Returns the recorded logarithm, float32[B]."""
+        return signal.hidden[:, 1 + self.which]
+
+
+@struct.dataclass
+class KnowsText(StatelessRule):
+    """The oracle, in a replay: stops before the first wrong token, but not before the first token.
+
+    Examples:
+      >>> signal = Signal(jnp.int32(0), jnp.array([1]), jnp.zeros((1, 2)), jnp.array([[0.0, -0.5]]))
+      >>> KnowsText().stop((), signal)[0].tolist()
+      [True]
+    """
+
+    def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
+        """Returns whether this token or the next one is wrong, bool[B], and the state."""
+        return signal.hidden[:, 0] < 0.5, state
+
+
+def record(
+    lm: LanguageModel,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    draft: tuple[LlamaConfig, Params],
+    estimates: Sequence[Estimate],
+    num_draft_tokens: int,
+) -> Record:
+    """Records what a draft would say along the target's greedy text.
+
+    Args:
+      lm: the target.
+      prompt: token ids.
+      text: N tokens of the target's greedy text after the prompt, as `generate(ignore_eos=True)` gives it.
+      draft: config and parameters of a model with the target's vocabulary. For an early exit after E layers, the
+        target cut to them: what it computes of a true text is what the exit computes in the target's cache.
+      estimates: M of them, of a draft token's acceptance.
+      num_draft_tokens: the largest K that will be replayed.
+    """
+    config, params = draft
+    true = np.asarray(text)
+    eos = np.flatnonzero(np.isin(true, list(lm.config.eos_token_ids)))
+    size = bucket(len(prompt) + len(text) + num_draft_tokens)
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
+    with jax.default_device(lm.device):
+        said, sure, cache = _along(
+            config, params, jnp.asarray(tokens), len(prompt) - 1, tuple(estimates), len(text)
+        )
+        said = np.asarray(said)
+        after = np.zeros((len(estimates), len(text), num_draft_tokens), np.float32)
+        wrong = np.flatnonzero(said != true)
+        for begin in range(0, len(wrong), BRANCHES):
+            some = wrong[begin : begin + BRANCHES]
+            where = np.resize(some, BRANCHES)
+            found = _behind(
+                config, params, cache, jnp.asarray(said[where]), jnp.asarray(len(prompt) + where),
+                tuple(estimates), num_draft_tokens,
+            )  # fmt: skip
+            after[:, some] = np.asarray(found)[:, : len(some)]
+    end = int(eos[0]) + 1 if len(eos) else len(text)
+    return Record(jnp.asarray(said == true), sure, jnp.asarray(after), jnp.int32(end))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "count"))
+def _along(
+    config: LlamaConfig, params: Params, tokens: jax.Array, first: Any, estimates: Any, count: int
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """The draft's tokens int32[N] along a text that it reads, its estimates float32[M, N], and its cache."""
+    cache = kv.create(config, 1, tokens.shape[1], params["embed"].dtype)
+    hidden, cache = llama.run_layers(
+        config, params, llama.embed(params, tokens), jnp.zeros(1, jnp.int32), cache
+    )
+    hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, count)
+    logits = llama.logits(config, params, hidden)
+    said = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    signal = Signal(jnp.int32(0), said, logits, hidden)
+    return said, jnp.stack([one.log_probability(signal) for one in estimates]), cache
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_draft_tokens"))
+def _behind(
+    config: LlamaConfig,
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    start: jax.Array,
+    estimates: Any,
+    num_draft_tokens: int,
+) -> jax.Array:
+    """The estimates float32[M, R, K] of the K tokens drafted behind each of R wrong ones int32[R] at `start`."""
+    rows = kv.create(config, len(tokens), cache.capacity, params["embed"].dtype)
+    for row in range(len(tokens)):
+        rows = kv.insert(rows, jnp.int32(row), cache)
+    step = model_step(config, params, start)
+
+    def add(carry: tuple[jax.Array, KVCache], i: jax.Array) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
+        token, rows = carry
+        logits, hidden, rows = step(rows, token, i, jnp.ones(len(token), bool))
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        signal = Signal(i, token, logits, hidden)
+        return (token, rows), jnp.stack([one.log_probability(signal) for one in estimates])
+
+    _, found = jax.lax.scan(add, (tokens, rows), jnp.arange(num_draft_tokens))
+    return jnp.moveaxis(found, 0, -1)
+
+
+def replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: int = 1) -> Counts:
+    """Counts the rounds of a text under a stop rule.
+
+    Args:
+      record: of the text.
+      rule: with `Recorded` as its estimate. Its numbers may be [B]: as many replays at once, such as one for each γ0.
+      num_draft_tokens: K, at most that of the record.
+      batch_size: B.
+    """
+    rounds, drafted, accepted, state = _replay(record, rule, num_draft_tokens, batch_size)
+    gammas = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_gamma) if _is_gamma(leaf)]
+    gamma = np.asarray(gammas[0].gamma) if gammas else None
+    return Counts(int(record.end) - 1, np.asarray(rounds), np.asarray(drafted), np.asarray(accepted), gamma)
+
+
+def _is_gamma(node: Any) -> bool:
+    return isinstance(node, GammaState)
+
+
+@functools.partial(jax.jit, static_argnames=("num_draft_tokens", "batch_size"))
+def _replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: int) -> Any:
+    """Rounds by drafted tokens [B, K + 1], drafted [B], accepted [B], and the rule's state."""
+    limit, rows = len(record.right), jnp.arange(batch_size)
+    keys = jax.random.split(jax.random.key(0), batch_size)  # of no consequence: nothing is drawn
+
+    def at(values: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take(values, index, axis=-1, mode="clip")
+
+    def one_round(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        length, rounds, drafted, accepted, state = carry
+        live = length < record.end
+
+        def step(wrong: jax.Array, token: jax.Array, i: jax.Array, active: jax.Array) -> Any:
+            # `wrong` is the place of the draft's first wrong token, once there is one.
+            here = length + i
+            clean = token == _RIGHT
+            right = clean & at(record.right, here)
+            behind = record.after[:, wrong, jnp.clip(here - wrong - 1, 0, record.after.shape[-1] - 1)]
+            sure = jnp.where(clean, at(record.sure, here), behind)
+            certain = right & at(record.right, here + 1) & (here + 1 < limit)
+            hidden = jnp.concatenate([certain[None].astype(jnp.float32), sure]).T
+            return jax.nn.one_hot(right.astype(jnp.int32), 2), hidden, jnp.where(clean, here, wrong)
+
+        room = jnp.where(live, limit - length - 1, 0)
+        begin = (jnp.zeros_like(length), jnp.full_like(length, _RIGHT), room)
+        proposal, _, state = draft_chain(step, *begin, num_draft_tokens, keys, Greedy(), rule, state)
+        stands = (proposal.tokens == _RIGHT) & (jnp.arange(num_draft_tokens) < proposal.count[:, None])
+        good = jnp.sum(jnp.cumprod(stands, axis=1), axis=1)
+        count = jnp.where(live, jnp.minimum(good + 1, record.end - length), 0)
+        outcome = Outcome(
+            tokens=jnp.zeros((batch_size, num_draft_tokens + 1), jnp.int32),
+            count=count,
+            drafted=jnp.where(count <= good, count, proposal.count),
+            accepted=jnp.minimum(good, count),
+        )
+        rounds = rounds.at[rows, proposal.count].add(live.astype(jnp.int32))
+        state = rule.observe(state, outcome)
+        return length + count, rounds, drafted + outcome.drafted, accepted + outcome.accepted, state
+
+    zero = jnp.zeros(batch_size, jnp.int32)
+    first = (zero + 1, jnp.zeros((batch_size, num_draft_tokens + 1), jnp.int32), zero, zero)
+    carry = (*first, rule.init(batch_size))
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < record.end), one_round, carry)[1:]
+
+
+def milliseconds(counts: Counts, price: Mapping[int, float]) -> np.ndarray:
+    """The time of the rounds, float[B], where a round that drafts d tokens costs `price[d]` milliseconds.
+
+    Examples:
+      >>> one = Counts(5, np.array([[0, 2, 1]]), np.array([4]), np.array([3]), None)
+      >>> milliseconds(one, {0: 1.0, 1: 2.0, 2: 3.0}).tolist()
+      [7.0]
+    """
+    return np.asarray(counts.rounds @ np.array([price[d] for d in range(counts.rounds.shape[1])]))

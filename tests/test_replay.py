@@ -1,0 +1,170 @@
+"""A replay counts what the engine counts: on the same texts, under the same rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import replay as command_module
+from benchmarks.replay import main
+from benchmarks.replay_report import show
+from jaxspec.bench import prompts, replay
+from jaxspec.cli.options import ModelOptions
+from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model import llama
+from jaxspec.stopping import (
+    AdaptiveGamma,
+    AdaptiveLength,
+    ConfidenceBelow,
+    Constant,
+    DraftProbability,
+    FixedGamma,
+    Probe,
+    ProductBelow,
+)
+from jaxspec.testing.models import DEEP, EOS, SMALL, engine_config, params, tokenizer
+
+K, NEW = 5, 40
+ENDS = (EOS, 5)
+PROMPTS = ([2, 3, 4], [5, 6, 2, 4, 3], [7], [11, 2, 9, 1])
+PROBE = Probe(jnp.linspace(-1.0, 1.5, DEEP.hidden_size), jnp.float32(0.3), jnp.float32(DEEP.rms_norm_eps))
+RULES = {
+    "constant": lambda estimates: Constant(),
+    "confidence": lambda estimates: ConfidenceBelow(AdaptiveGamma(0.6, epsilon=0.3), estimates[0]),
+    "product": lambda estimates: ProductBelow(AdaptiveGamma(0.3, epsilon=0.3), estimates[0]),
+    "fixed": lambda estimates: ProductBelow(FixedGamma(0.4), estimates[0]),
+    "probe": lambda estimates: ProductBelow(AdaptiveGamma(0.4, epsilon=0.3), estimates[1]),
+    "length": lambda estimates: AdaptiveLength(2, maximum=K),
+}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    # Two tokens end a text, so that some of the texts end before their budget.
+    config = dataclasses.replace(engine_config(DEEP), eos_token_ids=ENDS)
+    return LanguageModel(config, params(DEEP), tokenizer())
+
+
+def recorded(lm, draft):
+    estimates = (DraftProbability(), PROBE)
+    texts = [lm.generate([prompt], max_new_tokens=NEW, ignore_eos=True)[0].tokens for prompt in PROMPTS]
+    return [
+        replay.record(lm, prompt, text, draft, estimates, K)
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def exits(lm):
+    return recorded(lm, (lm.config.truncated(1), llama.truncate(lm.params, 1)))
+
+
+@pytest.mark.parametrize("length", [1, 3, K])
+@pytest.mark.parametrize("name", RULES)
+def test_counts_are_those_of_the_engine(lm, exits, name, length):
+    drafter = LayerSkip(lm.config, 1, RULES[name]((DraftProbability(), PROBE)), length)
+    rule = RULES[name]((replay.Recorded(0), replay.Recorded(1)))
+    wrong = 0
+    for prompt, record in zip(PROMPTS, exits, strict=True):
+        result = lm.generate([prompt], method=(drafter, None), max_new_tokens=NEW)[0]
+        counts = replay.replay(record, rule, length)
+        statistics = result.statistics
+        assert counts.tokens == statistics.num_tokens - 1
+        assert counts.rounds.sum() == statistics.num_rounds
+        assert counts.drafted[0] == statistics.num_draft_tokens
+        assert counts.accepted[0] == statistics.num_accepted_tokens
+        assert (counts.gamma is None) == (result.gamma is None)
+        if result.gamma is not None:
+            np.testing.assert_allclose(np.clip(counts.gamma[0], 0, 1), result.gamma, atol=1e-6)
+        wrong += statistics.num_draft_tokens - statistics.num_accepted_tokens
+    assert wrong > 5
+
+
+def test_a_draft_model_is_replayed_alike(lm):
+    draft = (engine_config(SMALL), params(SMALL))
+    rule = ProductBelow(AdaptiveGamma(0.3, epsilon=0.3))
+    drafter = DraftModel(draft[0], rule, K)
+    for prompt, record in zip(PROMPTS, recorded(lm, draft), strict=True):
+        result = lm.generate([prompt], method=(drafter, draft[1]), max_new_tokens=NEW)[0]
+        counts = replay.replay(record, ProductBelow(AdaptiveGamma(0.3, epsilon=0.3), replay.Recorded()), K)
+        assert counts.drafted[0] == result.statistics.num_draft_tokens
+        assert counts.accepted[0] == result.statistics.num_accepted_tokens
+
+
+def test_texts_end_at_their_end_of_text_token(lm, exits):
+    ends = [int(record.end) for record in exits]
+    assert min(ends) < NEW
+    for prompt, end in zip(PROMPTS, ends, strict=True):
+        tokens = lm.generate([prompt], max_new_tokens=NEW)[0].tokens
+        assert len(tokens) == end
+        assert tokens[-1] in ENDS or end == NEW
+
+
+def test_many_thresholds_are_replayed_at_once(exits):
+    gammas = jnp.array([0.1, 0.3, 0.9])
+    together = replay.replay(exits[0], ProductBelow(AdaptiveGamma(gammas), replay.Recorded()), K, 3)
+    for row, gamma in enumerate(gammas):
+        alone = replay.replay(exits[0], ProductBelow(AdaptiveGamma(gamma), replay.Recorded()), K)
+        assert together.rounds[row].tolist() == alone.rounds[0].tolist()
+    assert len({tuple(row) for row in together.rounds.tolist()}) > 1
+
+
+def test_no_draft_of_the_oracle_goes_on_after_a_wrong_token(exits):
+    for record in exits:
+        oracle = replay.replay(record, replay.KnowsText(), K)
+        constant = replay.replay(record, Constant(), K)
+        assert oracle.accepted[0] == constant.accepted[0] or oracle.drafted[0] < constant.drafted[0]
+        longer = oracle.rounds[0] @ np.arange(K + 1) - oracle.accepted[0]
+        assert longer <= oracle.rounds[0, 1]
+
+
+# The command
+
+SPLITS = {"tuning": {"stories": ("ab", "cd", "e ")}, "reporting": {"stories": ("abc", "cde", "ba")}}
+
+
+@pytest.fixture
+def command(lm, monkeypatch):
+    monkeypatch.setattr(ModelOptions, "load", lambda self: lm)
+    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    return lambda *words: main(["--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1", *words])
+
+
+def test_every_rule_is_tuned_over_all_numbers_and_reported_on_other_prompts(command, capsys, monkeypatch):
+    monkeypatch.setattr(command_module, "CONSTANTS", (2, 5))
+    assert command("--num-draft-tokens", "3", "--json", "--exit-layer", "1") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_prompts"] == {"tuning": 2, "reporting": 2}
+    for priced in report["pricing"].values():
+        tried = {(row["rule"], row["number"], row["carried"]): row["speedup"] for row in priced["tuning"]}
+        gammas = command_module.GAMMAS
+        assert len(tried) == 2 + 1 + 2 * 2 * len(gammas)  # constants, oracle, two rules restarted and carried
+        for rule, row in priced["rules"].items():
+            case = row["case"]
+            best = max(speed for (name, *_), speed in tried.items() if name == rule)
+            assert tried[rule, case["number"], case["carried"]] == best
+            ratio, low, high = row["speedup"]
+            assert low <= ratio <= high
+        assert priced["rules"]["constant"]["over_constant"][0] == pytest.approx(1)
+        assert {row["case"]["rule"] for row in priced["untuned"]} == {"constant", "confidence", "product"}
+    show(report)
+    shown = capsys.readouterr().out
+    assert "rows free" in shown
+    assert "product, the paper's" in shown
+
+
+def test_bad_options_of_the_command_get_one_line(command, capsys):
+    for words, said in {
+        ("--exit-layer", "3"): "--exit-layer is 3; the model has 3 layers, give 1 to 2",
+        ("--kind", "poems"): "unknown kind of prompt 'poems'; give some of stories",
+        ("--num-prompts", "4"): "--num-prompts is 4; give 1 to 3",
+        ("--num-draft-tokens", "0"): "--num-draft-tokens is 0; give at least 1",
+    }.items():
+        assert command(*words) == 2
+        assert said in capsys.readouterr().err
