@@ -27,13 +27,24 @@ State = Any
 class Weights(NamedTuple):
     """Holds every parameter of a method: arguments of the compiled loop, never closed over.
 
+    Attributes:
+      target: the target's.
+      drafter: the drafter's own: a draft model's or heads; of a target that drafts for itself None, or a dict of
+        what it drafts with in place of its own, a `vocabulary`, say (see `model.llama`).
+
     Examples:
-      >>> Weights(target={"embed": jnp.zeros((4, 2))}).drafter is None
-      True
+      >>> weights = Weights(target={"embed": jnp.zeros((4, 2))})
+      >>> weights.drafter is None, list(weights.self_draft)
+      (True, ['embed'])
     """
 
     target: Params
     drafter: Any = None
+
+    @property
+    def self_draft(self) -> Params:
+        """The parameters with which a target drafts for itself."""
+        return self.target if self.drafter is None else {**self.target, **self.drafter}
 
 
 @struct.dataclass
@@ -166,8 +177,9 @@ class Signal:
     Attributes:
       step: int32 scalar.
       token: int32[B].
-      logits: float32[B, V], the draft's, raw.
+      logits: float32[B, V], the draft's, raw; [B, N] of a draft with a vocabulary of its own.
       hidden: [B, D], the draft's last hidden state before the final norm.
+      index: int32[B], where the token stands in `logits`; None where that is the token itself.
 
     Examples:
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), logits=jnp.zeros((1, 4)), hidden=jnp.zeros((1, 8)))
@@ -179,6 +191,7 @@ class Signal:
     token: jax.Array
     logits: jax.Array
     hidden: jax.Array
+    index: jax.Array | None = None
 
 
 class StopRule(Protocol):

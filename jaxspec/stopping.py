@@ -47,6 +47,8 @@ class Estimate(Protocol):
 class DraftProbability:
     """The draft's raw probability of its token: before temperature and filters.
 
+    A draft with a vocabulary of its own knows the probability among those tokens only, which is a little higher.
+
     Examples:
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
       >>> round(float(jnp.exp(DraftProbability().log_probability(signal))[0]), 4)
@@ -56,7 +58,8 @@ class DraftProbability:
     def log_probability(self, signal: Signal) -> jax.Array:
         """Returns the logarithm of the estimated probability of acceptance, float32[B]."""
         log_probs = jax.nn.log_softmax(signal.logits, axis=-1)
-        return jnp.take_along_axis(log_probs, signal.token[:, None], axis=-1)[:, 0]
+        index = signal.token if signal.index is None else signal.index
+        return jnp.take_along_axis(log_probs, index[:, None], axis=-1)[:, 0]
 
 
 @struct.dataclass

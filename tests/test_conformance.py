@@ -246,6 +246,12 @@ SAMPLED = [
     tiny.Combination("layerskip", "probe", "block"),
     tiny.Combination("s2d", "adaptive", "rejection"),
     tiny.Combination("s2d-target", "confidence", "block"),
+    tiny.Combination("draft-model-vocab", "confidence", "rejection"),
+    tiny.Combination("asd-vocab", "any_of", "rejection"),
+    tiny.Combination("draft-verify-vocab", "product", "block"),
+    tiny.Combination("layerskip-vocab", "adaptive", "block"),
+    tiny.Combination("s2d-vocab", "constant", "block"),
+    tiny.Combination("s2d-target-vocab", "constant", "rejection"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import what stands below its own line, and the `SHARED` ones among themselves.
 LAYERS = (
-    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics",
+    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary",
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",

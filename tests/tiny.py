@@ -160,6 +160,10 @@ def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return _draft_verify(config, rule)[0].specialised(plan), None
 
 
+def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    return LayerSkip(config, 1, rule, K), None
+
+
 def _thresholds(config: LlamaConfig) -> tuple[float, float]:
     """So that tokens leave by every exit."""
     return (0.5, 0.5) if config.vocab_size > 4 else (0.77, 0.75)
@@ -175,6 +179,22 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(config, exits, sure, rule, K, sorted_target=True), None
 
 
+def some_tokens(size: int) -> jax.Array:
+    """Two of every three tokens of a vocabulary."""
+    return jnp.array([token for token in range(size) if token % 3], jnp.int32)
+
+
+def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **changes: Any) -> Case:
+    """A drafter that chooses among two of every three tokens only."""
+
+    def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+        drafter, own = make(config, rule)
+        few = llama.vocabulary(drafter.config, own or params(config), some_tokens(config.vocab_size))
+        return drafter, {**(own or {}), "vocabulary": few}
+
+    return Case(made, **changes)
+
+
 # A new drafter is one row here. Of a family the last is the usual one.
 DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
@@ -185,27 +205,33 @@ DRAFTERS: dict[str, Case] = {
     "ngram-longest": _ngram("longest"),
     "ngram-random": _ngram("random"),
     "ngram-reference": Case(_referring, has_rule=False),
+    "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
         family="draft-model",
     ),
     "draft-model": Case(_draft_model, ("draft-model",), "draft-model"),
+    "asd-vocab": over_some_tokens(_asd, family="asd", config=DEEP),
     "asd-static": Case(_asd_static, family="asd", config=DEEP),
     "asd-shared": Case(functools.partial(_asd, shared=True), family="asd", config=DEEP),
     "asd": Case(_asd, ("asd",), "asd", DEEP),
+    "draft-verify-vocab": over_some_tokens(_draft_verify, family="draft-verify", config=DEEP),
     "draft-verify-static": Case(_draft_verify_static, family="draft-verify", config=DEEP),
     "draft-verify": Case(_draft_verify, ("draft-verify",), "draft-verify", DEEP),
+    "layerskip-vocab": over_some_tokens(_layerskip, family="layerskip", config=DEEP),
     "layerskip-late": Case(
         lambda config, rule: (LayerSkip(config, config.num_layers - 1, rule, K), None),
         family="layerskip",
         config=DEEP,
     ),
     "layerskip": Case(
-        lambda config, rule: (LayerSkip(config, 1, rule, K), None),
+        _layerskip,
         ("layerskip", "adaspeed", "adaspeed-probe"),
         "layerskip",
         DEEP,
     ),
+    "s2d-vocab": over_some_tokens(_s2d, family="s2d"),
+    "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
 }

@@ -57,6 +57,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     from jaxspec.cli.profile import Profile
     from jaxspec.cli.search import Search
     from jaxspec.cli.tune import Tune
+    from jaxspec.cli.vocab import Vocab
     from jaxspec.console.parsing import parse
 
     commands = {
@@ -67,6 +68,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "inspect": Inspect,
         "search": Search,
         "tune": Tune,
+        "vocab": Vocab,
     }
     arguments = arguments or ["--help"]
     try:

@@ -99,8 +99,8 @@ class ASD(ChainDrafter):
         def draft(
             plan: LayerPlan | jax.Array, state: ChainState, view: View
         ) -> tuple[Proposal, ChainState, KVCache]:
-            step = model_step(self.config, params.target, view.start, plan)
-            proposal, cache, state = self.draft(step, view.cache, keys, state, view, law)
+            step = model_step(self.config, params.self_draft, view.start, plan)
+            proposal, cache, state = self.draft(step, view.cache, keys, state, view, law, params.self_draft)
             return proposal, state, cache
 
         if self.plan is not None:

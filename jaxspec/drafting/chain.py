@@ -13,6 +13,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import (
     Outcome,
     Prefill,
@@ -29,7 +30,7 @@ from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
 # (carry, token int32[B], number of the step, which rows still draft bool[B])
-#   -> logits float32[B, V], hidden [B, D], carry
+#   -> logits float32[B, V] ([B, N] of a draft with a vocabulary of its own), hidden [B, D], carry
 Step = Callable[[Carry, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, Carry]]
 
 
@@ -43,6 +44,7 @@ def draft_chain(
     law: Law,
     rule: StopRule,
     rule_state: State,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Proposal, Carry, State]:
     """Drafts up to K tokens per row, each after the one before, until the rule has stopped every row.
 
@@ -57,6 +59,7 @@ def draft_chain(
       law: what draft tokens are drawn from.
       rule: sees every token that its row kept.
       rule_state: its state.
+      vocabulary: the tokens of which the step gives logits; None for all.
 
     Returns:
       The proposal, the carry and the rule's state. A draft ends before a token whose logits are not finite, which
@@ -76,20 +79,23 @@ def draft_chain(
 
     def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry) -> tuple[Any, ...]:
         logits, hidden, carry = step(carry, token, i, active)
-        drawn, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
-        return drawn, log_probs, logits, hidden, carry
+        index, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
+        drawn = index if vocabulary is None else vocabulary.ids[index]
+        if vocabulary is not None and log_probs is not None:
+            log_probs = vocabulary.spread(log_probs)
+        return drawn, log_probs, Signal(i, drawn, logits, hidden, index), carry
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         i, active, token, proposal, rule_state, carry = state
-        token, log_probs, logits, hidden, carry = draft(i, token, active, carry)
+        token, log_probs, signal, carry = draft(i, token, active, carry)
         # A draft model that has come to NaN or inf proposes nothing more; the token is not counted.
-        active &= is_finite(logits)
+        active &= is_finite(signal.logits)
         tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
         drawn_from = proposal.log_probs
         if log_probs is not None:
             drawn_from = jax.lax.dynamic_update_slice(drawn_from, log_probs[:, None], (0, i, 0))
         proposal = Proposal(tokens, proposal.count + active, drawn_from)
-        stopped, moved = rule.stop(rule_state, Signal(i, token, logits, hidden))
+        stopped, moved = rule.stop(rule_state, signal)
         return (
             i + 1,
             active & ~stopped & (i + 1 < room),
@@ -173,7 +179,7 @@ class ChainDrafter:
       ...     rule, num_draft_tokens = Constant(), 4
       ...     def propose(self, keys, params, state, view, law):
       ...         step = model_step(CONFIG, params.drafter, view.start)
-      ...         proposal, _, state = self.draft(step, state.own, keys, state, view, law)
+      ...         proposal, _, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
       ...         return proposal, state, view.cache
       >>> Mine().verify_widths, Mine().reach
       ((5,), 5)
@@ -206,10 +212,16 @@ class ChainDrafter:
         state: ChainState,
         view: View,
         law: Law,
+        params: Params | None = None,
     ) -> tuple[Proposal, Carry, ChainState]:
-        """Drafts from the pending tokens on, see `draft_chain`."""
+        """Drafts from the pending tokens on, see `draft_chain`.
+
+        `params`: the draft's, by whose `vocabulary` its step's logits are read, if there is one.
+        """
+        vocabulary = None if params is None else params.get("vocabulary")
         proposal, carry, rule = draft_chain(
-            step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule
+            *(step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule),
+            vocabulary,
         )
         return proposal, carry, state._replace(rule=rule)
 

@@ -59,7 +59,7 @@ class DraftModel(ChainDrafter):
             jnp.any(behind), lambda cache: catch_up(cache, before[:, 0], jnp.int32(0), behind)[2], cache
         )
         step = model_step(self.config, params.drafter, view.start)
-        proposal, cache, state = self.draft(step, cache, keys, state, view, law)
+        proposal, cache, state = self.draft(step, cache, keys, state, view, law, params.drafter)
         return proposal, state._replace(own=(cache, behind)), view.cache
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:

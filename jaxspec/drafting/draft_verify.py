@@ -42,8 +42,8 @@ class DraftVerify(ChainDrafter):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache."""
-        step = model_step(self.config, params.target, view.start, self.plan)
-        proposal, cache, state = self.draft(step, view.cache, keys, state, view, law)
+        step = model_step(self.config, params.self_draft, view.start, self.plan)
+        proposal, cache, state = self.draft(step, view.cache, keys, state, view, law, params.self_draft)
         return proposal, state, cache
 
     def plans(self, state: ChainState, live: jax.Array) -> jax.Array:

@@ -43,11 +43,11 @@ class LayerSkip(ChainDrafter):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache, and keeps the hidden states."""
-        config, target = self.config, params.target
+        config, draft = self.config, params.self_draft
 
         def run(cache: KVCache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, KVCache]:
-            hidden = llama.embed(target, token[:, None])
-            return llama.run_layers(config, target, hidden, position, cache, layers=range(self.exit_layer))
+            hidden = llama.embed(draft, token[:, None])
+            return llama.run_layers(config, draft, hidden, position, cache, layers=range(self.exit_layer))
 
         def step(
             carry: tuple[KVCache, jax.Array], token: jax.Array, i: jax.Array, active: jax.Array
@@ -56,11 +56,11 @@ class LayerSkip(ChainDrafter):
             cache, exits = carry
             hidden, cache = run(cache, token, view.start + i)
             exits = jax.lax.dynamic_update_slice(exits, hidden, (0, i, 0))
-            return llama.logits(config, target, hidden[:, 0]), hidden[:, 0], (cache, exits)
+            return llama.logits(config, draft, hidden[:, 0]), hidden[:, 0], (cache, exits)
 
         batch = view.length.shape[0]
-        exits = jnp.zeros((batch, self.num_draft_tokens + 1, config.hidden_size), target["embed"].dtype)
-        proposal, (cache, exits), state = self.draft(step, (view.cache, exits), keys, state, view, law)
+        exits = jnp.zeros((batch, self.num_draft_tokens + 1, config.hidden_size), draft["embed"].dtype)
+        proposal, (cache, exits), state = self.draft(step, (view.cache, exits), keys, state, view, law, draft)
 
         fed = jnp.concatenate([view.pending[:, None], proposal.tokens], axis=1)
         last = jnp.take_along_axis(fed, proposal.count[:, None], axis=1)[:, 0]

@@ -119,8 +119,9 @@ class S2D(ChainDrafter):
         """Drafts token by token; what was rejected since the last round is forgotten first."""
         if self.sorted_target:
             carry = view.cache, self._nothing(params.target, view.start)
-            step = functools.partial(self._step, params.target, view.start)
-            proposal, (cache, _), state = self.draft(step, carry, keys, state, view, law)
+            draft = params.self_draft
+            step = functools.partial(self._step, draft, view.start)
+            proposal, (cache, _), state = self.draft(step, carry, keys, state, view, law, draft)
             return proposal, state, cache
         cache, waiting = state.own
         waiting = dataclasses.replace(waiting, passed=jnp.minimum(waiting.passed, view.start[:, None]))
@@ -129,7 +130,7 @@ class S2D(ChainDrafter):
         before = llama.embed(params.drafter, jnp.take_along_axis(view.tokens, position, axis=1))
         waiting = waiting.put(position, before, waiting.passed[:, :1] <= position)
         step = functools.partial(self._step, params.drafter, view.start)
-        proposal, own, state = self.draft(step, (cache, waiting), keys, state, view, law)
+        proposal, own, state = self.draft(step, (cache, waiting), keys, state, view, law, params.drafter)
         return proposal, state._replace(own=own), view.cache
 
     def _nothing(self, draft: Params, start: jax.Array) -> Waiting:
@@ -177,7 +178,7 @@ class S2D(ChainDrafter):
 
         # `waiting.passed` stands still until the step is over: it says where each block begins.
         passed, left = waiting.passed, ~active
-        logits = jnp.zeros((len(start), self.config.vocab_size), jnp.float32)
+        logits = jnp.zeros((len(start), len(llama.head(self.config, draft))), jnp.float32)
         hidden = jnp.zeros_like(waiting.hidden[:, 0])
         for number in range(len(self.exits)):
             deeper = jnp.any(~left)

@@ -93,13 +93,13 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
-    content = _read(path, PLAN_FORMAT, "a plan")
+    content = read_format(path, PLAN_FORMAT, "a plan")
     if content.get("num_layers") != num_layers:
         raise ValueError(
             f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
             "make one with `jaxspec search`"
         )
-    _check_model(path, content.get("model"), model, "jaxspec search")
+    check_model(path, content.get("model"), model, "jaxspec search")
     try:
         plan = LayerPlan.skipping(num_layers, content["skip_attention"], content["skip_mlp"])
     except (KeyError, TypeError):
@@ -130,8 +130,8 @@ def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
     """
-    content = _read(path, ASD_FORMAT, "a file of ASD's numbers")
-    _check_model(path, content.get("model"), model, "jaxspec tune --method asd")
+    content = read_format(path, ASD_FORMAT, "a file of ASD's numbers")
+    check_model(path, content.get("model"), model, "jaxspec tune --method asd")
     numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
     alpha, every, keep_last = numbers
     if type(alpha) in (int, float) and type(every) is type(keep_last) is int:
@@ -196,7 +196,7 @@ def read_probe(
         raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
     if metadata.get("format") != PROBE_FORMAT:
         raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
-    _check_model(path, metadata.get("model"), model, "python -m training.probe")
+    check_model(path, metadata.get("model"), model, "python -m training.probe")
     if metadata.get("exit_layer") != str(exit_layer):
         raise ValueError(
             f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
@@ -260,8 +260,8 @@ def read_thresholds(
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{no_file(path)}; make thresholds with `jaxspec tune --method s2d`")
-    content = _read(path, THRESHOLDS_FORMAT, "a file of thresholds")
-    _check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
+    content = read_format(path, THRESHOLDS_FORMAT, "a file of thresholds")
+    check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
     if content.get("draft") != draft or content.get("exits") != list(exits):
         raise ValueError(
             f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
@@ -281,14 +281,20 @@ def read_thresholds(
     return [float(n) for n in numbers[:-1]]
 
 
-def _read(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
+def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
+    """The object in a JSON file that says it has the format `form`; `what` it should be, for the message.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such file, or it is something else; one line.
+    """
     content = read_json(path)
     if content.get("format") != form:
         raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
     return content
 
 
-def _check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
+def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
+    """Refuses a file that names another model than this fingerprint's; `remedy`: the command that makes one."""
     if found != model:
         raise ValueError(
             f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"

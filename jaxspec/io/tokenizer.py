@@ -130,6 +130,11 @@ class Tokenizer:
         """How many ids have a token; a model may have more, as padding."""
         return len(self._loaded)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which `decode` leaves out."""
+        return self._skipped
+
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both."""
         same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()

@@ -44,7 +44,7 @@ class ASD(MaskedMethod):
     shared_mask: bool = False
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; it has no parameters of its own."""
+        """Makes the drafter; of its own it has at most a vocabulary."""
         import jax.numpy as jnp
 
         from jaxspec.drafting.asd import ASD as Drafting
@@ -64,7 +64,7 @@ class ASD(MaskedMethod):
         numbers = jnp.float32(chosen.alpha), jnp.int32(chosen.every), jnp.int32(chosen.keep_last)
         return Drafting(
             target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)
-        ), None
+        ), self.params(target, resources)
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
         """Returns the numbers of the file named, else of the one beside the model, else the paper's for this model."""

@@ -18,8 +18,11 @@ from jaxspec.io.arguments import flag, listed, real, whole
 from jaxspec.io.messages import shown
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.llama import Params
+    from jaxspec.model.vocabulary import Vocabulary
     from jaxspec.protocol import Drafter
 
 T = TypeVar("T")
@@ -86,8 +89,24 @@ class LoadedModel:
             self._cut[num_layers] = LoadedModel(config, llama.truncate(self.params, num_layers), self.name)
         return self._cut[num_layers]
 
+    def vocabulary(self, ids: np.ndarray) -> Vocabulary:
+        """Returns the head of tokens `ids`, int32[N], rising; its rows are gathered once, the same object each time."""
+        import jax
+
+        from jaxspec.model import llama
+
+        key = ids.tobytes()
+        if key not in self._vocabularies:
+            gather = jax.jit(llama.vocabulary, static_argnums=0)  # leaves the rows where the head is
+            self._vocabularies[key] = gather(self.config, self.params, ids)
+        return self._vocabularies[key]
+
     @functools.cached_property
     def _cut(self) -> dict[int, LoadedModel]:
+        return {}
+
+    @functools.cached_property
+    def _vocabularies(self) -> dict[bytes, Vocabulary]:
         return {}
 
 
@@ -302,6 +321,8 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
     members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if value is None and type(None) in members:
         return None
+    if str in members and isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
     for member in members:
         if typing.get_origin(member) is Literal:
             known = typing.get_args(member)
@@ -314,8 +335,6 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
             return whole(name, value)
         if member is float:
             return real(name, value)
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
     if HasModel in members and hasattr(value, "config") and hasattr(value, "params"):
         return value
     raise ValueError(f"{name} is {shown(value)}; give a text")

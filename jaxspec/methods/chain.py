@@ -1,14 +1,18 @@
-"""Options that all methods share whose draft is made token by token: its length, its stop rule and γ."""
+"""Options that all methods share whose draft is made token by token: length, stop rule and γ, and its vocabulary."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from jaxspec.methods.base import DraftingMethod
+from jaxspec.methods.base import DraftingMethod, FilePath, LoadedModel, Resources, option
+from jaxspec.methods.files import file_of
 
 if TYPE_CHECKING:
+    from jaxspec.model.llama import Params
     from jaxspec.protocol import StopRule
     from jaxspec.stopping import Gamma, Probe
 
@@ -36,6 +40,9 @@ class ChainMethod(DraftingMethod):
       gamma_epsilon: of adaptive γ: its step. Default 0.01.
       gamma_edge: of adaptive γ: as in the paper of Draft & Verify, or as in its authors' code, which leaves γ where
         enough was accepted of a draft of K tokens. Default paper.
+      draft_vocab: draft with the head of the N most frequent tokens only, by the ranking beside the model (made by
+        `jaxspec vocab`), or with those of a file. The text stays the same; with a large vocabulary a draft costs much
+        less. Confidence is then a probability among these tokens. Default: all tokens.
 
     Class attributes:
       usual_rule: the stop rule where none is given.
@@ -57,6 +64,7 @@ class ChainMethod(DraftingMethod):
     gamma_beta2: float | None = None
     gamma_epsilon: float | None = None
     gamma_edge: GammaEdge | None = None
+    draft_vocab: FilePath | int | None = option(None, metavar="N|FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +76,8 @@ class ChainMethod(DraftingMethod):
             for name in _ADAPTIVE:
                 if name in self.given:
                     raise ValueError(f"`{name}` belongs to an adaptive γ; leave out adaptive_gamma=False")
+        if isinstance(self.draft_vocab, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", self.draft_vocab):
+            object.__setattr__(self, "draft_vocab", int(self.draft_vocab))  # as a command line has it
 
     @classmethod
     def usual(cls) -> dict[str, str]:
@@ -127,6 +137,44 @@ class ChainMethod(DraftingMethod):
         if not rules:
             return Constant(), length
         return rules[0] if len(rules) == 1 else AnyOf(tuple(rules)), length
+
+    def params(
+        self, target: LoadedModel, resources: Resources, draft: LoadedModel | None = None
+    ) -> Params | None:
+        """Returns the parameters of the drafter, with the draft's vocabulary where one is asked for.
+
+        Args:
+          target: the model that verifies, whose tokens are ranked.
+          resources: says where its ranking lies.
+          draft: the model that drafts; None for the target itself, whose own parameters are not repeated.
+
+        Raises:
+          ValueError, FileNotFoundError: there is no ranking, it is another model's, or it has too few tokens; one line.
+
+        Examples:
+          >>> from jaxspec.methods import LayerSkip
+          >>> from jaxspec.testing import language_model
+          >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+          >>> LayerSkip().params(language_model().loaded, in_memory) is None
+          True
+        """
+        own = None if draft is None else draft.params
+        if self.draft_vocab is None:
+            return own
+        from jaxspec.io import vocabulary_file
+
+        if isinstance(self.draft_vocab, int):
+            name, count = vocabulary_file.VOCABULARY_NAME, self.draft_vocab
+            path = file_of(None, target, resources, name)
+            if path is None or not path.is_file():
+                raise FileNotFoundError(
+                    f"draft_vocab={count} needs a ranking of tokens{f', and there is no {path}' if path else ''}; "
+                    "make one with `jaxspec vocab`, or give draft_vocab=FILE"
+                )
+        else:
+            path, count = Path(str(self.draft_vocab)), None
+        ranking = vocabulary_file.read_vocabulary(path, target.fingerprint, target.config.vocab_size)
+        return {**(own or {}), "vocabulary": (draft or target).vocabulary(ranking.first(count))}
 
     def _gamma(self, rule: StopName, length: int) -> Gamma:
         """Makes the γ of a stop rule, fixed or adaptive."""

@@ -52,4 +52,4 @@ class DraftModel(ChainMethod):
         if self.draft_exit is not None:
             draft = draft.until(self.draft_exit)
         rule, length = self.stopping()
-        return Drafting(draft.config, rule, length), draft.params
+        return Drafting(draft.config, rule, length), self.params(target, resources, draft)

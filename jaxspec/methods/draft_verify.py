@@ -39,7 +39,7 @@ class DraftVerify(MaskedMethod):
         return "plan" in given
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; it has no parameters of its own."""
+        """Makes the drafter; of its own it has at most a vocabulary."""
         from jaxspec.drafting.draft_verify import DraftVerify as Drafting
         from jaxspec.io import method_files
 
@@ -51,4 +51,5 @@ class DraftVerify(MaskedMethod):
             )
         plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
         rule, length = self.stopping()
-        return Drafting(target.config, plan.traced(), rule, length, self.is_static(resources)), None
+        drafter = Drafting(target.config, plan.traced(), rule, length, self.is_static(resources))
+        return drafter, self.params(target, resources)

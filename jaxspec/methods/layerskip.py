@@ -47,7 +47,7 @@ class LayerSkip(ChainMethod):
         return super().compared(given, num_layers) and num_layers > 1
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; it has no parameters of its own."""
+        """Makes the drafter; of its own it has at most a vocabulary."""
         from jaxspec.drafting.layerskip import LayerSkip as Drafting
 
         depth = target.config.num_layers
@@ -61,7 +61,7 @@ class LayerSkip(ChainMethod):
                 f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}"
             )
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
-        return Drafting(target.config, exit_layer, rule, length), None
+        return Drafting(target.config, exit_layer, rule, length), self.params(target, resources)
 
     def _probe(self, exit_layer: int, target: LoadedModel, resources: Resources) -> Probe:
         """Reads the probe of an exit for the law of this batch."""

@@ -41,7 +41,7 @@ class S2D(ChainMethod):
     thresholds: FilePath | None = option(None, metavar="FILE")
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; its parameters are the draft's, or None where the target drafts for itself."""
+        """Makes the drafter; its parameters are the draft's, if the target does not draft for itself."""
         from jaxspec.drafting.s2d import S2D as Drafting
 
         sorted_target = self.draft is None
@@ -58,8 +58,9 @@ class S2D(ChainMethod):
         thresholds = self._thresholds(exits, target, draft, resources)
         rule, length = self.stopping()
         if sorted_target:
-            return Drafting(target.config, exits, thresholds, rule, length, sorted_target=True), None
-        return Drafting(draft.config, exits, thresholds, rule, length), draft.params
+            drafter = Drafting(target.config, exits, thresholds, rule, length, sorted_target=True)
+            return drafter, self.params(target, resources)
+        return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
 
     def _thresholds(
         self, exits: tuple[int, ...], target: LoadedModel, draft: LoadedModel, resources: Resources

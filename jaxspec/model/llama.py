@@ -8,7 +8,8 @@ key/value head, so that one device runs one product where a mesh still divides b
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
     layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
 
-with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D] where configured.
+with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D] where configured. Those of a
+draft may have, in place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import run_if
 from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.vocabulary import Vocabulary
 
 Params = dict[str, Any]
 # Queries that training attends with at once: what they see must fit a processor's cache.
@@ -107,10 +109,23 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Final norm and head: hidden [..., D] → float32[..., V]."""
+    """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
     normed = rms_norm(hidden, params["norm"], config.rms_norm_eps)
-    head = params["embed"] if config.tie_embeddings else params["head"]
-    return linear(normed, head, out_dtype=jnp.float32)
+    return linear(normed, head(config, params), out_dtype=jnp.float32)
+
+
+def head(config: LlamaConfig, params: Params) -> jax.Array:
+    """The matrix that makes logits: [V, D], or [N, D] where `params` has a `vocabulary`."""
+    if "vocabulary" in params:
+        few: jax.Array = params["vocabulary"].head
+        return few
+    whole: jax.Array = params["embed"] if config.tie_embeddings else params["head"]
+    return whole
+
+
+def vocabulary(config: LlamaConfig, params: Params, ids: jax.Array) -> Vocabulary:
+    """The rows of the head of tokens `ids`, int32[N], rising; what a draft's parameters have as `vocabulary`."""
+    return Vocabulary(head(config, params)[ids], ids, config.vocab_size)
 
 
 def _attention(

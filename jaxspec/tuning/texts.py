@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 
@@ -17,8 +18,12 @@ from jaxspec.io.files import read_text
 from jaxspec.tuning.agreement import AgreementTexts, prepare
 
 
-def read_prompts(lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+def read_prompts(
+    lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: int, *, chat: bool = False
+) -> list[list[int]]:
     """Prompts as token ids: one per file; or the default ones, as far as they fit the model's context.
+
+    `chat`: whether each is a message, to be put through the chat template.
 
     Raises:
       ValueError, FileNotFoundError: a file is missing, empty, no text, or too long for the context.
@@ -26,11 +31,10 @@ def read_prompts(lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: 
     check_budget(max_new_tokens)
     wanted = "`prompt_file` must be text files, one prompt each"
     context = lm.config.context_length
+    encode = functools.partial(lm.encode, chat=chat)
     if not prompt_file:
         fitting = [
-            ids
-            for ids in map(lm.encode, prompt_set.sample(2, "tuning"))
-            if len(ids) + max_new_tokens <= context
+            ids for ids in map(encode, prompt_set.sample(2, "tuning")) if len(ids) + max_new_tokens <= context
         ]
         if not fitting:
             raise ValueError(
@@ -41,7 +45,7 @@ def read_prompts(lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: 
     found = []
     for path in prompt_file:
         text = read_text(path, wanted).removesuffix("\n")
-        ids = lm.encode(text) if text else []
+        ids = encode(text) if text else []
         if not ids:
             raise ValueError(f"{path} is empty; {wanted}")
         if len(ids) + max_new_tokens > context:

@@ -1,0 +1,93 @@
+"""Which tokens of a model are frequent: counted on texts, for drafts over a part of the vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.files import read_text
+from jaxspec.io.vocabulary_file import Ranking
+
+# Characters that are encoded at once: a tokenizer needs many times their memory.
+_PIECE = 2**16
+# What is put through the chat template to see which tokens it writes itself.
+_CONVERSATION = tuple({"role": role, "content": ""} for role in ("user", "assistant", "user"))
+
+
+def encoded(lm: LanguageModel, paths: Sequence[str]) -> Iterator[list[int]]:
+    """The token ids of text files, in pieces that end at line ends.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing, empty or no text, or the model has no tokenizer.
+    """
+    for path in paths:
+        text = read_text(path, "`data` must be text files")
+        if not text:
+            raise ValueError(f"{path} is empty; `data` must be text files")
+        begin = 0
+        while begin < len(text):
+            line_end = text.rfind("\n", begin, begin + _PIECE) + 1
+            end = line_end if line_end and begin + _PIECE < len(text) else begin + _PIECE
+            yield lm.encode(text[begin:end])
+            begin = end
+
+
+def always_there(lm: LanguageModel) -> list[int]:
+    """The tokens that every draft vocabulary needs: ends of text, special tokens, and those of the chat template."""
+    found = {*lm.config.eos_token_ids}
+    if lm.config.bos_token_id is not None:
+        found.add(lm.config.bos_token_id)
+    if lm.tokenizer is not None:
+        found |= lm.tokenizer.special_ids
+        with contextlib.suppress(ValueError):  # no chat template, or one that takes other conversations
+            found |= {*lm.encode(_CONVERSATION)}
+    return sorted(token for token in found if token < lm.config.vocab_size)
+
+
+def rank(
+    lm: LanguageModel, texts: Iterable[Sequence[int]], size: int | None = None
+) -> tuple[Ranking, np.ndarray]:
+    """Counts the tokens of texts.
+
+    Args:
+      lm: whose tokens they are.
+      texts: token ids.
+      size: how many tokens to keep; None for all that were counted.
+
+    Returns:
+      The ranking, of equals the smaller id first; and the counts, int64[V].
+
+    Raises:
+      ValueError: there is nothing to count, or not `size` tokens.
+    """
+    counts = np.zeros(lm.config.vocab_size, np.int64)
+    for text in texts:
+        counts += np.bincount(np.asarray(text, np.int64), minlength=len(counts))
+    total, always = int(counts.sum()), always_there(lm)
+    if not total:
+        raise ValueError("no token was counted; give data=FILE with text, or generate=True")
+    others = counts.copy()
+    others[always] = 0
+    order = np.argsort(-others, kind="stable")
+    ids = order[: np.count_nonzero(others)].tolist()
+    if size is not None:
+        if not max(1, len(always)) <= size <= len(always) + len(ids):
+            raise ValueError(
+                f"size is {size}; {len(always)} tokens must always be there and {len(ids)} others were counted: "
+                f"give {max(1, len(always))} to {len(always) + len(ids)}, or count more text"
+            )
+        ids = ids[: size - len(always)]
+    return Ranking(tuple(always), tuple(ids), total), counts
+
+
+def coverage(ranking: Ranking, counts: np.ndarray) -> dict[int, float]:
+    """The share of the counted tokens that the first N of a ranking are, for N in powers of two and for all."""
+    number = 2 ** (max(1, len(ranking.always)) - 1).bit_length()
+    sizes = []
+    while number < len(ranking):
+        sizes.append(number)
+        number *= 2
+    return {size: float(counts[ranking.first(size)].sum() / counts.sum()) for size in (*sizes, len(ranking))}
