@@ -84,7 +84,7 @@ HOST = (
         "jaxspec.testing",
         "jaxspec.bench",
     ),
-    *("jaxspec.tuning.search", "jaxspec.tuning.trial_log", "jaxspec.tuning.figures", "jaxspec.cli"),
+    *("jaxspec.tuning.search", "jaxspec.tuning.figures", "jaxspec.cli"),
     *("jaxspec.tuning.fitness_report", "jaxspec.__main__"),
 )
 HOST_MODULES = {
