@@ -22,7 +22,8 @@ from benchmarks.suite_report import Record, average, show, target_report
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
+from jaxspec.bench.suite_options import check_budget
+from jaxspec.bench.timing import OnProgress, Run, measure_runs
 from jaxspec.cli.options import Placement, SamplingOptions
 from jaxspec.console.errors import option_names
 from jaxspec.console.parsing import parse_as

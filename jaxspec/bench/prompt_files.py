@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.bench import prompts
 from jaxspec.io.files import parse_json, read_text
@@ -19,6 +19,7 @@ _EXPECTED = (
     "give JSON lines with `turns` (Spec-Bench, MT-bench), `question` and `answer` (GSM8K) or `prompt` and "
     "`entry_point` (HumanEval), or a .txt file of one prompt a line"
 )
+Item = TypeVar("Item")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
@@ -43,6 +44,37 @@ class Task:
     turns: tuple[str, ...]
     message: bool = False
     answer: str | None = None
+
+    def messages(self, said: Sequence[str]) -> list[dict[str, str]]:
+        """The conversation up to the user's next turn.
+
+        Args:
+          said: the model's answers to the turns before it.
+
+        Examples:
+          >>> [message["role"] for message in Task("1", "a", ("x", "y")).messages(["z"])]
+          ['user', 'assistant', 'user']
+        """
+        spoken = itertools.chain(*zip(self.turns, said, strict=False), self.turns[len(said) : len(said) + 1])
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, spoken, strict=False)]
+
+    def text(self, said: Sequence[str]) -> str:
+        """The same as plain text: turns and answers one after another; a question with an answer to be found is
+        marked as one.
+
+        Args:
+          said: the model's answers to the turns before the next.
+
+        Examples:
+          >>> Task("1", "a", ("Write a story.", "Another.")).text([" Once"])
+          'Write a story. Once\\n\\nAnother.'
+          >>> Task("1", "gsm8k", ("What is 1 + 1?",), answer="2").text([])
+          'Question: What is 1 + 1?\\nAnswer:'
+        """
+        first = self.turns[0] if self.answer is None else f"Question: {self.turns[0]}\nAnswer:"
+        later = zip(said, self.turns[1:], strict=False)
+        return first + "".join(f"{answer}\n\n{turn}" for answer, turn in later)
 
 
 def own_tasks() -> list[Task]:
@@ -84,20 +116,20 @@ def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
     return tasks
 
 
-def in_turn(tasks: Iterable[Task]) -> list[Task]:
-    """Puts the tasks in another order: one of each category, then the next of each, and so on.
+def in_turn(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
+    """Puts items in another order: one of each category, then the next of each, and so on.
 
-    So a few of them, or those done before an interruption, are of all categories.
+    So the first few, or those done before an interruption, are of all categories.
 
     Examples:
-      >>> [task.id for task in in_turn([Task(i, i[0], ("x",)) for i in ("a1", "a2", "b1")])]
+      >>> in_turn(["a1", "a2", "b1"], lambda item: item[0])
       ['a1', 'b1', 'a2']
     """
-    groups: dict[str, list[Task]] = {}
-    for task in tasks:
-        groups.setdefault(task.category, []).append(task)
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(category(item), []).append(item)
     rounds = itertools.zip_longest(*groups.values())
-    return [task for one in rounds for task in one if task is not None]
+    return [item for one in rounds for item in one if item is not None]
 
 
 def final_number(text: str) -> str | None:
