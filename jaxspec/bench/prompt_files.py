@@ -20,7 +20,8 @@ _EXPECTED = (
     "`entry_point` (HumanEval), or a .txt file of one prompt a line"
 )
 Item = TypeVar("Item")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# A sign only where it is none of a subtraction.
+_NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ class SuiteOptions:
         check_budget(self.max_new_tokens)
         if self.carry_gamma and self.batch > 1:
             raise ValueError(
-                f"carry_gamma=True goes from text to text, and batch is {self.batch}; leave out one of them"
+                f"got carry_gamma=True and batch={self.batch}, and γ goes from text to text; leave out one of them"
             )
 
 

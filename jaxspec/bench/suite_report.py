@@ -71,15 +71,16 @@ def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, An
     Returns:
       `prompts`; `texts` (turns of conversations count each) and their `tokens` in the first repeat;
       `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over prompts
-      (batches of them); what `speed.acceptance` gives, and `acceptance_by_position`; `first_token_ms` and `token_ms`
-      (of each text the time after its first token ÷ its tokens after it), the `median` and the 95th percentile `p95`
-      over all texts; `accuracy`, the share of texts that end with the answer; `identical_to_autoregressive`,
-      `num_different` texts and their `largest_margin` (see `records.Difference`), null where tokens are drawn at
-      random. A number that is not defined is null.
+      (batches of them; null for a single one); what `speed.acceptance` gives, and `acceptance_by_position`;
+      `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its tokens after it), the `median`
+      and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that end with the answer;
+      `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see `records.Difference`), null
+      where tokens are drawn at random. A number that is not defined is null.
     """
     mine, plain = (_units(name, records) for name in (run, BASELINE))
     taken, others = list(mine.values()), list(plain.values())
-    ratio, interval = speed.speed_ratio(taken, others, groups=[batch for batch, _ in mine])
+    batches = [batch for batch, _ in mine]
+    ratio, interval = speed.speed_ratio(taken, others, groups=batches)
     own = [record for record in records if record.run == run]
     texts = list(speed.every_text(taken))
     per_token = [
@@ -96,7 +97,7 @@ def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, An
         "tokens": sum(len(record.texts[0].tokens) for record in own),
         "tokens_per_second": speed.tokens_per_second(taken),
         "speedup": ratio,
-        "speedup_interval": interval,
+        "speedup_interval": interval if len(set(batches)) > 1 else None,
         **speed.acceptance(taken),
         "acceptance_by_position": speed.acceptance_by_position(taken),
         "first_token_ms": _spread([speed.first_token_ms(text) for text in texts]),
