@@ -19,6 +19,7 @@ from jaxspec.bench.suite_page import page
 from jaxspec.bench.suite_report import cells, columns, report
 from jaxspec.cli import bench, main
 from jaxspec.cli.bench import parse_run
+from jaxspec.console import terminal
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras
 from jaxspec.io.line_log import LineLog
@@ -198,6 +199,26 @@ def test_an_interrupted_suite_goes_on(tmp_path):
     assert done.resume(LineLog(path, done.header(), of="benchmark")) == 5
     done.measure()
     assert done.records == whole.records
+
+
+def test_a_carried_gamma_goes_on_too(tmp_path):
+    lm, tasks = tiny.language_model(), [Task(str(at), "a", ("ab cd"[at:],)) for at in range(3)]
+    words, options = "adaspeed --exit-layer 1 --gamma 0.5", SuiteOptions(None, 9, 1, carry_gamma=True)
+
+    def gammas(limit: int, path) -> list[float]:
+        made = Suite(lm, tasks, {words: parse_run(words)}, options, law=GREEDY)
+        made.resume(LineLog(path, made.header(), of="benchmark"))
+        del made.units[limit:]
+        made.measure()
+        return [record.texts[0].gamma for record in made.records if record.run == words]
+
+    whole = gammas(3, tmp_path / "whole")
+    assert len(gammas(2, tmp_path / "parts")) == 2
+    # One call that compiles goes before the first, and before the one that goes on.
+    resumed = gammas(3, tmp_path / "parts")
+    assert resumed[:2] == whole[:2]
+    assert len({*whole, 0.5}) == 4
+    assert abs(resumed[2] - whole[1]) < abs(resumed[2] - 0.5)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +407,7 @@ def run(capsys, monkeypatch):
     """Runs the command on a few prompts; returns status, standard output and standard error."""
     monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
     monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
 
     def call(*arguments: object) -> tuple[int, str, str]:
         status = main(["bench", *map(str, arguments)])

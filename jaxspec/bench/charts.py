@@ -124,8 +124,8 @@ class _Axis:
 
     def __init__(self, values: Sequence[float]) -> None:
         most = max([value for value in values if math.isfinite(value)], default=0.0) or 1.0
-        # About five steps of 1, 2 or 5 times a power of ten.
-        rough = most / 5
+        # Up to six steps of 1, 2 or 5 times a power of ten.
+        rough = most / 6
         power = 10.0 ** math.floor(math.log10(rough))
         self._step = next(power * size for size in (1, 2, 5, 10) if power * size >= rough * 0.999)
         self._count = math.ceil(most / self._step - 1e-9)

@@ -43,7 +43,7 @@ def transformers_runs(
     Args:
       lm: the model in jaxspec, for its EOS, dtype and drafters.
       model: as `load` takes it.
-      methods: those that are measured, by the name of their run.
+      methods: those that are measured, by the name of their run; of several of a kind the last counts.
       law: temperature, top_k, top_p and min_p.
       max_new_tokens: of each text.
 

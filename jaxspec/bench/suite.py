@@ -169,7 +169,7 @@ class Suite:
         """Measures what is not measured yet. Interrupted (Ctrl-C), it leaves what was done in `records`."""
         done = {(record.batch, record.turn) for record in self.records}
         todo = [unit for unit in self.units if (unit.batch, unit.turn) not in done]
-        runs = {name: self._by(method) for name, method in self._methods.items()}
+        runs = {name: self._by(name, method) for name, method in self._methods.items()}
         runs |= {name: self._by_peer(peer) for name, peer in self._peers.items()}
         warm = False
         for unit in todo:
@@ -234,11 +234,12 @@ class Suite:
             return self._options.chat == "on"
         return task.message and self._lm.tokenizer is not None and self._lm.tokenizer.has_chat_template
 
-    def _by(self, method: Method) -> Callable[[dict[str, list[int]], int], list[Result]]:
+    def _by(self, run: str, method: Method) -> Callable[[dict[str, list[int]], int], list[Result]]:
         generate = self._lm.generate
         given = self._given() | {"method": method}
         if self._options.carry_gamma:
-            carried = carrying(generate)
+            ended = [record.texts[-1].gamma for record in self.records if record.run == run]
+            carried = carrying(generate, {method: ended[-1]} if ended and ended[-1] is not None else None)
             return lambda prompts, turn: [
                 carried(prompt, seed=self._seed + turn, **given) for prompt in prompts.values()
             ]
