@@ -27,7 +27,8 @@ from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES
 from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import Steps, SubmodelSteps, WrongDrafts
-from jaxspec.bench.timing import OnProgress, Run, check_budget, interleaved, measure_runs, median_ratio
+from jaxspec.bench.suite_options import check_budget
+from jaxspec.bench.timing import OnProgress, Run, interleaved, measure_runs, median_ratio
 from jaxspec.cli.options import Placement
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive

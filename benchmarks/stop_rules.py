@@ -26,7 +26,8 @@ from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.oracle import oracle
 from jaxspec.bench.speed import Taken, acceptance, speed_ratio, tokens_per_second
-from jaxspec.bench.timing import OnProgress, Run, check_budget, measure_runs
+from jaxspec.bench.suite_options import check_budget
+from jaxspec.bench.timing import OnProgress, Run, measure_runs
 from jaxspec.cli.options import ModelOptions, SamplingOptions
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel

@@ -11,7 +11,13 @@ import pytest
 from jaxspec import methods
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import compare
-from jaxspec.bench.speed import speed_ratio, tokens_per_second
+from jaxspec.bench.speed import (
+    acceptance_by_position,
+    first_token_ms,
+    running_ms,
+    speed_ratio,
+    tokens_per_second,
+)
 from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.engine.results import Result, Statistics, Token
 from tests import tiny
@@ -123,6 +129,46 @@ def test_a_speed_up_is_of_all_tokens_in_all_time_and_the_median_over_turns():
     assert tokens_per_second([[Result("", [], "length", slow, [])]]) == pytest.approx(1e3 * 10 / 5)
     with pytest.raises(ValueError, match=r"runs have \(2, 3\) and \(1, 3\) prompts and turns"):
         speed_ratio(mine, plain[:1])
+
+
+def test_texts_generated_together_are_one():
+    """In the time from the first token of any to the last of any, compilation left out."""
+
+    def row(tokens, elapsed_ms, decode_ms, compile_ms=0.0, decode_compile_ms=0.0):
+        times = (elapsed_ms, decode_ms, compile_ms)
+        counts = Statistics(tokens, 1, 0, 0, 0, (), *times, decode_compile_ms=decode_compile_ms)
+        return Result("", [], "length", counts)
+
+    # First tokens after 10 and 30 ms, last ones after 50 and 60.
+    batch = [row(11, 50.0, 40.0), row(21, 60.0, 30.0)]
+    assert running_ms(batch) == pytest.approx(50)
+    assert tokens_per_second([[batch]]) == pytest.approx(1e3 * 30 / 50)
+    # The same, but 5 ms before the first token and 7 after it went into compiling.
+    slow = [row(11, 62.0, 47.0, 12.0, 7.0), row(21, 72.0, 37.0, 12.0, 7.0)]
+    assert running_ms(slow) == pytest.approx(50)
+    assert running_ms(slow[0]) == pytest.approx(40)
+    assert [first_token_ms(one) for one in slow] == [pytest.approx(10), pytest.approx(30)]
+
+
+def test_prompts_of_one_group_are_drawn_together():
+    mine = [texts((11, 10.0)), texts((11, 40.0))]
+    plain = [texts((11, 20.0)), texts((11, 20.0))]
+    ratio, apart = speed_ratio(mine, plain)
+    same, together = speed_ratio(mine, plain, groups=["a", "a"])
+    assert ratio == same == pytest.approx(40 / 50)
+    assert apart == (pytest.approx(0.5), pytest.approx(2))
+    assert together == (pytest.approx(ratio), pytest.approx(ratio))
+
+
+def test_acceptance_by_position():
+    def text(*histogram):
+        counts = (1, 1, sum(histogram), 9, 9)
+        return Result("", [], "length", Statistics(*counts, histogram, 1.0, 1.0, 0.0))
+
+    # Of 8 rounds with a draft 5 accepted a first token, 3 a second, 1 a third.
+    taken = [[text(2, 1, 1)], [[text(1, 1, 1, 1)]]]
+    assert acceptance_by_position(taken) == [5 / 8, 3 / 8, 1 / 8]
+    assert acceptance_by_position([[text(0)], [text()]]) == []
 
 
 def test_a_turn_in_which_something_compiled_is_taken_again():

@@ -557,7 +557,10 @@ def test_wrong_options(run, model, arguments, message):
         (["generate", PROMPT, "--model", "Large"], r"large, small, sorted \(perhaps you meant large\)"),
         (["inspect", PROMPT, "--model", "MODEL", "--every", "4294967296"], "--every is 4294967296; give 0"),
         (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
-        (["generat"], "unknown command 'generat'; the commands are generate, compare, profile, convert"),
+        (
+            ["generat"],
+            "unknown command 'generat'; the commands are generate, compare, bench, profile, convert",
+        ),
         (["--verbose"], "--verbose"),
     ],
 )
@@ -655,7 +658,7 @@ def test_wrong_conversations(run, model, tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "compare", "profile", "convert", "inspect", "search", "tune", "vocab"]
+    "command", ["", "generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"]
 )
 def test_help(run, command):
     status, out, err = run(*filter(None, [command]), "--help")
@@ -695,13 +698,13 @@ def test_messages_of_the_library_name_options(command, message, said):
 
 
 def test_a_number_is_never_called_a_file(run):
-    for command in ("generate", "compare", "profile", "convert", "inspect", "search", "tune", "vocab"):
+    for command in ("generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"):
         _, out, _ = run(command, "--help")
         assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
     assert "--threshold X" in out
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "inspect", "profile", "search", "tune", "vocab"])
+@pytest.mark.parametrize("command", ["generate", "compare", "bench", "inspect", "profile", "search", "tune", "vocab"])
 def test_the_help_names_the_default_model(run, command):
     _, out, _ = run(command, "--help")
     assert re.search(rf"--model DIR\|ID[^-]*\(default: {EMBEDDED}\)", " ".join(out.replace("│", "").split()))

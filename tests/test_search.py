@@ -316,7 +316,7 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
         run(other, log, trials=2)
     for text in ("no log\n", "[" * 200_000 + "\n"):
         log.write_text(text)
-        with pytest.raises(ValueError, match="log is not a log of trials"):
+        with pytest.raises(ValueError, match="log is not a log of a search"):
             run(deep, log, trials=2)
     anew = search(deep, PROMPTS, SearchOptions(max_new_tokens=6, trials=1, random=True), log, resume=False)
     assert len(anew.trials["random"]) == 1

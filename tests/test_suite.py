@@ -1,62 +1,382 @@
-"""The suite: what runs are made of words, in which order they generate, and what their times come to."""
+"""`jaxspec bench`: what is generated in which order, how it goes on, and what the times come to."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import re
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import suite, suite_report
-from benchmarks.suite import Options, measure, parse_run
 from jaxspec import methods
-from jaxspec.bench import prompts
-from jaxspec.cli.options import SamplingOptions
+from jaxspec.bench import charts, peers, prompts, suite
+from jaxspec.bench.prompt_files import Task
+from jaxspec.bench.records import Record
+from jaxspec.bench.suite import Suite, plan
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.bench.suite_page import page
+from jaxspec.bench.suite_report import cells, columns, report
+from jaxspec.cli import bench, main
+from jaxspec.cli.bench import parse_run
+from jaxspec.console import terminal
 from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.io import extras
+from jaxspec.io.line_log import LineLog
+from tests import tiny
 from tests.test_cli import write_model, write_tokenizer
 
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+TASKS = [Task("a/1", "a", ("Once",)), Task("a/2", "a", ("Upon",)), Task("b/1", "b", ("def f",))]
 KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
 
 
-@pytest.fixture(autouse=True)
-def few_prompts(monkeypatch):
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
-
-
-def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0) -> Result:
-    counts = (len(tokens), len(tokens) - 1 - accepted, drafts, drafts, accepted, ())
-    return Result("", list(map(Token, tokens)), "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0))
+def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0, text: str = "") -> Result:
+    counts = (
+        len(tokens),
+        len(tokens) - 1 - accepted,
+        drafts,
+        drafts,
+        accepted,
+        (drafts - accepted, accepted),
+    )
+    return Result(
+        text, list(map(Token, tokens)), "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0)
+    )
 
 
 class Fake:
-    """A language model that takes 8 ms for a text, by ngram 4 ms, and is stopped at a given call."""
+    """A language model that takes 8 ms for a text, by ngram 4 ms, and is stopped at a given call.
 
-    def __init__(self, name: str = "fake", stopped_at: int | None = None) -> None:
-        self.name, self.dtype, self.device = name, "float32", SimpleNamespace(device_kind="abacus")
-        self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
+    Its tokens are characters; a text says how long its prompt is.
+    """
+
+    def __init__(self, stopped_at: int | None = None, context: int = 1000, chats: bool = False) -> None:
+        self.name, self.dtype, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
+        self.device = SimpleNamespace(device_kind="abacus")
+        self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
+        self.config = SimpleNamespace(context_length=context)
+        self.tokenizer = SimpleNamespace(has_chat_template=chats)
+        self.ngram_says = [5, 6, 7, 8, 9]
         self.calls: list = []
         self.checked: list = []
         self._stopped_at = stopped_at
 
-    def stream(self, prompt, *, method, **options):
-        self.checked.append((prompt, method.name, options))
+    def encode(self, text):
+        if not isinstance(text, str):
+            text = "|".join(f"{one['role'][0]}:{one['content']}" for one in text)
+        return list(map(ord, text))
+
+    def stream(self, prompts, *, method, **options):
+        self.checked.append((method.name, len(prompts), options))
         return iter(())
 
-    def generate(self, prompt, *, method, **options):
-        method = method.name
+    def generate(self, prompts, *, method, seed, **options):
         if len(self.calls) == self._stopped_at:
             raise KeyboardInterrupt
-        self.calls.append((prompt, method, options["seed"]))
-        if method == "ngram":
-            return result([5, 6, 7, 8, 9], 4.0, drafts=3, accepted=2)
-        return result([5, 6, 7, 8, 9], 8.0)
+        texts = ["".join(map(chr, prompt)) for prompt in prompts]
+        self.calls.append((method.name, texts, seed))
+        if method.name == "ngram":
+            return [result(self.ngram_says, 4.0, drafts=3, accepted=2, text=f"<{len(t)}>") for t in texts]
+        return [result([5, 6, 7, 8, 9], 8.0, text=f"<{len(t)}>") for t in texts]
 
 
-def take(monkeypatch, *models: Fake) -> None:
-    """Has the suite load these, by name."""
-    by_name = {model.name: model for model in models}
-    monkeypatch.setattr(suite, "load", lambda name, dtype, device: by_name[name or "fake"])
+def make(lm: Fake, tasks=TASKS, law=GREEDY, runs=("ngram",), **options) -> Suite:
+    options = {"repeats": 1, "max_new_tokens": 5, **options}
+    return Suite(lm, tasks, {run: parse_run(run) for run in runs}, SuiteOptions(**options), law=law, seed=3)
+
+
+# Order
+
+
+def test_methods_take_turns_prompt_by_prompt_after_one_call_that_compiles():
+    lm = Fake()
+    made = make(lm, repeats=2, law=GREEDY | {"temperature": 0.6})
+    made.measure()
+    given = GREEDY | {"temperature": 0.6, "max_new_tokens": 5, "max_batch": 1}
+    assert lm.checked == [("autoregressive", 3, given), ("ngram", 3, given)]
+    there = ["autoregressive", "ngram"]
+    expected = [(name, "Once", 3) for name in there]
+    for number, text in enumerate(["Once", "def f", "Upon"]):  # one of each category first
+        for repeat in range(2):
+            order = there if (number + repeat) % 2 == 0 else there[::-1]
+            expected += [(name, text, 3 + repeat) for name in order]
+    assert [(name, texts[0], seed) for name, texts, seed in lm.calls] == expected
+    assert made.sampling
+    assert all(record.difference is None for record in made.records)
+
+
+def test_later_turns_hold_the_answers_of_plain_decoding():
+    tasks = [Task("1", "a", ("x", "y", "z"), message=True)]
+    for chats, asked in ((False, ["x", "x<1>\n\ny", "x<1>\n\ny<7>\n\nz"]), (True, None)):
+        lm = Fake(chats=chats)
+        lm.ngram_says = [5, 6]  # another answer, which nobody goes on from
+        make(lm, tasks).measure()
+        said = [texts[0] for name, texts, _ in lm.calls[2:] if name == "autoregressive"]
+        assert said == (asked or ["u:x", "u:x|a:<3>|u:y", "u:x|a:<3>|u:y|a:<13>|u:z"])
+        assert [texts[0] for name, texts, _ in lm.calls[2:] if name == "ngram"] == said
+
+
+@pytest.mark.parametrize(
+    ("chat", "message", "has_template", "chats"),
+    [
+        ("auto", True, True, True),
+        ("auto", False, True, False),
+        ("auto", True, False, False),
+        ("on", False, True, True),
+        ("off", True, True, False),
+    ],
+)
+def test_who_gets_the_chat_template(chat, message, has_template, chats):
+    lm = Fake(chats=has_template)
+    make(lm, [Task("1", "a", ("x",), message=message)], chat=chat).measure()
+    assert lm.calls[0][1] == ["u:x" if chats else "x"]
+
+
+def test_batches_are_of_one_category_and_turn():
+    tasks = [*TASKS, Task("a/3", "a", ("Long", "ago"))]
+    units = plan(tasks, SuiteOptions(batch=2))
+    assert [(unit.batch, unit.turn, [task.id for task in unit.tasks]) for unit in units] == [
+        (0, 0, ["a/1", "a/2"]),
+        (1, 0, ["b/1"]),
+        (2, 0, ["a/3"]),
+        (2, 1, ["a/3"]),
+    ]
+    lm = Fake()
+    made = make(lm, tasks, batch=2)
+    made.measure()
+    assert lm.calls[0][1] == ["Once", "Upon"]
+    assert len(made.records) == 2 * 5
+    found = report(lm, made)
+    # Two texts of 4 tokens each in 8 ms, and in 4 ms.
+    assert found["runs"]["autoregressive"]["a"]["tokens_per_second"] == pytest.approx(1e3 * 16 / 24)
+    assert found["runs"]["ngram"]["a"]["speedup"] == pytest.approx(2)
+
+
+def test_a_limit_is_over_the_categories_in_turn():
+    assert [unit.tasks[0].id for unit in plan(TASKS, SuiteOptions(limit=2))] == ["a/1", "b/1"]
+
+
+def test_what_does_not_fit_is_left_out(tmp_path):
+    tasks = [Task("1", "a", ("x" * 20,)), Task("2", "a", ("x", "y" * 8, "z")), Task("3", "a", ("x",))]
+    lm = Fake(context=17)
+    made = make(lm, tasks)
+    made.resume(LineLog(tmp_path / "log", made.header(), of="benchmark"))
+    made.measure()
+    assert made.left_out == {"1": 0, "2": 1}
+    assert {record.id for record in made.records} == {"2", "3"}
+    again = make(lm, tasks)
+    again.resume(LineLog(tmp_path / "log", again.header(), of="benchmark"))
+    again.measure()
+    assert again.left_out == made.left_out
+    with pytest.raises(ValueError, match="none of the prompts fits into the context of 17 tokens"):
+        make(lm, tasks[:1])
+
+
+# Going on
+
+
+def test_an_interrupted_suite_goes_on(tmp_path):
+    tasks = [*TASKS, Task("b/2", "b", ("p", "q"), message=True)]
+    whole = make(Fake(), tasks)
+    whole.measure()
+    path = tmp_path / "records.jsonl"
+    # Two calls that compile, then two units of two calls each, then one of the next.
+    stopped = make(Fake(stopped_at=2 + 2 * 3 + 1), tasks)
+    assert stopped.resume(LineLog(path, stopped.header(), of="benchmark")) == 0
+    with pytest.raises(KeyboardInterrupt):
+        stopped.measure()
+    assert len(stopped.records) == 2 * 3
+    with open(path, "a") as file:
+        file.write('{"half')  # killed within a line
+    lm = Fake()
+    resumed = make(lm, tasks)
+    assert resumed.resume(LineLog(path, resumed.header(), of="benchmark")) == 3
+    resumed.measure()
+    assert resumed.records == whole.records
+    assert {texts[0] for _, texts, _ in lm.calls} == {"p", "p<1>\n\nq"}
+    done = make(Fake(stopped_at=0), tasks)
+    assert done.resume(LineLog(path, done.header(), of="benchmark")) == 5
+    done.measure()
+    assert done.records == whole.records
+
+
+def test_a_carried_gamma_goes_on_too(tmp_path):
+    lm, tasks = tiny.language_model(), [Task(str(at), "a", ("ab cd"[at:],)) for at in range(3)]
+    words, options = "adaspeed --exit-layer 1 --gamma 0.5", SuiteOptions(None, 9, 1, carry_gamma=True)
+
+    def gammas(limit: int, path) -> list[float]:
+        made = Suite(lm, tasks, {words: parse_run(words)}, options, law=GREEDY)
+        made.resume(LineLog(path, made.header(), of="benchmark"))
+        del made.units[limit:]
+        made.measure()
+        return [record.texts[0].gamma for record in made.records if record.run == words]
+
+    whole = gammas(3, tmp_path / "whole")
+    assert len(gammas(2, tmp_path / "parts")) == 2
+    # One call that compiles goes before the first, and before the one that goes on.
+    resumed = gammas(3, tmp_path / "parts")
+    assert resumed[:2] == whole[:2]
+    assert len({*whole, 0.5}) == 4
+    assert abs(resumed[2] - whole[1]) < abs(resumed[2] - 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"repeats": 2}, "repeats is 1, now 2"),
+        ({"tasks": TASKS[:2]}, "prompts is '"),
+        ({"runs": ("ngram --ngram-max 2",)}, "runs is {"),
+        ({"law": GREEDY | {"temperature": 1.0}}, "temperature is 0.0, now 1.0"),
+    ],
+)
+def test_another_suites_records_are_refused(tmp_path, changes, name):
+    path = tmp_path / "records.jsonl"
+    LineLog(path, make(Fake()).header(), of="benchmark")
+    with pytest.raises(ValueError, match=re.escape(f"belongs to another benchmark: its {name}")) as caught:
+        LineLog(path, make(Fake(), **changes).header(), of="benchmark")
+    assert "\n" not in str(caught.value)
+    LineLog(path, make(Fake(), **changes).header(), of="benchmark", resume=False)
+
+
+def test_records_that_are_none_are_refused(tmp_path):
+    made = make(Fake())
+    log = LineLog(tmp_path / "log", made.header(), of="benchmark")
+    log.add({"id": "a/1"})
+    with pytest.raises(ValueError, match="holds a record that cannot be read; add resume=False"):
+        made.resume(log)
+
+
+# Figures
+
+
+def measured(lm: Fake | None = None, **options) -> dict:
+    lm = lm or Fake()
+    made = make(lm, **options)
+    made.measure()
+    return report(lm, made)
+
+
+def test_figures():
+    found = measured(repeats=3)
+    assert {key: found[key] for key in ("model", "law", "prompts", "left_out", "interrupted")} == {
+        "model": "fake",
+        "law": "greedy",
+        "prompts": 3,
+        "left_out": {},
+        "interrupted": False,
+    }
+    assert list(found["runs"]["ngram"]) == ["a", "b", "all"]
+    assert found["runs"]["ngram"]["a"] == {
+        "prompts": 2,
+        "texts": 2,
+        "tokens": 10,
+        "tokens_per_second": pytest.approx(1000),
+        "speedup": pytest.approx(2),
+        "speedup_interval": (pytest.approx(2), pytest.approx(2)),
+        "mean_acceptance_length": 2.0,
+        "mean_acceptance_length_drafting": pytest.approx(1 + 2 / 3),
+        "draft_acceptance_rate": pytest.approx(2 / 3),
+        "mean_draft_length": 1.5,
+        "acceptance_by_position": [pytest.approx(2 / 3)],
+        "first_token_ms": {"median": 4.0, "p95": 4.0},
+        "token_ms": {"median": 1.0, "p95": 1.0},
+        "accuracy": None,
+        "identical_to_autoregressive": True,
+        "num_different": 0,
+        "largest_margin": None,
+    }
+    assert found["runs"]["ngram"]["b"]["speedup_interval"] is None  # of one prompt
+    assert found["best"] == {"a": "ngram", "b": "ngram", "all": "ngram"}
+
+
+def test_a_text_that_differs_is_told_with_its_margin(monkeypatch):
+    asked = []
+    monkeypatch.setattr(suite, "margin", lambda lm, *given: asked.append(given) or 0.25)
+    lm = Fake()
+    lm.ngram_says = [5, 6, 9, 8, 9]
+    found = measured(lm, tasks=TASKS[:1])
+    assert asked == [([*map(ord, "Once"), 5, 6], 7, 9)]
+    where = {"id": "a/1", "turn": 0, "run": "ngram", "repeat": 0, "position": 2, "tokens": [7, 9]}
+    assert found["differences"] == [where | {"margin": 0.25}]
+    one = found["runs"]["ngram"]["all"]
+    assert (one["identical_to_autoregressive"], one["num_different"], one["largest_margin"]) == (
+        False,
+        1,
+        0.25,
+    )
+    assert cells(found, "ngram", "all")[-1] == "1 not\n≤ 0.2"
+    assert "<td>0.25</td>" in page(found)
+    # A text that is shorter has no token to compare.
+    lm.ngram_says = [5, 6]
+    assert measured(lm, tasks=TASKS[:1])["differences"] == [where | {"tokens": [7, None], "margin": None}]
+
+
+def test_texts_drawn_at_random_are_not_compared():
+    lm = Fake()
+    lm.ngram_says = [5, 6, 9, 8, 9]
+    found = measured(lm, law=GREEDY | {"temperature": 1.0})
+    assert found["runs"]["ngram"]["all"]["identical_to_autoregressive"] is None
+    assert found["differences"] == []
+    assert cells(found, "ngram", "all")[-1] == "–"
+
+
+def test_accuracy():
+    tasks = [
+        Task("1", "gsm8k", ("How many?",), message=True, answer="27"),  # what the fake says of this prompt
+        Task("2", "gsm8k", ("How many are there?",), message=True, answer="1"),
+    ]
+    found = measured(tasks=tasks, repeats=2)
+    assert found["runs"]["ngram"]["all"]["accuracy"] == 0.5
+    assert "right" in columns(found)
+    assert "right" not in columns(measured())
+
+
+def test_a_margin_is_one_of_logits():
+    lm = tiny.language_model()
+    text = lm.generate([3, 4], max_new_tokens=6, temperature=0, ignore_eos=True).tokens
+    for at, token in enumerate(text):
+        gaps = [suite.margin(lm, [3, 4, *text[:at]], token, other) for other in range(13)]
+        assert min(gaps) == 0.0 == gaps[token]
+
+
+def test_records_come_back_from_json():
+    lm = tiny.language_model()
+    texts = tuple(lm.generate("ab", method="ngram", max_new_tokens=6) for _ in range(2))
+    record = Record("1", "a", 0, 0, "ngram", 2, texts, None, (True, False))
+    back = Record.from_json(json.loads(json.dumps(record.to_json())))
+    assert (back.right, back.texts[1].tokens) == ((True, False), texts[1].tokens)
+    assert back.texts[0].statistics == texts[0].statistics
+
+
+# What is shown
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    found = measured(tasks=[Task("<1>", "a & b", ("x",)), *TASKS])
+    found["model"] = "<model>"
+    text = page(found)
+    assert not re.search(r"(src|href)=|@import|<script", text)
+    assert "&lt;model&gt;" in text
+    assert "<model>" not in text
+    drawn = re.findall(r"<svg.*?</svg>", text)
+    assert len(drawn) == 2
+    for one in drawn:
+        ElementTree.fromstring(one)
+    # A bar by run and category, and one for all.
+    assert drawn[0].count("<rect") == 2 * 4
+    assert drawn[1].count("<circle") == 1
+
+
+def test_bars_are_as_high_as_their_values():
+    drawn = charts.bars({"x": {"a": 1.0, "b": 2.0, "c": None}}, {"x": {"b": (1.5, 2.5)}}, label="y", line=1.0)
+    heights = [float(height) for height in re.findall(r'<rect[^>]*height="([\d.]+)"', drawn)]
+    assert heights[1] == pytest.approx(2 * heights[0], rel=0.01)
+    assert drawn.count('class="whisker"') == drawn.count('class="line"') == 1
+
+
+def test_an_empty_chart_is_drawn():
+    ElementTree.fromstring(charts.bars({"x": {"a": None}}, {}, label="y"))
 
 
 # Words
@@ -72,245 +392,183 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
     assert parse_run("draft-model --draft 'my draft'") == methods.DraftModel(draft="my draft")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "guess --gamma 1",
-            "`runs` 'guess --gamma 1': unknown method 'guess'; the methods are adaspeed,",
-        ),
-        ("", "`runs` '': unknown method ''"),
-        ("layerskip --exit-lyer 3", r"unrecognized options: --exit-lyer.*perhaps you meant --exit-layer"),
-        ("layerskip --exit-layer three", "`runs` 'layerskip --exit-layer three': "),
-        ("ngram 'x", '`runs` "ngram \'x": No closing quotation'),
-    ],
-)
-def test_wrong_words(words, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        measure(Options(runs=("ngram", words), num_prompts=1))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"runs": ()}, "give at least one of `runs`, such as 'ngram'"),
-        ({"num_prompts": 0}, "^num_prompts is 0; give 1 to 2"),
-        ({"num_prompts": 3}, "^num_prompts is 3; give 1 to 2"),
-        ({"repeats": 0}, "^repeats is 0; give at least 1"),
-        ({"max_new_tokens": 1}, "max_new_tokens is 1; give at least 2"),
-    ],
-)
-def test_wrong_numbers(monkeypatch, changes, message):
-    take(monkeypatch)  # nothing may be loaded
-    with pytest.raises(ValueError, match=message):
-        measure(dataclasses.replace(Options(runs=("ngram",), num_prompts=1), **changes))
-
-
-# Order
-
-
-def test_turns_are_taken_prompt_by_prompt_after_one_that_compiles(monkeypatch):
-    lm = Fake()
-    take(monkeypatch, lm)
-    sampling = SamplingOptions(temperature=0.6, top_p=0.9)
-    options = Options(runs=("ngram",), num_prompts=2, repeats=2, sampling=sampling, max_new_tokens=5)
-    report = measure(options)
-    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "max_new_tokens": 5, "max_batch": 1}
-    order = ["Once", "def f", "Upon", "def g"]
-    assert lm.checked == [(order, "autoregressive", given), (order, "ngram", given)]
-
-    def turn(text, number, names):
-        return [*((text, name, number) for name in names), "wait"]
-
-    there, back = ("autoregressive", "ngram"), ("ngram", "autoregressive")
-    expected = turn("Once", 0, there)
-    for at, text in enumerate(order):
-        ways = (there, back) if at % 2 == 0 else (back, there)
-        expected += [call for number, names in enumerate(ways) for call in turn(text, number, names)]
-    assert lm.calls == expected
-    assert report["law"] == "temperature-0.6-top_p-0.9"
-    figures = report["targets"][0]["runs"]["ngram"]["stories"]
-    assert figures == {
-        "prompts": 2,
-        "tokens": 10,
-        "tokens_per_second": pytest.approx(1000),
-        "speedup": pytest.approx(2),
-        "speedup_interval": (pytest.approx(2), pytest.approx(2)),
-        "mean_acceptance_length": 2.0,
-        "mean_acceptance_length_drafting": pytest.approx(1 + 2 / 3),
-        "draft_acceptance_rate": pytest.approx(2 / 3),
-        "mean_draft_length": 1.5,
-        "identical_to_autoregressive": None,
-    }
-
-
-def test_a_run_that_a_target_cannot_do_ends_the_suite_before_it_begins(monkeypatch):
-    able, unable = Fake("able"), Fake("unable")
-
-    def refuse(*args, method, **options):
-        if method.name == "ngram":
-            raise ValueError("not with me")
-
-    monkeypatch.setattr(unable, "stream", refuse)
-    take(monkeypatch, able, unable)
-    with pytest.raises(ValueError, match="not with me"):
-        measure(Options(models=("able", "unable"), runs=("ngram",), num_prompts=1))
-    assert able.calls == []
-
-
-def test_an_interrupted_suite_ends_with_the_prompts_that_were_done(monkeypatch):
-    # Two calls that compile and a wait; then a prompt is two that count, and a wait.
-    take(monkeypatch, Fake("first", stopped_at=3 + 3 * 2 + 1), Fake("second"))
-    report = measure(Options(models=("first", "second"), runs=("ngram",), num_prompts=2, repeats=1))
-    assert report["interrupted"]
-    (target,) = report["targets"]
-    assert {kind: figures["prompts"] for kind, figures in target["runs"]["ngram"].items()} == {
-        "stories": 1,
-        "code": 1,
-        "all kinds": 2,
-    }
-    take(monkeypatch, Fake("first", stopped_at=4))
-    with pytest.raises(KeyboardInterrupt):
-        measure(Options(models=("first",), runs=("ngram",), num_prompts=2, repeats=1))
-
-
-# Figures
-
-
-def record(kind: str, plain_ms: list[float], ngram_ms: list[float], text: list[int] | None = None):
-    ngram = [result(text or [5, 6, 7], ms, drafts=2, accepted=1) for ms in ngram_ms]
-    return kind, {"autoregressive": [result([5, 6, 7], ms) for ms in plain_ms], "ngram": ngram}
-
-
-def test_speedups_are_ratios_of_total_times_and_medians_over_turns():
-    records = [
-        record("stories", [30.0, 60.0, 30.0], [10.0, 10.0, 900.0]),
-        record("stories", [10.0, 20.0, 10.0], [10.0, 30.0, 100.0]),
-        record("code", [4.0, 4.0, 4.0], [8.0, 8.0, 8.0], text=[5, 6, 8]),
-    ]
-    report = suite_report.target_report(Fake(), records, sampling=False)
-    runs = report["runs"]
-    assert {key: report[key] for key in ("model", "dtype", "device")} == {
-        "model": "fake",
-        "dtype": "float32",
-        "device": "abacus",
-    }
-    # By turn 40/20, 80/40 and 40/1000; with code 44/28, 84/48 and 44/1008.
-    assert runs["ngram"]["stories"]["speedup"] == pytest.approx(2)
-    assert runs["ngram"]["code"]["speedup"] == pytest.approx(0.5)
-    assert runs["ngram"]["all kinds"]["speedup"] == pytest.approx(44 / 28)
-    assert runs["ngram"]["stories"]["tokens_per_second"] == pytest.approx(1e3 * 4 / 40)
-    assert {kind: figures["speedup"] for kind, figures in runs["autoregressive"].items()} == {
-        "stories": 1,
-        "code": 1,
-        "all kinds": 1,
-    }
-    assert report["best"] == {"stories": "ngram", "code": "autoregressive", "all kinds": "ngram"}
-    same = {kind: figures["identical_to_autoregressive"] for kind, figures in runs["ngram"].items()}
-    assert same == {"stories": True, "code": False, "all kinds": False}
-
-
-def test_texts_of_one_token_have_no_speed():
-    records = [("stories", {"autoregressive": [result([5], 0.0)], "ngram": [result([5], 0.0)]})]
-    report = suite_report.target_report(Fake(), records, sampling=False)
-    figures = report["runs"]["ngram"]["stories"]
-    numbers = ("tokens_per_second", "speedup", "speedup_interval", "mean_acceptance_length")
-    numbers += ("mean_acceptance_length_drafting", "draft_acceptance_rate")
-    assert [figures[name] for name in numbers] == [None] * 6
-    assert suite_report.average([report])["ngram"] == {"stories": None, "all kinds": None}
-    suite_report.show({"law": "greedy", "targets": [report], "average_speedup": {}})
-
-
-def test_averages_are_over_the_targets_that_have_a_kind():
-    records = [record("stories", [30.0], [10.0]), record("code", [30.0], [20.0])]
-    both = suite_report.target_report(Fake(), records, sampling=False)
-    one = suite_report.target_report(Fake(), [record("stories", [30.0], [30.0])], sampling=False)
-    assert suite_report.average([both, one])["ngram"] == {
-        "stories": pytest.approx(2),
-        "code": pytest.approx(1.5),
-        "all kinds": pytest.approx((2 + 1) / 2),
-    }
-
-
 # The command
 
 
-def command(*arguments: str) -> int:
-    return suite.main(arguments)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    write_tokenizer(directory)
+    return directory
 
 
-def test_the_command_on_a_model(capsys, tmp_path):
-    target = write_model(tmp_path / "target")
-    write_tokenizer(target)
-    arguments = ("--model", str(target), "--run", "ngram --num-draft-tokens 2", "--run", "layerskip")
-    numbers = ("--prompts", "1", "--max-new-tokens", "6", "--repeats", "1")
-    assert command(*arguments, *numbers, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert {"machine", "options", "law", "targets", "average_speedup", "interrupted"} == set(report)
-    assert report["options"]["runs"] == ["ngram --num-draft-tokens 2", "layerskip"]
-    assert (report["law"], report["interrupted"]) == ("greedy", False)
-    (entry,) = report["targets"]
-    assert (entry["model"], entry["dtype"]) == (str(target), "float32")
-    assert list(entry["runs"]) == ["autoregressive", "ngram --num-draft-tokens 2", "layerskip"]
-    plain = entry["runs"]["autoregressive"]
-    for kinds in entry["runs"].values():
-        assert list(kinds) == ["stories", "code", "all kinds"]
-        for kind, figures in kinds.items():
-            assert figures["identical_to_autoregressive"] is True
-            assert figures["tokens"] == plain[kind]["tokens"] > 1
-            assert figures["speedup"] > 0
-    assert plain["all kinds"]["mean_acceptance_length"] == 1
-    assert report["average_speedup"]["layerskip"]["code"] == entry["runs"]["layerskip"]["code"]["speedup"]
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command on a few prompts; returns status, standard output and standard error."""
+    monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
+    monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["bench", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
 
 
-def test_the_tables(monkeypatch, capsys):
-    take(monkeypatch, Fake("one"), Fake("two"))
-    monkeypatch.setenv("COLUMNS", "140")
-    models = ("--model", "one", "--model", "two")
-    assert command(*models, "--run", "ngram --match latest", "--num-prompts", "1") == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines.count("ngram --match latest *2.00× (2.0|1.7) *2.00× (2.0|1.7) *2.00× (2.0|1.7)") == 2
-    assert lines.count("autoregressive 500 tokens/s 500 tokens/s 500 tokens/s") == 2
-    assert "ngram --match latest 2.00× 2.00× 2.00×" in lines
-    assert {"one, float32, abacus", "two, float32, abacus", "mean speed-up of 2 targets"} <= set(lines)
+def test_the_command_on_a_model(run, model, tmp_path):
+    arguments = ("--model", model, "--max-new-tokens", 6, "--repeats", 1, "--limit", 3)
+    arguments += ("--methods", "ngram", "--num-draft-tokens", 2, "--run", "layerskip --exit-layer 1")
+    status, out, err = run(*arguments, "--json", "--output", tmp_path / "out")
+    assert status == 0, err
+    found = json.loads(out)
+    assert list(found["runs"]) == ["autoregressive", "ngram", "layerskip --exit-layer 1"]
+    assert found["header"]["runs"]["ngram"] == "ngram num_draft_tokens=2"
+    for kinds in found["runs"].values():
+        assert {kind: one["prompts"] for kind, one in kinds.items()} == {"stories": 2, "code": 1, "all": 3}
+        for one in kinds.values():
+            assert one["identical_to_autoregressive"] is True
+            assert one["speedup"] > 0
+    assert found["runs"]["autoregressive"]["all"]["mean_acceptance_length"] == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == found
+    assert "layerskip --exit-layer 1" in (tmp_path / "out" / "report.html").read_text()
+    records = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+    assert len(records) == 1 + 3 * 3
+    # The same command has nothing left to do, another one is refused.
+    status, out, _ = run(*arguments, "--output", tmp_path / "out")
+    assert status == 0
+    assert re.search(r"^all$", re.sub(" +$", "", out, flags=re.M), re.M)
+    assert max(map(len, out.split("\n\n")[1].splitlines())) <= 80
+    assert "…" not in out
+    assert (tmp_path / "out" / "records.jsonl").read_text().splitlines() == records
+    status, _, err = run(*arguments, "--output", tmp_path / "out", "--temperature", 1)
+    assert status == 2
+    assert (
+        "belongs to another benchmark: its temperature is 0.0, now 1.0; give the same, add --no-resume" in err
+    )
 
 
-def test_a_text_that_differs_is_told(monkeypatch, capsys):
-    records = [record("stories", [1.0], [1.0], text=[5, 5, 5])]
-    report = suite_report.target_report(Fake(), records, sampling=False)
-    suite_report.show({"law": "greedy", "targets": [report], "average_speedup": {}})
-    message = "jaxspec: warning: texts of ngram by fake are not those of autoregressive\n"
-    assert capsys.readouterr().err == message
+def test_what_is_measured_by_default(run, model, monkeypatch):
+    found = []
+    monkeypatch.setattr(suite.Suite, "measure", lambda self, told: found.append(self.runs) or 1 / 0)
+    run("--model", model, "--draft-exit", 1)
+    assert found == [["autoregressive", "adaspeed", "asd", "draft-model", "layerskip", "ngram"]]
+    run("--model", model, "--run", "ngram")
+    assert found[1:] == [["autoregressive", "ngram"]]
 
 
-def test_the_command_says_that_it_was_interrupted(monkeypatch, capsys):
-    arguments = ("--run", "ngram", "--prompts", "1", "--repeats", "1")
-    for calls, printed in ((6, True), (0, False)):
-        take(monkeypatch, Fake(stopped_at=calls))
-        assert command(*arguments) == 130
-        output = capsys.readouterr()
-        assert ("2.00×" in output.out) == printed
-        assert output.err.startswith("jaxspec: interrupted")
+def test_interrupted(run, model, monkeypatch, tmp_path):
+    def generate(self, *given, before=[], **options):  # noqa: B006
+        if len(before) == calls:
+            raise KeyboardInterrupt
+        before.append(1)
+        return original(self, *given, **options)
+
+    original = suite.Suite._prompts.__globals__["LanguageModel"].generate
+    monkeypatch.setattr(suite.LanguageModel, "generate", generate)
+    arguments = ("--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--repeats", 1)
+    calls = 9
+    status, out, err = run(*arguments, "--output", tmp_path)
+    assert status == 130
+    assert "interrupted, this is what was measured until then" in out
+    assert err.endswith(
+        "jaxspec: interrupted; above is what was measured, and the same command goes on from here\n"
+    )
+    assert json.loads((tmp_path / "report.json").read_text())["interrupted"] is True
+    monkeypatch.setattr(suite.LanguageModel, "generate", original)
+    status, out, _ = run(*arguments, "--output", tmp_path)
+    assert (status, "interrupted" in out) == (0, False)
+
+
+def test_texts_that_differ_are_told(run, model, monkeypatch):
+    monkeypatch.setattr(bench, "_print", lambda report: None)
+    wrong = lambda self, prompt, plain, texts: suite.Difference(0, 1, (2, 3), 0.1)  # noqa: E731
+    monkeypatch.setattr(suite.Suite, "_difference", wrong)
+    _, _, err = run(
+        "--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--limit", 1, "--repeats", 1
+    )
+    assert "jaxspec: warning: 1 texts of ngram are not those of autoregressive\n" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--frob",), "unrecognized options: --frob; see python -m benchmarks.suite --help"),
-        ((), "there is nothing to measure; give at least one of --run, such as 'ngram'"),
-        (("--run", "ngram", "--repeats", "0"), "--repeats is 0; give at least 1"),
-        (("--run", "ngram", "--prompts", "3"), "--num-prompts is 3; give 1 to 2"),
-        (("--run", "ngram --gamma"), "--run 'ngram --gamma': "),
-        (("--run", "ngram", "--model", "nowhere"), "no directory 'nowhere'"),
+        (("--frob",), "unrecognized options: --frob; see jaxspec bench --help"),
+        (("--limit", "0"), "--limit is 0; give at least 1"),
+        (("--repeats", "0"), "--repeats is 0; give at least 1"),
+        (("--batch", "0"), "--batch is 0; give at least 1"),
+        (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
+        (("--batch", "2", "--carry-gamma"), "got --carry-gamma and --batch 2, and γ goes from text to text"),
+        (("--methods", "ngram,guess"), "unknown method 'guess'"),
+        (("--methods", "ngram", "--gamma", "1"), "none of the methods ngram has an option --gamma"),
+        (("--run", "ngram", "--gamma", "1"), "--gamma is for the methods of --methods, which are not given"),
+        (("--run", "guess --gamma 1"), "--run 'guess --gamma 1': unknown method 'guess'; the methods are"),
+        (("--run", ""), "--run '': unknown method ''"),
+        (("--run", "layerskip --exit-lyer 3"), "--run 'layerskip --exit-lyer 3': unrecognized options: "),
+        (("--run", "layerskip --exit-layer three"), "--run 'layerskip --exit-layer three': "),
+        (("--run", "ngram 'x"), '--run "ngram \'x": No closing quotation'),
+        (("--run", "layerskip --exit-layer 99"), "--exit-layer is 99; the model has 2 layers"),
+        (("--model", "nowhere"), "no directory 'nowhere'"),
         (
-            ("--run", "layerskip --exit-layer 99", "--model", "small"),
-            "--exit-layer is 99; the model has 12 layers",
+            ("--prompt-file", "nowhere.jsonl"),
+            "nowhere.jsonl does not exist; --prompt-file must be a prompt set",
         ),
+        (("--chat", "on"), "the model has no chat template; give one with --chat-template FILE"),
+        (("--max-new-tokens", "600"), "none of the prompts fits into the context of 512 tokens with"),
+        (("--peer", "vllm"), "invalid choice 'vllm' for argument '--peer'"),
     ],
 )
-def test_wrong_use_is_one_line(capsys, arguments, message):
-    assert command("--prompts", "1", *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxspec: error: " + message)
-    assert said.count("\n") == 1
+def test_wrong_use_is_one_line(run, model, arguments, message):
+    given = () if "--model" in arguments else ("--model", model)
+    status, _, err = run(*given, *arguments)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert err.startswith("jaxspec: error: " + message)
+
+
+def test_an_output_that_cannot_be_is_refused(run, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = run("--model", model, "--output", tmp_path / "file" / "x")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cannot be a directory" in err
+
+
+# Peers
+
+
+def test_peers_need_pytorch(run, model, monkeypatch):
+    monkeypatch.setattr(extras, "_is_installed", lambda module: module != "torch")
+    status, _, err = run("--model", model, "--methods", "ngram", "--peer", "transformers")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("jaxspec: error: this needs torch, of the extra `peers`: pip install")
+
+
+def test_peers_take_part_in_the_turns():
+    lm = Fake()
+    asked = []
+
+    def peer(prompt, seed):
+        asked.append((len(lm.calls), seed))
+        return result([5, 6, 7, 8, 9], 16.0)
+
+    made = Suite(
+        lm,
+        TASKS[:1],
+        {"ngram": methods.NGram()},
+        SuiteOptions(repeats=2, max_new_tokens=5),
+        law=GREEDY,
+        peers={"transformers": peer},
+    )
+    made.measure()
+    assert asked == [(2, 0), (4, 0), (4, 1)]
+    assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="batch is 2, and peers generate one prompt at a time; give 1"):
+        Suite(lm, TASKS, {}, SuiteOptions(batch=2), law=GREEDY, peers={"transformers": peer})
+
+
+def test_the_time_of_a_peers_text_begins_with_its_first_tokens():
+    clock = peers._Clock()
+    for size in (4, 2, 1):
+        clock.put(SimpleNamespace(numel=lambda size=size: size))
+    assert clock.sizes == [4, 2, 1]
+    assert clock.times == sorted(clock.times)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.engine.results import Result
 from jaxspec.methods import Method
 
 
-def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
+def carrying(
+    generate: Callable[..., Result], before: Mapping[Method, float] | None = None
+) -> Callable[..., Result]:
     """Returns `generate` with a memory: each text of a method starts from the γ that the method's last text ended with.
 
     A method whose stop rule has no adaptive γ, or that has no option `gamma`, is left as it is.
 
     Args:
       generate: takes a prompt and keyword arguments, among them `method`, an instance of one of `jaxspec.methods`.
+      before: γ by method, where texts were generated before these.
 
     Example:
       >>> from jaxspec.methods import AdaSPEED
@@ -27,7 +30,7 @@ def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
       >>> round(first.gamma, 3) != round(second.gamma, 3)
       True
     """
-    ended: dict[Method, float] = {}
+    ended: dict[Method, float] = dict(before or {})
 
     def run(prompt: Any, *, method: Any = "autoregressive", **options: Any) -> Result:
         if not isinstance(method, Method):

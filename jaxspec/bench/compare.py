@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.bench.carry import carrying
-from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
+from jaxspec.bench.speed import acceptance, first_token_ms, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import OnProgress, Run, measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import Conversation, Prompt
@@ -89,9 +89,7 @@ def _entry(name: str, results: list[Result], baseline: list[Result], sampling: b
         "method": name,
         "text": first.text,
         "tokens": first.statistics.num_tokens,
-        "first_token_ms": statistics.median(
-            one.statistics.elapsed_ms - one.statistics.decode_ms for one in results
-        ),
+        "first_token_ms": statistics.median(map(first_token_ms, results)),
         "tokens_per_second": tokens_per_second([results]),
         "speedup": speed_ratio([results], [baseline])[0],
         **acceptance([results]),

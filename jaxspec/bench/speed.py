@@ -4,6 +4,9 @@ Runs generate after the same prompts in turns (`timing.measure_runs`). In one tu
 new tokens ÷ its time, over all prompts: tokens after the first of each text, in the time from a text's first token to
 its last, compilation left out. The speed-up of a run is the ratio of its speed to that of plain decoding in the same
 turn, the median over the turns.
+
+Texts that were generated together, the rows of a batch, count as one with all their tokens, in the time from the first
+token of any to the last of any.
 """
 
 from __future__ import annotations
@@ -11,19 +14,34 @@ from __future__ import annotations
 import itertools
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.engine.results import Result
 
-# What a run generated: by prompt, its texts turn by turn; all prompts have as many turns.
-Taken = Sequence[Sequence[Result]]
+# A text, or those that were generated together.
+Texts = Result | Sequence[Result]
+# What a run generated: by prompt (or batch of prompts), turn by turn; all prompts have as many turns.
+Taken = Sequence[Sequence[Texts]]
 
 
-def running_ms(result: Result) -> float:
-    """The time from a text's first token to its last, compilation left out, in milliseconds."""
-    return result.statistics.decode_ms - result.statistics.decode_compile_ms
+def rows(texts: Texts) -> Sequence[Result]:
+    """Texts that were generated together, as a sequence."""
+    return [texts] if isinstance(texts, Result) else texts
+
+
+def first_token_ms(result: Result) -> float:
+    """The time from the call to a text's first token, compilation left out, in milliseconds."""
+    counts = result.statistics
+    return counts.elapsed_ms - counts.decode_ms - (counts.compile_ms - counts.decode_compile_ms)
+
+
+def running_ms(texts: Texts) -> float:
+    """The time from the first token to the last, compilation left out, in milliseconds."""
+    ended = max(result.statistics.elapsed_ms - result.statistics.compile_ms for result in rows(texts))
+    return ended - min(map(first_token_ms, rows(texts)))
 
 
 def tokens_per_second(taken: Taken) -> float | None:
@@ -38,7 +56,7 @@ def tokens_per_second(taken: Taken) -> float | None:
 
 
 def speed_ratio(
-    taken: Taken, others: Taken, resamples: int = 2000
+    taken: Taken, others: Taken, resamples: int = 2000, *, groups: Sequence[Any] | None = None
 ) -> tuple[float | None, tuple[float, float] | None]:
     """How many times faster one run is than another: of plain decoding, its speed-up.
 
@@ -46,6 +64,8 @@ def speed_ratio(
       taken: by prompt, turn by turn.
       others: what it is compared with, on the same prompts in the same turns.
       resamples: draws of the bootstrap.
+      groups: of each prompt, what it is drawn together with: prompts of one group, such as the turns of one
+        conversation, are one in the bootstrap. None where each stands for itself.
 
     Returns:
       The ratio, and its 95 % interval by the bootstrap over prompts; None where a speed is not defined. The interval
@@ -57,12 +77,14 @@ def speed_ratio(
     mine, other = _counts(taken), _counts(others)
     if mine.shape != other.shape:
         raise ValueError(f"runs have {mine.shape[:2]} and {other.shape[:2]} prompts and turns; give the same")
+    if groups is not None:
+        mine, other = (_together(counts, groups) for counts in (mine, other))
     drawn = np.random.default_rng(0).integers(len(mine), size=(resamples, len(mine)))
-    rows = np.vstack([np.arange(len(mine)), drawn])
+    chosen = np.vstack([np.arange(len(mine)), drawn])
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.filterwarnings("ignore", "All-NaN slice")
         (tokens, ms), (other_tokens, other_ms) = (
-            np.moveaxis(counts[rows].sum(axis=1), -1, 0) for counts in (mine, other)
+            np.moveaxis(counts[chosen].sum(axis=1), -1, 0) for counts in (mine, other)
         )
         ratios = np.where(tokens * other_tokens > 0, (tokens / ms) / (other_tokens / other_ms), np.nan)
         typical = np.nanmedian(ratios, axis=1)
@@ -80,21 +102,49 @@ def acceptance(taken: Taken) -> dict[str, float | None]:
       ÷ drafting rounds (as vLLM counts); `draft_acceptance_rate`, accepted ÷ drafted; `mean_draft_length`, draft
       tokens verified per round. Null where there was no round, or no draft.
     """
-    counts = [result.statistics for result in itertools.chain(*taken)]
+    texts = list(every_text(taken))
+    counts = [result.statistics for result in texts]
     rounds, drafts = sum(c.num_rounds for c in counts), sum(c.num_drafts for c in counts)
     drafted = sum(c.num_draft_tokens for c in counts)
     accepted = sum(c.num_accepted_tokens for c in counts)
     return {
-        "mean_acceptance_length": sum(map(_tokens, itertools.chain(*taken))) / rounds if rounds else None,
+        "mean_acceptance_length": sum(map(_tokens, texts)) / rounds if rounds else None,
         "mean_acceptance_length_drafting": 1 + accepted / drafts if drafts else None,
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "mean_draft_length": drafted / rounds if rounds else None,
     }
 
 
+def acceptance_by_position(taken: Taken) -> list[float]:
+    """The share of the rounds with a draft that accepted its first token, its second, and so on (as vLLM counts).
+
+    Returns:
+      One number per position of the longest draft; none where nothing was drafted.
+    """
+    histograms = [result.statistics.acceptance_histogram for result in every_text(taken)]
+    by_count = [sum(sizes) for sizes in itertools.zip_longest(*histograms, fillvalue=0)]
+    return [sum(by_count[position:]) / sum(by_count) for position in range(1, len(by_count)) if any(by_count)]
+
+
+def every_text(taken: Taken) -> Iterator[Result]:
+    """All texts of a run, each for itself."""
+    for texts in itertools.chain(*taken):
+        yield from rows(texts)
+
+
 def _counts(taken: Taken) -> np.ndarray:
     """float64[prompts, turns, 2]: new tokens, and the milliseconds that they took."""
-    return np.array([[(_tokens(one), running_ms(one)) for one in turns] for turns in taken], np.float64)
+    return np.array(
+        [[(sum(map(_tokens, rows(one))), running_ms(one)) for one in turns] for turns in taken], np.float64
+    )
+
+
+def _together(counts: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
+    """The sums over the prompts of each group."""
+    names = list(dict.fromkeys(groups))
+    summed = np.zeros((len(names), *counts.shape[1:]))
+    np.add.at(summed, [names.index(group) for group in groups], counts)
+    return summed
 
 
 def _tokens(result: Result) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
@@ -14,6 +14,8 @@ from jaxspec.engine.results import Result
 OnProgress = Callable[[str], None]
 # (prompt, number of the turn) → what was generated; the turn serves as a seed where tokens are drawn.
 Run = Callable[[Any, int], Result]
+# What a run gives: a text, or several that were generated together.
+Given = TypeVar("Given")
 # Turns of one prompt that are taken again at most because something compiled in them.
 _RETAKEN = 3
 
@@ -56,15 +58,9 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def check_budget(max_new_tokens: int) -> None:
-    """Refuses texts too short to be timed: speeds are of the tokens after the first."""
-    if max_new_tokens < 2:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")
-
-
 def warm_up(
     models: Sequence[LanguageModel],
-    runs: Mapping[str, Run],
+    runs: Mapping[str, Callable[[Any, int], Any]],
     prompts: Sequence[Any],
     on_progress: OnProgress = lambda what: None,
 ) -> None:
@@ -86,14 +82,14 @@ def warm_up(
 
 def measure_runs(
     models: Sequence[LanguageModel],
-    runs: Mapping[str, Run],
+    runs: Mapping[str, Callable[[Any, int], Given]],
     prompts: Sequence[Any],
     repeats: int,
     *,
     first_turn: int = 0,
     warm: bool = False,
     on_progress: OnProgress = lambda what: None,
-) -> Iterator[dict[str, list[Result]]]:
+) -> Iterator[dict[str, list[Given]]]:
     """Generates by several runs in turns, warm, one prompt after another; `bench.speed` says what the results mean.
 
     Within a turn every run generates after the same prompt, there and back: the order is reversed from turn to turn
@@ -120,7 +116,7 @@ def measure_runs(
     if not warm:
         warm_up(models, runs, prompts[:1], on_progress)
     for at, prompt in enumerate(prompts):
-        taken: dict[str, list[Result]] = {name: [] for name in runs}
+        taken: dict[str, list[Given]] = {name: [] for name in runs}
         where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
         retaken = turn = 0
         while turn < repeats:

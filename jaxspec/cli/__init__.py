@@ -50,6 +50,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
         print(f"jaxspec {__version__}")
         return 0
+    from jaxspec.cli.bench import Bench
     from jaxspec.cli.compare import Compare
     from jaxspec.cli.convert import Convert
     from jaxspec.cli.generate import Generate
@@ -63,6 +64,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     commands = {
         "generate": Generate,
         "compare": Compare,
+        "bench": Bench,
         "profile": Profile,
         "convert": Convert,
         "inspect": Inspect,

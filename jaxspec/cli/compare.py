@@ -7,9 +7,8 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.options import TextOptions
+from jaxspec.cli.options import MethodsOptions, TextOptions, usual_methods
 from jaxspec.console.terminal import Progress
-from jaxspec.methods import registry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +25,17 @@ class Compare(TextOptions):
     An option of a method is given to the methods that know it.
 
     Attributes:
-      methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
-        Default: those that need nothing but the model, and those whose draft or file is given.
       repeats: how often each method runs, timed.
       carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates.
     """
 
-    methods: str | None = None
     repeats: int = 3
     carry_gamma: bool = False
+    compared: MethodsOptions = MethodsOptions()  # noqa: RUF009
 
     def run(self) -> int:
         """Compares; returns the exit status."""
-        named = self._named()
+        named = self.compared.named()
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
@@ -48,7 +45,7 @@ class Compare(TextOptions):
             report = compare(
                 lm,
                 prompt,
-                named if named is not None else self._usual(lm.config.num_layers),
+                usual_methods(self.method_options(), lm.config.num_layers) if named is None else named,
                 self.method_options(),
                 repeats=self.repeats,
                 carry_gamma=self.carry_gamma,
@@ -67,16 +64,6 @@ class Compare(TextOptions):
                     file=sys.stderr,
                 )
         return 0
-
-    def _named(self) -> list[str] | None:
-        if self.methods is None:
-            return None
-        return [registry.find(name.strip()).name for name in self.methods.split(",")]
-
-    def _usual(self, num_layers: int) -> list[str]:
-        given = self.method_options()
-        methods, _ = registry.available()
-        return [name for name, method in methods.items() if method.compared(given, num_layers)]
 
 
 # Heading → figure: the mean acceptance length by both definitions in use.

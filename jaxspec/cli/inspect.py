@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional
 
 from jaxspec.cli.options import ModelOptions
+from jaxspec.console.output import check_directory
 from jaxspec.console.terminal import Progress
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.extras import require
@@ -56,7 +56,7 @@ class Inspect:
         prompts = self.read_prompts()
         if self.output is not None:
             require("plot", "matplotlib")
-            _check_writable(Path(self.output))
+            check_directory(Path(self.output))
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.tuning.fitness_report import measure, read_texts
@@ -106,17 +106,6 @@ class Inspect:
             if any("\ud800" <= c <= "\udfff" for c in prompt):
                 raise ValueError("PROMPT is not text in UTF-8")
         return prompts
-
-
-def _check_writable(directory: Path) -> None:
-    """Refuses a place for the figures before anything is computed; makes nothing."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ValueError(f"--output {directory} cannot be a directory: {existing} is a file; give another")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {directory}: {existing} is not writable; give another directory")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
+from jaxspec.methods import registry
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.flat import all_options, given_options
 
@@ -81,6 +83,39 @@ class SamplingOptions:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         given = {name: getattr(self, name) for name in off} if temperature else {}
         return {"temperature": temperature} | {n: off[n] if given.get(n) is None else given[n] for n in off}
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodsOptions:
+    """Which methods are measured beside plain decoding.
+
+    Attributes:
+      methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
+        Default: those that need nothing but the model, and those whose draft or file is given.
+    """
+
+    methods: str | None = None
+
+    def named(self) -> list[str] | None:
+        """The names that are given; None where none is.
+
+        Raises:
+          ValueError: one is no method's.
+        """
+        if self.methods is None:
+            return None
+        return [registry.find(name.strip()).name for name in self.methods.split(",")]
+
+
+def usual_methods(given: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Methods to measure where none is named.
+
+    Args:
+      given: options of methods that are given.
+      num_layers: of the model.
+    """
+    methods, _ = registry.available()
+    return [name for name, method in methods.items() if method.compared(given, num_layers)]
 
 
 @dataclasses.dataclass(frozen=True)

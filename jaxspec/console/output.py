@@ -1,7 +1,8 @@
-"""Where a command leaves the file that it makes for a model."""
+"""Where a command leaves the files that it makes."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Protocol
@@ -39,3 +40,18 @@ def output_file(given: str | None, lm: Model, name: str) -> Path:
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}); give another output=FILE") from None
     return path
+
+
+def check_directory(directory: Path) -> None:
+    """Refuses a place for several files before anything is computed; makes nothing.
+
+    Raises:
+      ValueError: it cannot be a directory, or cannot be written.
+    """
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"--output {directory} cannot be a directory: {existing} is a file; give another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {directory}: {existing} is not writable; give another directory")

@@ -135,6 +135,11 @@ class Tokenizer:
         """The ids of special tokens, which `decode` leaves out."""
         return self._skipped
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can work."""
+        return bool(self._loaded.chat_template)
+
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both."""
         same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()
@@ -155,7 +160,7 @@ class Tokenizer:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not self._loaded.chat_template:
+        if not self.has_chat_template:
             raise ValueError("the model has no chat template; give one with chat_template=FILE")
         try:
             text = self._loaded.apply_chat_template(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.line_log import LineLog
 from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning.costs import Costs, measure_costs
 from jaxspec.tuning.masks import MaskSpace
@@ -20,8 +21,9 @@ from jaxspec.tuning.objectives import Agreement, Speed
 from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import Proposer, propose_bayesian, propose_random
 from jaxspec.tuning.texts import continuations, prepare_texts
-from jaxspec.tuning.trial_log import TrialLog
 
+# Of the file of trials.
+FORMAT = "jaxspec.search/1"
 _PROPOSERS: dict[str, Proposer] = {
     "bayesian": propose_bayesian,
     "random": propose_random,
@@ -118,7 +120,7 @@ def search(
       KeyboardInterrupt: interrupted before the first trial.
     """
     space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
-    record = TrialLog(log, _header(lm, prompts, options), resume=resume)
+    record = LineLog(log, _header(lm, prompts, options), of="search", resume=resume)
     budget = min(options.trials, space.size)
     kinds = _kinds(options, space)
     found = _Record(record, space.num_layers)
@@ -167,6 +169,7 @@ def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
 def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: SearchOptions) -> dict[str, Any]:
     """What every trial depends on."""
     return {
+        "format": FORMAT,
         "model": lm.fingerprint,
         "dtype": lm.dtype,
         "device": lm.device.device_kind,
@@ -182,7 +185,7 @@ def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: Search
 class _Record:
     """The log's entries as trials and costs."""
 
-    def __init__(self, log: TrialLog, num_layers: int) -> None:
+    def __init__(self, log: LineLog, num_layers: int) -> None:
         self._log, self._num_layers = log, num_layers
         try:
             self._read = [(entry, self._trial(entry)) for entry in log.entries if "search" in entry]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench import prompts as prompt_set
-from jaxspec.bench.timing import OnProgress, check_budget
+from jaxspec.bench.suite_options import check_budget
+from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.files import read_text

@@ -1,4 +1,4 @@
-"""The trials of a search, written line by line as they come, so that a search that was killed goes on."""
+"""What a long measurement finds, written line by line as it comes, so that one that was killed goes on."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from typing import Any
 from jaxspec.io.files import parse_json, write_atomic
 from jaxspec.io.messages import shown
 
-FORMAT = "jaxspec.search/1"
 
-
-class TrialLog:
-    """A file of JSON lines: first a header, which says what was searched for, then whatever is added.
+class LineLog:
+    """A file of JSON lines: first a header, which says what was measured, then whatever is added.
 
     Args:
-      path: the file; what it holds is read, if it belongs to the same search.
-      header: the model, and every option that a trial depends on.
+      path: the file; what it holds is read, if it belongs to the same measurement.
+      header: its format, the model, and every option that an entry depends on.
+      of: what the measurement is called in messages, such as "search".
       resume: whether to continue the file; else it starts empty.
 
     Attributes:
       entries: what was added so far, by this process or an earlier one.
 
     Raises:
-      ValueError: the file belongs to another search, or is no log.
+      ValueError: the file belongs to another measurement, or is no log.
       OSError: it cannot be written.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], *, resume: bool = True) -> None:
-        self.path = path
+    def __init__(self, path: Path, header: dict[str, Any], *, of: str, resume: bool = True) -> None:
+        self.path, self._of = path, of
         # As JSON gives it back.
-        header = json.loads(json.dumps({"format": FORMAT, **header}))
+        header = json.loads(json.dumps(header))
         self.entries: list[dict[str, Any]] = []
         if resume and path.exists():
             found, *self.entries = self._read()
@@ -42,12 +41,12 @@ class TrialLog:
         # Writes it again in any case: a line that a killed process left half-written goes.
         write_atomic(path, "".join(_line(entry) for entry in kept))
 
-    def add(self, entry: dict[str, Any]) -> None:
-        """Appends one line, whole and at once."""
-        self.entries.append(entry)
+    def add(self, *entries: dict[str, Any]) -> None:
+        """Appends lines, whole and all at once."""
+        self.entries += entries
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
-            os.write(descriptor, _line(entry).encode())
+            os.write(descriptor, "".join(map(_line, entries)).encode())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -60,14 +59,14 @@ class TrialLog:
         except ValueError:
             entries = []
         if not all(isinstance(entry, dict) for entry in entries) or not entries:
-            raise ValueError(f"{self.path} is not a log of trials; move it away, or add resume=False")
+            raise ValueError(f"{self.path} is not a log of a {self._of}; move it away, or add resume=False")
         return entries
 
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
         for name in _names(found, header):
             if found.get(name) != header.get(name):
                 raise ValueError(
-                    f"{self.path} belongs to another search: its {name.replace('_', ' ')} is "
+                    f"{self.path} belongs to another {self._of}: its {name.replace('_', ' ')} is "
                     f"{_value(found.get(name))}, now {_value(header.get(name))}; give the same, "
                     "add resume=False to begin again, or give another `output`"
                 )

@@ -1,0 +1,156 @@
+"""transformers on PyTorch beside jaxspec: the same weights, prompts and laws, by its own assisted generation.
+
+The only module of the package that needs PyTorch; it is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.loading import find_model
+from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.io.extras import require
+from jaxspec.io.gguf_file import is_gguf
+from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
+
+# Our method → what transformers calls its own.
+_NAMES: dict[type[Method], str] = {
+    NGram: "transformers prompt lookup",
+    DraftModel: "transformers assisted",
+    LayerSkip: "transformers early exit",
+}
+
+
+def transformers_runs(
+    lm: LanguageModel,
+    model: str | None,
+    methods: Mapping[str, Method],
+    law: Mapping[str, float],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Loads a model into transformers; its ways to generate, by name.
+
+    Plain decoding and prompt lookup always; assisted generation where a method drafts by a model, and early exit
+    where `layerskip` is among them; with their draft, exit and number of draft tokens, which stays constant.
+
+    The first token of assisted generation comes with its first round, which reads the prompt and verifies a draft: the
+    tokens of this round are counted as the first, so that a speed is of what comes after.
+
+    Args:
+      lm: the model in jaxspec, for its EOS, dtype and drafters.
+      model: as `load` takes it.
+      methods: those that are measured, by the name of their run; of several of a kind the last counts.
+      law: temperature, top_k, top_p and min_p.
+      max_new_tokens: of each text.
+
+    Returns:
+      Functions (token ids of a prompt, seed) → `Result`, by the name of their run.
+
+    Raises:
+      MissingExtra: PyTorch is not installed.
+      ValueError: transformers cannot load the model.
+    """
+    require("peers", "torch", "accelerate")
+    target = _load(model, lm)
+    generate = functools.partial(_generate, lm, target, law, max_new_tokens)
+    runs = {"transformers": generate}
+    by_kind = {type(method): method for method in methods.values()}
+    for kind, method in {NGram: NGram(), **by_kind}.items():
+        if kind not in _NAMES or (isinstance(method, DraftModel) and method.draft is None):
+            continue
+        drafter, _ = lm.drafter(method)
+        drafts = drafter.num_draft_tokens
+        extra: dict[str, Any] = {"prompt_lookup_num_tokens": drafts}
+        if isinstance(method, DraftModel):
+            extra = {"assistant_model": _constant(_load(str(method.draft), lm), drafts)}
+        elif isinstance(method, LayerSkip):
+            _constant(target, drafts)  # it is its own assistant
+            extra = {"assistant_early_exit": drafter.exit_layer}  # type: ignore[attr-defined]
+        runs[_NAMES[kind]] = functools.partial(generate, extra=extra)
+    return runs
+
+
+def _load(model: str | None, lm: LanguageModel) -> Any:
+    """The model in transformers, in the dtype that jaxspec has it in."""
+    import torch
+    import transformers
+
+    path = find_model(model)
+    where, extra = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
+        )
+    except Exception as error:  # transformers raises many kinds here, some of many lines
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"transformers cannot load {path}: {reason}") from None
+    # Greedy unless a call says otherwise, whatever the checkpoint's own defaults are.
+    loaded.generation_config = transformers.GenerationConfig(
+        eos_token_id=list(lm.config.eos_token_ids) or None, pad_token_id=0
+    )
+    on_gpu = lm.platform == "gpu" and torch.cuda.is_available()
+    return loaded.eval().to("cuda" if on_gpu else "cpu")
+
+
+def _constant(assistant: Any, num_draft_tokens: int) -> Any:
+    """Has an assistant draft as many tokens in every round."""
+    assistant.generation_config.num_assistant_tokens = num_draft_tokens
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return assistant
+
+
+class _Clock:
+    """A streamer of transformers that keeps the time and the size of what it is handed: first the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.sizes: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """Called with new tokens."""
+        self.times.append(time.perf_counter())
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        """Called at the end."""
+
+
+def _generate(
+    lm: LanguageModel,
+    target: Any,
+    law: Mapping[str, float],
+    max_new_tokens: int,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> Result:
+    import torch
+
+    ids = torch.tensor([list(prompt)], device=target.device)
+    sampled = {"do_sample": True, **law} if law["temperature"] > 0 else {"do_sample": False}
+    clock = _Clock()
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            streamer=clock,
+            **sampled,
+            **(extra or {}),
+        )
+        tokens = out[0, len(prompt) :].tolist()
+    ended = time.perf_counter()
+    first, size = clock.times[1], clock.sizes[1]
+    counts = (len(tokens) - size + 1, len(clock.times) - 2, 0, 0, 0, ())
+    spent = Statistics(*counts, 1e3 * (ended - began), 1e3 * (ended - first), 0.0)
+    reason = "eos" if tokens[-1] in lm.config.eos_token_ids else "length"
+    text = lm.tokenizer.decode(tokens) if lm.tokenizer is not None else None
+    return Result(text, list(map(Token, tokens)), reason, spent)  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+"""Prompt sets as benchmarks come: Spec-Bench and MT-bench, GSM8K, HumanEval, and plain lines; the project's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxspec.bench import prompts
+from jaxspec.io.files import parse_json, read_text
+from jaxspec.io.messages import shown
+
+_EXPECTED = (
+    "give JSON lines with `turns` (Spec-Bench, MT-bench), `question` and `answer` (GSM8K) or `prompt` and "
+    "`entry_point` (HumanEval), or a .txt file of one prompt a line"
+)
+Item = TypeVar("Item")
+# A sign only where it is none of a subtraction.
+_NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One entry of a prompt set.
+
+    Attributes:
+      id: unique in its set, such as "gsm8k/12".
+      category: what is reported together.
+      turns: what the user says, one after another; at least one.
+      message: whether a chat model should get it as a message; else it is a text to go on from.
+      answer: the number that the text should end with; None where there is no certain answer.
+
+    Examples:
+      >>> Task("lines/1", "lines", ("Once upon a time",)).turns
+      ('Once upon a time',)
+    """
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    message: bool = False
+    answer: str | None = None
+
+    def messages(self, said: Sequence[str]) -> list[dict[str, str]]:
+        """The conversation up to the user's next turn.
+
+        Args:
+          said: the model's answers to the turns before it.
+
+        Examples:
+          >>> [message["role"] for message in Task("1", "a", ("x", "y")).messages(["z"])]
+          ['user', 'assistant', 'user']
+        """
+        spoken = itertools.chain(*zip(self.turns, said, strict=False), self.turns[len(said) : len(said) + 1])
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, spoken, strict=False)]
+
+    def text(self, said: Sequence[str]) -> str:
+        """The same as plain text: turns and answers one after another; a question with an answer to be found is
+        marked as one.
+
+        Args:
+          said: the model's answers to the turns before the next.
+
+        Examples:
+          >>> Task("1", "a", ("Write a story.", "Another.")).text([" Once"])
+          'Write a story. Once\\n\\nAnother.'
+          >>> Task("1", "gsm8k", ("What is 1 + 1?",), answer="2").text([])
+          'Question: What is 1 + 1?\\nAnswer:'
+        """
+        first = self.turns[0] if self.answer is None else f"Question: {self.turns[0]}\nAnswer:"
+        later = zip(said, self.turns[1:], strict=False)
+        return first + "".join(f"{answer}\n\n{turn}" for answer, turn in later)
+
+
+def own_tasks() -> list[Task]:
+    """The project's own prompts, those that nothing was tuned on, by kind of work.
+
+    Examples:
+      >>> own_tasks()[0].id
+      'stories/1'
+    """
+    return [
+        Task(f"{kind}/{number}", kind, (text,))
+        for kind, texts in prompts.load("reporting").items()
+        for number, text in enumerate(texts, 1)
+    ]
+
+
+def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
+    """Reads prompt sets; which form a file has is seen from its fields.
+
+    Args:
+      paths: a name in .txt is one prompt a line (empty lines are left out); anything else is JSON, an object a
+        line or a list of objects.
+
+    Returns:
+      The entries of all files, in their order.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a file is empty, or has no form that is known; one line.
+    """
+    tasks = [task for path in paths for task in _read(Path(path))]
+    first: set[str] = set()
+    for task in tasks:
+        if task.id in first:
+            raise ValueError(
+                f"two prompts are called {task.id!r}; give each file once, and each prompt an id"
+            )
+        first.add(task.id)
+    return tasks
+
+
+def in_turn(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
+    """Puts items in another order: one of each category, then the next of each, and so on.
+
+    So the first few, or those done before an interruption, are of all categories.
+
+    Examples:
+      >>> in_turn(["a1", "a2", "b1"], lambda item: item[0])
+      ['a1', 'b1', 'a2']
+    """
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(category(item), []).append(item)
+    rounds = itertools.zip_longest(*groups.values())
+    return [item for one in rounds for item in one if item is not None]
+
+
+def final_number(text: str) -> str | None:
+    """The number that a text gives as its answer: the one after its last `####`, else its last one.
+
+    Returns:
+      The number in a form in which equal ones are the same; None where there is none.
+
+    Examples:
+      >>> final_number("so 3 + 4 = 7.00 #### 1,007.50"), final_number("She has $18.")
+      ('1007.5', '18')
+      >>> final_number("none") is None
+      True
+    """
+    _, mark, after = text.rpartition("####")
+    found = (_NUMBER.findall(after)[:1] if mark else []) or _NUMBER.findall(text)[-1:]
+    if not found:
+        return None
+    number = Decimal(found[0].replace(",", "")).normalize()
+    return f"{number + 0:f}"
+
+
+def _read(path: Path) -> list[Task]:
+    text = read_text(path, "`prompt_file` must be a prompt set").removeprefix("\N{BYTE ORDER MARK}")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; {_EXPECTED}")
+    if path.suffix == ".txt":
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return [Task(f"{path.stem}/{number}", path.stem, (line,)) for number, line in lines]
+    return [_task(path.stem, number, where, entry) for number, where, entry in _entries(path, text)]
+
+
+def _entries(path: Path, text: str) -> list[tuple[int, str, Any]]:
+    """Objects of a file, each with its number and where it stands; a list in one piece, or one a line."""
+    if text.lstrip().startswith("["):
+        try:
+            content = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}); {_EXPECTED}") from None
+        if not content:
+            raise ValueError(f"{path} is empty; {_EXPECTED}")
+        return [(number, f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1)]
+    entries = []
+    # Not `splitlines`, which also ends a line at characters that JSON leaves as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                entries.append((number, where, parse_json(line)))
+            except ValueError as error:
+                raise ValueError(f"{where} is not valid JSON ({error}); {_EXPECTED}") from None
+    return entries
+
+
+def _task(name: str, number: int, where: str, entry: Any) -> Task:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} is {shown(entry)}; {_EXPECTED}")
+    if "turns" in entry:
+        turns = entry["turns"]
+        if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
+            raise ValueError(f"{where} has the turns {shown(turns)}; give a list of at least one text")
+        category = str(entry.get("category", name))
+        return Task(f"{name}/{entry.get('question_id', number)}", category, tuple(turns), message=True)
+    if {"question", "answer"} <= entry.keys():
+        question, answer = _text(where, entry, "question"), _text(where, entry, "answer")
+        wanted = final_number(answer)
+        if wanted is None:
+            raise ValueError(f"{where} has an answer without a number: {shown(answer)}; end it with #### N")
+        return Task(f"{name}/{number}", "gsm8k", (question,), message=True, answer=wanted)
+    if {"prompt", "entry_point"} <= entry.keys():
+        prompt = _text(where, entry, "prompt")
+        return Task(f"{name}/{entry.get('task_id', number)}", "humaneval", (prompt,))
+    raise ValueError(f"{where} has the fields {shown(sorted(entry))}; {_EXPECTED}")
+
+
+def _text(where: str, entry: Mapping[str, Any], field: str) -> str:
+    value = entry[field]
+    if not _is_text(value):
+        raise ValueError(f"{where} has the {field} {shown(value)}; give a text")
+    return str(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text with something in it, and without half characters, which JSON can hold."""
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)

@@ -1,0 +1,50 @@
+"""What a suite generates, and how often; apart from the suite, so that a command line is made without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteOptions:
+    """What is generated, and how often.
+
+    Attributes:
+      limit: prompts at most, taken from the categories in turn. Default: all.
+      max_new_tokens: of each text, which may end before.
+      repeats: timed turns of each prompt. When sampling, each has a seed of its own.
+      batch: prompts generated together, of one category. A speed is then that of the batch: all its new tokens, in the
+        time from the first token of any of its texts to the last of any.
+      chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
+        prompts are messages: those with turns, and GSM8K. Without it the turns follow one another as plain text.
+      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates. The
+        repeats of a prompt follow one another, so that γ moves from prompt to prompt only with one repeat.
+
+    Raises:
+      ValueError: a number is outside its range, or γ is to be carried in batches.
+    """
+
+    limit: int | None = None
+    max_new_tokens: int = 128
+    repeats: int = 3
+    batch: int = 1
+    chat: Literal["auto", "on", "off"] = "auto"
+    carry_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "repeats", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give at least 1")
+        check_budget(self.max_new_tokens)
+        if self.carry_gamma and self.batch > 1:
+            raise ValueError(
+                f"got carry_gamma=True and batch={self.batch}, and γ goes from text to text; leave out one of them"
+            )
+
+
+def check_budget(max_new_tokens: int) -> None:
+    """Refuses texts too short to be timed: speeds are of the tokens after the first."""
+    if max_new_tokens < 2:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")

@@ -1,0 +1,224 @@
+"""What a suite's texts come to: figures by run and category."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.bench import speed
+from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.records import Record
+from jaxspec.bench.suite import Suite
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.method_files import law_name
+
+ALL = "all"
+
+
+def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dict[str, Any]:
+    """The figures of what a suite has measured.
+
+    Args:
+      lm: its model.
+      suite: with at least one record.
+      interrupted: whether there was more to measure.
+
+    Returns:
+      `model`, `device`, `dtype`, `machine`, `header` (what was measured, see `Suite.header`), `law`, `prompts` (how
+      many were measured), `left_out` (by id the first turn that did not fit into the context), `interrupted`,
+      `runs`: by run and category ("all" is the last) what `figures` gives; `best`: by category the run of the highest
+      speed-up, plain decoding with its 1 among them; `differences`: every text that is not plain decoding's.
+    """
+    header = suite.header()
+    groups: dict[str, list[Record]] = {}
+    for record in suite.records:
+        groups.setdefault(record.category, []).append(record)
+    categories = groups | {ALL: suite.records}
+    runs = {
+        run: {name: figures(run, records, suite.sampling) for name, records in categories.items()}
+        for run in suite.runs
+    }
+    return {
+        "model": lm.name,
+        "device": lm.device.device_kind,
+        "dtype": lm.dtype,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "header": header,
+        "law": law_name(**{name: header[name] for name in ("temperature", "top_k", "top_p", "min_p")}),
+        "prompts": len({record.id for record in suite.records}),
+        "left_out": suite.left_out,
+        "interrupted": interrupted,
+        "runs": runs,
+        "best": {name: max(runs, key=lambda run: runs[run][name]["speedup"] or 0.0) for name in categories},
+        "differences": _differences(suite.records),
+    }
+
+
+def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, Any]:
+    """The figures of a run on some prompts.
+
+    Args:
+      run: its name.
+      records: of these prompts, those of plain decoding among them.
+      sampling: whether tokens were drawn at random.
+
+    Returns:
+      `prompts`; `texts` (turns of conversations count each) and their `tokens` in the first repeat;
+      `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over prompts
+      (batches of them; null for a single one); what `speed.acceptance` gives, and `acceptance_by_position`;
+      `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its tokens after it), the `median`
+      and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that end with the answer;
+      `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see `records.Difference`), null
+      where tokens are drawn at random. A number that is not defined is null.
+    """
+    mine, plain = (_units(name, records) for name in (run, BASELINE))
+    taken, others = list(mine.values()), list(plain.values())
+    batches = [batch for batch, _ in mine]
+    ratio, interval = speed.speed_ratio(taken, others, groups=batches)
+    own = [record for record in records if record.run == run]
+    texts = list(speed.every_text(taken))
+    per_token = [
+        speed.running_ms(text) / (text.statistics.num_tokens - 1)
+        for text in texts
+        if text.statistics.num_tokens > 1
+    ]
+    right = [one for record in own if record.right is not None for one in record.right]
+    different = [record.difference for record in own if record.difference is not None]
+    margins = [abs(one.margin) for one in different if one.margin is not None]
+    return {
+        "prompts": len({record.id for record in own}),
+        "texts": len(own),
+        "tokens": sum(len(record.texts[0].tokens) for record in own),
+        "tokens_per_second": speed.tokens_per_second(taken),
+        "speedup": ratio,
+        "speedup_interval": interval if len(set(batches)) > 1 else None,
+        **speed.acceptance(taken),
+        "acceptance_by_position": speed.acceptance_by_position(taken),
+        "first_token_ms": _spread([speed.first_token_ms(text) for text in texts]),
+        "token_ms": _spread(per_token),
+        "accuracy": statistics.mean(right) if right else None,
+        "identical_to_autoregressive": None if sampling else not different,
+        "num_different": None if sampling else len(different),
+        "largest_margin": max(margins, default=None),
+    }
+
+
+def _units(run: str, records: Iterable[Record]) -> dict[tuple[int, int], list[list[Any]]]:
+    """What a run generated, by batch and turn: repeat by repeat its texts, as `bench.speed` takes them."""
+    rows: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        if record.run == run:
+            rows.setdefault((record.batch, record.turn), []).append(record)
+    return {
+        unit: [list(texts) for texts in zip(*(one.texts for one in together), strict=True)]
+        for unit, together in rows.items()
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"median": statistics.median(values), "p95": float(np.quantile(values, 0.95))}
+
+
+def _differences(records: Iterable[Record]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": record.id,
+            "turn": record.turn,
+            "run": record.run,
+            "repeat": record.difference.repeat,
+            "position": record.difference.position,
+            "tokens": list(record.difference.tokens),
+            "margin": record.difference.margin,
+        }
+        for record in records
+        if record.difference is not None
+    ]
+
+
+def shown_categories(report: Mapping[str, Any]) -> list[str]:
+    """The categories of a table: all of them, and "all" last, unless there is but one."""
+    names = list(report["best"])
+    return names[:1] if len(names) == 2 else names
+
+
+def columns(report: Mapping[str, Any]) -> dict[str, str]:
+    """Headings of a table of figures, in two lines, and what each says; an accuracy only where there is one.
+
+    Returns:
+      By heading, its explanation; `cells` gives a row.
+    """
+    shown = dict(_COLUMNS)
+    if not any(kinds[ALL]["accuracy"] is not None for kinds in report["runs"].values()):
+        del shown["right"]
+    return shown
+
+
+def cells(report: Mapping[str, Any], run: str, category: str) -> list[str]:
+    """One row of that table, in two lines."""
+    one = report["runs"][run][category]
+    best = "*" if report["best"][category] == run else ""
+    interval = None if run == BASELINE else one["speedup_interval"]
+    lengths = (one["mean_acceptance_length"], one["mean_acceptance_length_drafting"])
+    row = {
+        "tokens/s": _number(one["tokens_per_second"], 1),
+        "× plain\n95 %": f"{best}{_number(one['speedup'], 2)}\n"
+        + ("" if interval is None else "{:.2f}–{:.2f}".format(*interval)),
+        "tok.÷rounds\n1+acc.÷dr.": "\n".join(_number(length, 2) for length in lengths),
+        "acc.\nrate": _number(one["draft_acceptance_rate"], 2),
+        "first\ntoken ms": _two(one["first_token_ms"], 0),
+        "token\nms": _two(one["token_ms"], 1),
+        "right": _number(one["accuracy"], 2),
+        "same\ntext": _same(one),
+    }
+    return [row[heading] for heading in columns(report)]
+
+
+_COLUMNS = {
+    "tokens/s": "tokens after the first of each text, in the time that they took; the median over the turns",
+    "× plain\n95 %": "this speed over that of plain decoding in the same turn, the median over the turns (* the "
+    "fastest), and its interval by the bootstrap over prompts",
+    "tok.÷rounds\n1+acc.÷dr.": "the mean acceptance length, as Spec-Bench counts, tokens ÷ rounds, and as vLLM does, "
+    "1 + accepted ÷ drafting rounds",
+    "acc.\nrate": "accepted ÷ drafted tokens",
+    "first\ntoken ms": "time to the first token, median and 95th percentile over texts",
+    "token\nms": "time per token after the first, median and 95th percentile over texts",
+    "right": "share of the texts that end with the answer",
+    "same\ntext": "whether all texts are plain decoding's; else how many are not, and the largest margin between the "
+    "two tokens where one parts, in logits",
+}
+
+
+def _same(one: Mapping[str, Any]) -> str:
+    if one["identical_to_autoregressive"] is None:
+        return "–"
+    if one["identical_to_autoregressive"]:
+        return "yes"
+    gap = "" if one["largest_margin"] is None else f"\n≤ {one['largest_margin']:.1g}"
+    return f"{one['num_different']} not{gap}"
+
+
+def _two(spread: Mapping[str, float] | None, digits: int) -> str:
+    return "–" if spread is None else "\n".join(_number(spread[name], digits) for name in ("median", "p95"))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def positions(report: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Acceptance by position over all categories, of the runs that have drafts."""
+    by_run = {run: kinds[ALL]["acceptance_by_position"] for run, kinds in report["runs"].items()}
+    return {run: rates for run, rates in by_run.items() if rates}
+
+
+def widest(rates: Mapping[str, Sequence[float]]) -> int:
+    """How many positions the longest draft has."""
+    return max(itertools.chain((0,), map(len, rates.values())))
