@@ -658,7 +658,8 @@ def test_wrong_conversations(run, model, tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"]
+    "command",
+    ["", "generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"],
 )
 def test_help(run, command):
     status, out, err = run(*filter(None, [command]), "--help")
@@ -698,13 +699,25 @@ def test_messages_of_the_library_name_options(command, message, said):
 
 
 def test_a_number_is_never_called_a_file(run):
-    for command in ("generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"):
+    for command in (
+        "generate",
+        "compare",
+        "bench",
+        "profile",
+        "convert",
+        "inspect",
+        "search",
+        "tune",
+        "vocab",
+    ):
         _, out, _ = run(command, "--help")
         assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
     assert "--threshold X" in out
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "bench", "inspect", "profile", "search", "tune", "vocab"])
+@pytest.mark.parametrize(
+    "command", ["generate", "compare", "bench", "inspect", "profile", "search", "tune", "vocab"]
+)
 def test_the_help_names_the_default_model(run, command):
     _, out, _ = run(command, "--help")
     assert re.search(rf"--model DIR\|ID[^-]*\(default: {EMBEDDED}\)", " ".join(out.replace("│", "").split()))
