@@ -22,7 +22,8 @@ from benchmarks import command, exit_costs
 from benchmarks.replay_report import show
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench import replay
-from jaxspec.bench.timing import OnProgress, check_budget
+from jaxspec.bench.suite_options import check_budget
+from jaxspec.bench.timing import OnProgress
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
