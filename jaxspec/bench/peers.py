@@ -5,7 +5,9 @@ The only module of the package that needs PyTorch; it is imported where it is as
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,9 +84,10 @@ def _load(model: str | None, lm: LanguageModel) -> Any:
     path = find_model(model)
     where, extra = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
+            )
     except Exception as error:  # transformers raises many kinds here, some of many lines
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot load {path}: {reason}") from None
