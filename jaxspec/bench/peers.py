@@ -60,8 +60,9 @@ def transformers_runs(
     target = _load(model, lm)
     generate = functools.partial(_generate, lm, target, law, max_new_tokens)
     runs = {"transformers": generate}
-    by_kind = {type(method): method for method in methods.values()}
-    for kind, method in {NGram: NGram(), **by_kind}.items():
+    by_kind: dict[type[Method], Method] = {NGram: NGram()}
+    by_kind |= {type(method): method for method in methods.values()}
+    for kind, method in by_kind.items():
         if kind not in _NAMES or (isinstance(method, DraftModel) and method.draft is None):
             continue
         drafter, _ = lm.drafter(method)
