@@ -488,7 +488,7 @@ def test_texts_that_differ_are_told(run, model, monkeypatch):
     _, _, err = run(
         "--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--limit", 1, "--repeats", 1
     )
-    assert "jaxspec: warning: 1 texts of ngram are not those of autoregressive\n" in err
+    assert "jaxspec: warning: 1 text of ngram is not plain decoding's\n" in err
 
 
 @pytest.mark.parametrize(

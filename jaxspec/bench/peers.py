@@ -5,7 +5,9 @@ The only module of the package that needs PyTorch; it is imported where it is as
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,8 +60,9 @@ def transformers_runs(
     target = _load(model, lm)
     generate = functools.partial(_generate, lm, target, law, max_new_tokens)
     runs = {"transformers": generate}
-    by_kind = {type(method): method for method in methods.values()}
-    for kind, method in {NGram: NGram(), **by_kind}.items():
+    by_kind: dict[type[Method], Method] = {NGram: NGram()}
+    by_kind |= {type(method): method for method in methods.values()}
+    for kind, method in by_kind.items():
         if kind not in _NAMES or (isinstance(method, DraftModel) and method.draft is None):
             continue
         drafter, _ = lm.drafter(method)
@@ -82,9 +85,10 @@ def _load(model: str | None, lm: LanguageModel) -> Any:
     path = find_model(model)
     where, extra = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
+            )
     except Exception as error:  # transformers raises many kinds here, some of many lines
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot load {path}: {reason}") from None

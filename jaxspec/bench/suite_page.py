@@ -63,8 +63,8 @@ def summary(report: Mapping[str, Any]) -> str:
     """What was measured, in a sentence or two."""
     header = report["header"]
     said = (
-        f"{report['prompts']} prompts, {report['law']}, at most {header['max_new_tokens']} new tokens, "
-        f"{header['repeats']} turn{'s' if header['repeats'] > 1 else ''}"
+        f"{_count(report['prompts'], 'prompt')}, {report['law']}, at most {header['max_new_tokens']} new tokens, "
+        f"{_count(header['repeats'], 'turn')}"
     )
     if header["batch"] > 1:
         said += f", in batches of {header['batch']} (speeds are of whole batches)"
@@ -86,7 +86,7 @@ def _figures(report: Mapping[str, Any]) -> str:
     headings = ["", *columns(report)]
     rows: list[Sequence[str]] = []
     for category in shown_categories(report):
-        rows.append([f"{category} ({report['runs'][BASELINE][category]['prompts']} prompts)"])
+        rows.append([f"{category} ({_count(report['runs'][BASELINE][category]['prompts'], 'prompt')})"])
         rows += [[run, *cells(report, run, category)] for run in report["runs"]]
     return _table(headings, rows)
 
@@ -139,6 +139,10 @@ def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 def _explained(column: tuple[str, str]) -> str:
     heading, meaning = column
     return f"<dt>{escape(heading.replace(chr(10), ' '))}</dt><dd>{escape(meaning)}</dd>"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _lines(text: str) -> str:
