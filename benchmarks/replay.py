@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -184,20 +185,18 @@ def _prompts(lm: LanguageModel, options: Options) -> dict[str, list[list[int]]]:
 
 def _estimates(lm: LanguageModel, exit_layer: int) -> tuple[Estimate, ...]:
     """The draft's own probability, and that of the exit's probe where the model has one for greedy texts."""
-    if not _has_probe(lm, exit_layer):
+    path = _probe(lm, exit_layer)
+    if path is None:
         return (DraftProbability(),)
-    path = method_files.probe_path(_directory(lm), exit_layer, "greedy")
     read = method_files.read_probe(path, lm.fingerprint, lm.config.hidden_size, exit_layer, "greedy")
     direction = jnp.asarray(read.v) * lm.params["norm"].astype(jnp.float32)
     return DraftProbability(), Probe(direction, jnp.float32(read.b), jnp.float32(lm.config.rms_norm_eps))
 
 
-def _has_probe(lm: LanguageModel, exit_layer: int) -> bool:
-    return lm.directory is not None and method_files.probe_path(lm.directory, exit_layer, "greedy").is_file()
-
-
-def _directory(lm: LanguageModel) -> Any:
-    return lm.directory
+def _probe(lm: LanguageModel, exit_layer: int) -> Path | None:
+    """The file of an exit's probe for greedy texts, if the model has one."""
+    path = None if lm.directory is None else method_files.probe_path(lm.directory, exit_layer, "greedy")
+    return path if path is not None and path.is_file() else None
 
 
 def _cases(
@@ -215,7 +214,7 @@ def _cases(
         for split, some in records.items()
     }
     found[Case("oracle", layer, None)] = {split: _rounds(some, 0) for split, some in oracles.items()}
-    rules = [rule for rule in THRESHOLDS if rule != "probe" or _has_probe(lm, layer)]
+    rules = [rule for rule in THRESHOLDS if rule != "probe" or _probe(lm, layer)]
     for rule, carried in itertools.product(rules, (False, True)):
         gamma = np.array(GAMMAS, np.float32)
         taken: dict[str, list[replay.Counts]] = {}
@@ -228,8 +227,8 @@ def _cases(
                 taken[split].append(counts)
                 if carried and counts.gamma is not None:
                     gamma = np.clip(counts.gamma, 0.0, 1.0)
-        for row, number in enumerate(GAMMAS):
-            found[Case(rule, layer, number, carried)] = {
+        for row, first in enumerate(GAMMAS):
+            found[Case(rule, layer, first, carried)] = {
                 split: _rounds(some, row) for split, some in taken.items()
             }
     return found

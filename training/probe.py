@@ -80,7 +80,7 @@ class Options:
             raise ValueError("exit_layers is empty; give at least one layer, such as --exit-layers 3 6")
 
     @property
-    def law(self) -> dict[str, float]:
+    def law(self) -> dict[str, Any]:
         """The sampling settings: `temperature`, and the others that are not off."""
         off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {name: value for name, value in self.sampling.numbers().items() if value != off[name]}
