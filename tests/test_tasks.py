@@ -151,6 +151,19 @@ def test_answers_to_questions_follow_from_the_facts():
     assert read > COUNT
 
 
+def test_labels_are_asked_for_in_another_order():
+    orders = 0
+    for task in made("labels"):
+        *lines, end = task.prompt.split("\n")
+        asked = end.removeprefix("In this order: ").split(", ")
+        label = dict(line.split(": ") for line in lines)
+        assert 2 <= len(label) == len(lines) <= 14
+        assert sorted(asked) == sorted(label)
+        assert task.completion == "".join(f"\n{key}: {label[key]}" for key in asked)
+        orders += asked != list(label)
+    assert orders > COUNT / 2
+
+
 def test_of_a_task_only_the_completion_is_learned(tmp_path):
     (first, *_) = documents = reading.read("tasks:sums:30", formats.AUTO, conversations.Chat(), False)
     assert len(documents) == 30
