@@ -699,7 +699,17 @@ def test_messages_of_the_library_name_options(command, message, said):
 
 
 def test_a_number_is_never_called_a_file(run):
-    for command in "generate compare bench profile convert inspect search vocab tune".split():
+    for command in [
+        "generate",
+        "compare",
+        "bench",
+        "profile",
+        "convert",
+        "inspect",
+        "search",
+        "vocab",
+        "tune",
+    ]:
         _, out, _ = run(command, "--help")
         assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
     assert "--threshold X" in out
