@@ -150,7 +150,7 @@ class Suite:
         """
         self._log = log
         try:
-            found = [Record.from_json(entry) for entry in log.entries]
+            found = [Record.from_json(one) for entry in log.entries for one in entry["records"]]
         except (KeyError, TypeError):
             raise ValueError(f"{log.path} holds a record that cannot be read; add resume=False") from None
         done = 0
@@ -188,7 +188,8 @@ class Suite:
             warm = True
             records = [record for name in runs for record in self._records(unit, prompts, name, taken)]
             if self._log is not None:
-                self._log.add(*(record.to_json() for record in records))
+                # One line: of a unit that was half written nothing would be left to compare with.
+                self._log.add({"records": [record.to_json() for record in records]})
             for record in records:
                 self._keep(record)
 
