@@ -242,6 +242,16 @@ def test_another_suites_records_are_refused(tmp_path, changes, name):
     LineLog(path, make(Fake(), **changes).header(), of="benchmark", resume=False)
 
 
+def test_records_of_another_chat_template_are_refused(tmp_path):
+    path, lm = tmp_path / "records.jsonl", Fake(chats=True)
+    tasks = [Task("b/2", "b", ("p",), message=True)]
+    LineLog(path, make(lm, tasks).header(), of="benchmark")
+    encode = lm.encode
+    lm.encode = lambda text: encode(text) if isinstance(text, str) else [7, *encode(text)]
+    with pytest.raises(ValueError, match="its prompts is '"):
+        LineLog(path, make(lm, tasks).header(), of="benchmark")
+
+
 def test_records_that_are_none_are_refused(tmp_path):
     made = make(Fake())
     log = LineLog(tmp_path / "log", made.header(), of="benchmark")

@@ -125,7 +125,9 @@ class Suite:
     def header(self) -> dict[str, Any]:
         """What every record depends on."""
         tasks = list(dict.fromkeys(task for unit in self.units for task in unit.tasks))
-        texts = json.dumps([dataclasses.asdict(task) for task in tasks])
+        # In tokens too: another chat template makes other prompts of the same texts.
+        first = [self._prompts(unit) for unit in self.units if not unit.turn]
+        texts = json.dumps([[dataclasses.asdict(task) for task in tasks], first])
         return {
             "format": FORMAT,
             "model": self._lm.fingerprint,
