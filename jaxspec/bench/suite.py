@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.margins import first_difference, margin
-from jaxspec.bench.prompt_files import Task, final_number, in_turn
+from jaxspec.bench.prompt_files import Task, in_turn
 from jaxspec.bench.records import Difference, Record
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress, measure_runs
@@ -265,7 +265,7 @@ class Suite:
             task = tasks[name]
             right = None
             if task.answer is not None:
-                right = tuple(final_number(text.text or "") == task.answer for text in texts)
+                right = tuple(task.is_right(text.text or "") for text in texts)
             difference = None if self.sampling else self._difference(prompt, plain, texts)
             records.append(
                 Record(name, task.category, unit.turn, unit.batch, run, len(prompt), texts, difference, right)
