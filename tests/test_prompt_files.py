@@ -141,3 +141,17 @@ def test_real_sets(name, count, category):
     tasks = read_tasks([PROMPTS / name])
     assert (len(tasks), tasks[0].category) == (count, category)
     assert all(task.answer is not None for task in tasks) == (category == "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (" 1 + 1 = 2", True),
+        (" 2\n\nQuestion: What is 1 + 2?\nAnswer: 3", True),
+        (" #### 2\nQuestion: What is 1 + 2?\nAnswer: 3 #### 3", True),
+        (" 3\n\nQuestion: What is 2?\nAnswer: 2", False),
+        ("", False),
+    ],
+)
+def test_an_answer_ends_where_a_model_asks_a_question_of_its_own(text, right):
+    assert Task("1", "gsm8k", ("What is 1 + 1?",), answer="2").is_right(text) is right

@@ -178,7 +178,8 @@ def test_what_does_not_fit_is_left_out(tmp_path):
 
 def test_an_interrupted_suite_goes_on(tmp_path):
     tasks = [*TASKS, Task("b/2", "b", ("p", "q"), message=True)]
-    whole = make(Fake(), tasks)
+    whole, whole_path = make(Fake(), tasks), tmp_path / "whole.jsonl"
+    whole.resume(LineLog(whole_path, whole.header(), of="benchmark"))
     whole.measure()
     path = tmp_path / "records.jsonl"
     # Two calls that compile, then two units of two calls each, then one of the next.
@@ -188,7 +189,9 @@ def test_an_interrupted_suite_goes_on(tmp_path):
         stopped.measure()
     assert len(stopped.records) == 2 * 3
     with open(path, "a") as file:
-        file.write('{"half')  # killed within a line
+        file.write(
+            whole_path.read_text().splitlines()[4][:-9]
+        )  # killed within a line, which has a unit's every run
     lm = Fake()
     resumed = make(lm, tasks)
     assert resumed.resume(LineLog(path, resumed.header(), of="benchmark")) == 3
@@ -237,6 +240,16 @@ def test_another_suites_records_are_refused(tmp_path, changes, name):
         LineLog(path, make(Fake(), **changes).header(), of="benchmark")
     assert "\n" not in str(caught.value)
     LineLog(path, make(Fake(), **changes).header(), of="benchmark", resume=False)
+
+
+def test_records_of_another_chat_template_are_refused(tmp_path):
+    path, lm = tmp_path / "records.jsonl", Fake(chats=True)
+    tasks = [Task("b/2", "b", ("p",), message=True)]
+    LineLog(path, make(lm, tasks).header(), of="benchmark")
+    encode = lm.encode
+    lm.encode = lambda text: encode(text) if isinstance(text, str) else [7, *encode(text)]
+    with pytest.raises(ValueError, match="its prompts is '"):
+        LineLog(path, make(lm, tasks).header(), of="benchmark")
 
 
 def test_records_that_are_none_are_refused(tmp_path):
@@ -434,7 +447,7 @@ def test_the_command_on_a_model(run, model, tmp_path):
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == found
     assert "layerskip --exit-layer 1" in (tmp_path / "out" / "report.html").read_text()
     records = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
-    assert len(records) == 1 + 3 * 3
+    assert len(records) == 1 + 3
     # The same command has nothing left to do, another one is refused.
     status, out, _ = run(*arguments, "--output", tmp_path / "out")
     assert status == 0

@@ -77,6 +77,16 @@ class Task:
         later = zip(said, self.turns[1:], strict=False)
         return first + "".join(f"{answer}\n\n{turn}" for answer, turn in later)
 
+    def is_right(self, text: str) -> bool:
+        """Whether a text gives the answer. A model that was not asked in a chat goes on to questions of its own, which
+        do not count.
+
+        Examples:
+          >>> Task("1", "gsm8k", ("1 + 1?",), answer="2").is_right(" 2\\n\\nQuestion: 1 + 2?\\nAnswer: 3")
+          True
+        """
+        return final_number(text.split("\nQuestion:")[0]) == self.answer
+
 
 def own_tasks() -> list[Task]:
     """The project's own prompts, those that nothing was tuned on, by kind of work.

@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.margins import first_difference, margin
-from jaxspec.bench.prompt_files import Task, final_number, in_turn
+from jaxspec.bench.prompt_files import Task, in_turn
 from jaxspec.bench.records import Difference, Record
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress, measure_runs
@@ -125,7 +125,9 @@ class Suite:
     def header(self) -> dict[str, Any]:
         """What every record depends on."""
         tasks = list(dict.fromkeys(task for unit in self.units for task in unit.tasks))
-        texts = json.dumps([dataclasses.asdict(task) for task in tasks])
+        # In tokens too: another chat template makes other prompts of the same texts.
+        first = [self._prompts(unit) for unit in self.units if not unit.turn]
+        texts = json.dumps([[dataclasses.asdict(task) for task in tasks], first])
         return {
             "format": FORMAT,
             "model": self._lm.fingerprint,
@@ -150,7 +152,7 @@ class Suite:
         """
         self._log = log
         try:
-            found = [Record.from_json(entry) for entry in log.entries]
+            found = [Record.from_json(one) for entry in log.entries for one in entry["records"]]
         except (KeyError, TypeError):
             raise ValueError(f"{log.path} holds a record that cannot be read; add resume=False") from None
         done = 0
@@ -188,7 +190,8 @@ class Suite:
             warm = True
             records = [record for name in runs for record in self._records(unit, prompts, name, taken)]
             if self._log is not None:
-                self._log.add(*(record.to_json() for record in records))
+                # One line: of a unit that was half written nothing would be left to compare with.
+                self._log.add({"records": [record.to_json() for record in records]})
             for record in records:
                 self._keep(record)
 
@@ -262,7 +265,7 @@ class Suite:
             task = tasks[name]
             right = None
             if task.answer is not None:
-                right = tuple(final_number(text.text or "") == task.answer for text in texts)
+                right = tuple(task.is_right(text.text or "") for text in texts)
             difference = None if self.sampling else self._difference(prompt, plain, texts)
             records.append(
                 Record(name, task.category, unit.turn, unit.batch, run, len(prompt), texts, difference, right)

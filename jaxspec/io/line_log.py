@@ -41,15 +41,14 @@ class LineLog:
         # Writes it again in any case: a line that a killed process left half-written goes.
         write_atomic(path, "".join(_line(entry) for entry in kept))
 
-    def add(self, *entries: dict[str, Any]) -> None:
-        """Appends lines, whole and all at once."""
-        self.entries += entries
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(descriptor, "".join(map(_line, entries)).encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def add(self, entry: dict[str, Any]) -> None:
+        """Appends a line. Where the process is killed meanwhile, all of it is there the next time, or nothing."""
+        self.entries.append(entry)
+        # Not made again where it has gone.
+        with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(_line(entry).encode())
+            file.flush()
+            os.fsync(file.fileno())
 
     def _read(self) -> list[dict[str, Any]]:
         try:

@@ -195,7 +195,8 @@ def _by_blocks(
     """Attention over the live slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
     So a step costs what its live length costs, whatever the capacity. A block that a row does not see
-    adds exactly nothing to it: rows stay independent of their neighbours' lengths.
+    adds exactly nothing to it. Which of this and one product over all slots is taken follows the longest row of a
+    batch, so that its neighbours depend on it in the last bits.
     """
     q = _by_key_head(queries, merged)
     live = jnp.max(positions) + 1
