@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxspec.bench.steps import Steps, SubmodelSteps
+from jaxspec.bench.steps import SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved
-from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
-from jaxspec.protocol import Weights, rising_widths
+from jaxspec.protocol import rising_widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ def measure(
     exit_layers: Sequence[int],
     constants: Sequence[int],
     num_draft_tokens: int,
+    live: int = 33,
     repeats: int = 9,
     on_progress: OnProgress = lambda what: None,
 ) -> ExitCosts:
@@ -68,18 +70,21 @@ def measure(
       exit_layers: E's.
       constants: K's of constant drafts, which are always verified over K + 1 rows.
       num_draft_tokens: K of the other rules.
+      live: tokens in the cache while parts are timed.
       repeats: turns.
       on_progress: is called with what goes on.
     """
     depth = lm.config.num_layers
     rows = sorted({1, *rising_widths(num_draft_tokens), *(constant + 1 for constant in constants)})
     with jax.default_device(lm.device):
-        parts: dict[Any, Any] = {"plain": Steps(lm, Weights(lm.params), Autoregressive(), 256)}
+        steps = functools.partial(SubmodelSteps, lm, live=live, capacity=max(256, bucket(live)))
+        # Plain decoding is timed as its parts are, without the loop around both.
+        parts: dict[Any, Any] = {"plain": steps(only_layers(depth, range(depth)))}
         for layer in exit_layers:
             first, rest = (only_layers(depth, part) for part in (range(layer), range(layer, depth)))
-            parts["draft", layer] = SubmodelSteps(lm, first)
-            parts["last", layer] = SubmodelSteps(lm, first, head=False)
-            parts |= {(layer, width): SubmodelSteps(lm, rest, width) for width in rows}
+            parts["draft", layer] = steps(first)
+            parts["last", layer] = steps(first, head=False)
+            parts |= {(layer, width): steps(rest, width) for width in rows}
         for number, part in enumerate(parts.values()):
             on_progress(f"compiling part {number + 1} of {len(parts)}")
             part()

@@ -1,16 +1,20 @@
-"""Which stop rule is best, to 1 %? `python -m benchmarks.replay --model DIR` counts rounds exactly and prices them.
+"""Which stop rule is best? `python -m benchmarks.replay --model DIR` counts rounds exactly and prices them.
 
 Early-exit drafts under each stop rule of AdaSPEED's comparison (Table I of its paper), as in `benchmarks.stop_rules`,
 but without a clock in the comparison: what every exit would say along greedy texts is recorded once, each rule is
 replayed on the records (`jaxspec.bench.replay`, whose counts are the engine's), and rounds are priced with times of
 their parts, measured once, or with rows that cost nothing, as on an accelerator. So every rule is tuned over all exits
 and numbers, γ carried from text to text or not, on tuning prompts, and reported on others.
+
+Ratios between rules have no noise but that of the prices, which they share; a speed-up over plain decoding is a
+prediction, without the loop's own overhead (`benchmarks.prediction` measures that).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -139,8 +143,9 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     for layer in exits:
         on_progress(f"replaying exit {layer}")
         rounds |= _cases(lm, layer, {split: some[layer] for split, some in records.items()}, options)
+    live = statistics.median(len(prompt) for prompt in splits["reporting"]) + options.max_new_tokens // 2
     costs = exit_costs.measure(
-        lm, exits, CONSTANTS, options.num_draft_tokens, options.repeats, on_progress=on_progress
+        lm, exits, CONSTANTS, options.num_draft_tokens, int(live), options.repeats, on_progress=on_progress
     )
     return {
         "model": lm.name,
@@ -178,7 +183,8 @@ def _prompts(lm: LanguageModel, options: Options) -> dict[str, list[list[int]]]:
     if each > most:
         raise ValueError(f"num_prompts is {each}; give 1 to {most}")
     return {
-        split: [lm.encode(text) for kind in kinds for text in some[kind][:each]]
+        # One of each kind, then the next of each: a carried γ is that of all kinds.
+        split: [lm.encode(some[kind][number]) for number in range(each) for kind in kinds]
         for split, some in known.items()
     }
 

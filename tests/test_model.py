@@ -278,3 +278,36 @@ def test_a_model_cut_below_its_sliding_windows_has_none():
     config = dataclasses.replace(BASE, sliding_windows=(None, 4))
     assert config.truncated(2) == config
     assert config.truncated(1) == BASE.truncated(1)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_attention_over_blocks_and_over_the_whole_cache_are_the_same(length, window, merged):
+    """Rows of very different lengths; the longest below and above the shares of the cache from which it is read whole."""
+    slots, rng = 4 * kv.BLOCK, np.random.default_rng(3)
+    batch, kv_heads, group, hd = 2, 2, 3, 4
+    heads = (batch * kv_heads,) if merged else (batch, kv_heads)
+    layer = tuple(jnp.asarray(rng.standard_normal((*heads, slots, hd)), jnp.float32) for _ in range(2))
+    queries = jnp.asarray(rng.standard_normal((batch, length, kv_heads, group, hd)), jnp.float32)
+    attend = jit(kv.attend, static_argnames=("window", "merged"))
+    for longest in (length, 200, slots // 2, slots // 2 + 1, 3 * slots // 4 + 1, slots):
+        start = jnp.array([0, longest - length])
+        positions = start[:, None] + jnp.arange(length)
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], window)
+        expected = kv.attend_where(queries, layer, seen, merged)
+        found = attend(queries, layer, positions, window=window, merged=merged)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_attention_goes_by_blocks_where_all_scores_would_not_fit_a_processors_cache(monkeypatch):
+    def bytes_of(most):
+        monkeypatch.setattr(kv, "MOST_SCORES", most)
+        layer = (jnp.zeros((1, 2048, 4)), jnp.zeros((1, 2048, 4)))
+        attend = functools.partial(kv.attend, window=None, merged=True)
+        made = (
+            jax.jit(attend).lower(jnp.zeros((1, 64, 1, 2, 4)), layer, jnp.zeros((1, 64), jnp.int32)).compile()
+        )
+        return made.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(0) < 64 * 2 * 2048 * 4 < bytes_of(2**30)

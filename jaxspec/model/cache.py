@@ -27,6 +27,8 @@ from jaxspec.model.numerics import precision_of
 UNROLLED_ROWS = 8
 # Slots attended to at once where attention follows the live length.
 BLOCK = 128
+# Scores above which attention goes by blocks on a CPU, whatever is live: 16 MB in float32.
+MOST_SCORES = 2**22
 # What a masked score is: finite, so that a block in which a row sees nothing stays a number.
 _MASKED = -1e30
 
@@ -127,9 +129,14 @@ def attend(
     def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         return _by_blocks(queries, layer, positions, window, merged)
 
+    # Scores of all slots at once must fit a processor's cache.
+    if queries.size // queries.shape[-1] * slots > MOST_SCORES:
+        return jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        # Cutting out blocks costs more than half of the time on a CPU: whole, a slot costs less than half as much.
-        crowded = 2 * (jnp.max(positions) + 1) > slots
+        # Cutting out blocks costs a CPU more than half of the time of few queries, of many less.
+        share = 0.5 if queries.shape[1] <= 4 else 0.75
+        crowded = jnp.max(positions) + 1 > share * slots
         attended: jax.Array = jax.lax.cond(crowded, whole, by_blocks, queries, positions, *layer)
         return attended
 
