@@ -63,7 +63,7 @@ def summary(report: Mapping[str, Any]) -> str:
     """What was measured, in a sentence or two."""
     header = report["header"]
     said = (
-        f"{report['prompts']} prompts, {report['law']}, at most {header['max_new_tokens']} new tokens, "
+        f"{_prompts(report['prompts'])}, {report['law']}, at most {header['max_new_tokens']} new tokens, "
         f"{header['repeats']} turn{'s' if header['repeats'] > 1 else ''}"
     )
     if header["batch"] > 1:
@@ -71,6 +71,10 @@ def summary(report: Mapping[str, Any]) -> str:
     if report["left_out"]:
         said += f"; of {len(report['left_out'])} the context has no room for the prompt or a later turn"
     return said + ("; interrupted, this is what was measured until then." if report["interrupted"] else ".")
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'' if count == 1 else 's'}"
 
 
 def _speedups(report: Mapping[str, Any]) -> str:
@@ -86,7 +90,7 @@ def _figures(report: Mapping[str, Any]) -> str:
     headings = ["", *columns(report)]
     rows: list[Sequence[str]] = []
     for category in shown_categories(report):
-        rows.append([f"{category} ({report['runs'][BASELINE][category]['prompts']} prompts)"])
+        rows.append([f"{category} ({_prompts(report['runs'][BASELINE][category]['prompts'])})"])
         rows += [[run, *cells(report, run, category)] for run in report["runs"]]
     return _table(headings, rows)
 

@@ -119,6 +119,7 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['vocab_size']:,} ranked",
         markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("--draft-vocab", justify="right")
