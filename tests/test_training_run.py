@@ -455,7 +455,7 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
         (["--exits", "1", "3"], "--layers 3"),
         (["--exits", "1", "2", "--growth", "1", "3"], "leave growth out"),
         (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
-        (["--exits", "1", "2", "--distil-weight", "2"], "distil_weight is 2"),
+        (["--exits", "1", "2", "--distil-weight", "2"], "--distil-weight is 2"),
     ],
 )
 def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
