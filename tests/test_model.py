@@ -284,7 +284,7 @@ def test_a_model_cut_below_its_sliding_windows_has_none():
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_attention_over_blocks_and_over_the_whole_cache_are_the_same(length, window, merged):
-    """Rows of very different lengths; the longest below and above the shares of the cache from which it is read whole."""
+    """Rows of very different lengths; the longest below and above the shares from which a cache is read whole."""
     slots, rng = 4 * kv.BLOCK, np.random.default_rng(3)
     batch, kv_heads, group, hd = 2, 2, 3, 4
     heads = (batch * kv_heads,) if merged else (batch, kv_heads)

@@ -372,6 +372,7 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert not re.search(r"(src|href)=|@import|<script", text)
     assert "&lt;model&gt;" in text
     assert "<model>" not in text
+    assert " (1 prompt)<" in text
     drawn = re.findall(r"<svg.*?</svg>", text)
     assert len(drawn) == 2
     for one in drawn:

@@ -287,6 +287,11 @@ def test_what_does_not_fit_gets_one_clear_line(directory, more, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_number_that_is_wrong_is_named_as_the_option(directory, capsys):
+    assert probe.main(arguments(directory, "--exit-layers", "1", "--prompts", "0")) == 2
+    assert capsys.readouterr().err.startswith("training.probe: error: --prompts is 0; give a whole number")
+
+
 def test_ctrl_c_is_one_line(directory, monkeypatch, capsys):
     def pressed(*_, **__):
         raise KeyboardInterrupt

@@ -222,7 +222,7 @@ def test_a_model_without_a_ranking_says_how_to_make_one(tmp_path):
         (lm, f", and there is no {tmp_path / VOCABULARY_NAME}"),
         (tiny.language_model(), ""),
     ):
-        line = f"draft_vocab=8 needs a ranking of tokens{where}; make one with `jaxspec vocab`, or give"
+        line = f"draft_vocab=8 needs a ranking of tokens{where}; make one with `jaxspec vocab --data FILE`, or give"
         with pytest.raises(FileNotFoundError, match=re.escape(line)):
             model.generate("ab", method="layerskip", draft_vocab=8)
     for name in ("ngram", "autoregressive"):

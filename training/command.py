@@ -36,19 +36,21 @@ def run(module: str, options: type, work: Work, arguments: Sequence[str] | None 
     given = list(sys.argv[1:] if arguments is None else arguments)
     names = option_names(options)
 
-    def failed(message: str, status: int) -> int:
-        console.print(f"{module}: {in_options(message, names)}", markup=False)
+    def failed(error: str, status: int) -> int:
+        # Translated before anything stands in front: a parameter of one word is known by being the first.
+        console.print(f"{module}: error: {in_options(error, names)}", markup=False)
         return status
 
     try:
         return work(given, f"python -m {module}", console)
     except KeyboardInterrupt:
-        return failed("interrupted", INTERRUPTED)
+        console.print(f"{module}: interrupted", markup=False)
+        return INTERRUPTED
     except WrongOptions as error:
-        return failed(f"error: {error}", WRONG)
+        return failed(str(error), WRONG)
     except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):
             raise
         # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        return failed(f"error: {kind}{one_line(error)}"[:2000], FAILED)
+        return failed(f"{kind}{one_line(error)}"[:2000], FAILED)

@@ -46,7 +46,7 @@ def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> No
     found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
     changed = [name for name in wanted if name in found and found[name] != wanted[name]]
     if changed:
-        there, asked = (", ".join(f"{name} {one[name]}" for name in changed) for one in (found, wanted))
+        there, asked = (", ".join(f"`{name}` {one[name]}" for name in changed) for one in (found, wanted))
         raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
 
 

@@ -45,7 +45,8 @@ class Bench:
 
     Where sampling is not given, texts are greedy, whatever the model's own defaults are.
 
-    With --output every text is written down as it comes: the same command goes on where it was interrupted.
+    With --output the texts of a prompt are written down once all methods have generated them: the same command goes on
+    after the last prompt, or turn of its conversation, that is written down.
 
     Attributes:
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval

@@ -116,9 +116,10 @@ def _print(report: dict[str, Any]) -> None:
     console = Console(file=sys.stdout)
     console.print(
         f"{report['model']}: {report['num_counted']:,} tokens counted, {report['ranked']:,} of "
-        f"{report['vocab_size']:,} ranked",
+        f"{report['vocab_size']:,} ranked, {report['always']} of them always there",
         markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("--draft-vocab", justify="right")
@@ -127,3 +128,10 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(str(size), f"{100 * share:.1f} %")
     console.print(table)
     console.print(f"written to {report['output']}, for --draft-vocab N", highlight=False, soft_wrap=True)
+    console.print(
+        "Of other text the share is lower, the more so the less was counted: `jaxspec compare --draft-vocab N` shows "
+        "what is accepted.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

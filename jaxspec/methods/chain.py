@@ -169,7 +169,7 @@ class ChainMethod(DraftingMethod):
             if path is None or not path.is_file():
                 raise FileNotFoundError(
                     f"draft_vocab={count} needs a ranking of tokens{f', and there is no {path}' if path else ''}; "
-                    "make one with `jaxspec vocab`, or give draft_vocab=FILE"
+                    "make one with `jaxspec vocab --data FILE`, or give draft_vocab=FILE"
                 )
         else:
             path, count = Path(str(self.draft_vocab)), None
