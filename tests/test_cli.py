@@ -345,6 +345,8 @@ def test_profile(run, monkeypatch):
     report |= {
         "floor_fraction": 0.5,
         "capacity_ratio": 1.01,
+        "live_token_us": 3.14,
+        "live_token_floor_us": 1.7,
         "prefill_tokens_per_second": 9.0,
         "compile_ms": 8.0,
     }

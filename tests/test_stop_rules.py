@@ -79,7 +79,7 @@ def test_texts_of_one_token_have_no_score():
 
 def test_numbers_are_tuned_on_other_prompts_than_those_that_are_reported():
     lm = deep()
-    lm.encode = lambda text: [hash(text)]
+    lm.encode = lambda text, chat=False: [hash(text)]
     lm.config = dataclasses.replace(lm.config, max_position_embeddings=1000)
     tuned = {ids[0] for ids in read_prompts(lm, (), 8)}
     assert len(tuned) == 8

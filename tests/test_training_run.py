@@ -601,7 +601,7 @@ def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(f
         (["--kv-heads", "3"], "not a multiple"),
         (["--start", "nowhere"], "no tokenizer.json in nowhere"),
         (["--batch", "5000"], "give more data or a smaller batch"),
-        (["--vocab-size", "200"], "vocab_size is 200"),
+        (["--vocab-size", "200"], "--vocab-size is 200"),
     ],
 )
 def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, capsys):

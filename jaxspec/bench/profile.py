@@ -10,19 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, WrongDrafts
+from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps, WrongDrafts
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.loading import resolve_placement
 from jaxspec.io.memory import check_fits
+from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
 
 ROWS = (1, 2, 5, 9)
 # The larger of the two capacities compared.
 LARGE = 1024
+# Live tokens, and slots of the cache, of the steps from which the cost of a live token follows.
+SHORT, LONG = (100, 512), (1000, 1024)
 
 SHAPES: dict[str, LlamaConfig] = {
     "31m": LlamaConfig(8192, 384, 1024, 16, 6, 6, 64),
@@ -66,8 +70,9 @@ def profile(
       `model`, `device`, `dtype`, `floor_bytes`, `floor_ms` (reading every weight once, the fastest turn), `step_ms` by
       number of rows, `floor_fraction` (floor ÷ the fastest step of one row; noise, or weights that stay in a cache,
       can lift it above 1), `capacity_ratio` (the step with a cache 8 times
-      larger at the same live length ÷ without), `prefill_tokens_per_second`, `compile_ms` (of the plain
-      loop: prefill and rounds).
+      larger at the same live length ÷ without), `live_token_us` (what a step costs more for each token before it, from
+      100 to 1,000 of them) and `live_token_floor_us` (the time of its bytes at the speed of the floor),
+      `prefill_tokens_per_second`, `compile_ms` (of the plain loop: prefill and rounds).
 
     Raises:
       ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.
@@ -92,12 +97,18 @@ def profile(
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
     timed["floor"] = lambda: jax.block_until_ready(stream(read))
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
+    for name, (live, capacity) in {"short": SHORT, "long": LONG}.items():
+        every = LayerPlan.skipping(lm.config.num_layers)
+        timed[name] = SubmodelSteps(lm, every, live=live, capacity=capacity)
     timed["prefill"] = lambda: jax.block_until_ready(plain.prefill())
     for run in timed.values():
         run()
 
     taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"))
     floors, ones, larges = taken["floor"], taken["1"], taken["large"]
+    live = LONG[0] - SHORT[0]
+    longer_ms = statistics.median(b - a for a, b in zip(taken["short"], taken["long"], strict=True)) / ROUNDS
+    token_bytes = kv.size_bytes(lm.config, 1, 1, lm.params["embed"].dtype)
     return {
         "model": lm.name,
         "device": lm.device.device_kind,
@@ -107,6 +118,8 @@ def profile(
         "step_ms": {str(rows): statistics.median(taken[str(rows)]) / ROUNDS for rows in ROWS},
         "floor_fraction": ROUNDS * min(floors) / min(ones),
         "capacity_ratio": median_ratio(larges, ones),
+        "live_token_us": 1e3 * longer_ms / live,
+        "live_token_floor_us": 1e3 * min(floors) * token_bytes / floor_bytes(lm.config, lm.params),
         "prefill_tokens_per_second": 1e3 * PREFILL / statistics.median(taken["prefill"]),
         "compile_ms": compile_ms,
     }

@@ -58,6 +58,8 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
     table.add_row("floor ÷ step of 1 row, the best of each", f"{fraction:.2f}")
     table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
+    table.add_row("each token before it, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
+    table.add_row("  its keys and values, as fast as the floor", f"{report['live_token_floor_us']:.2f} µs")
     table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
     table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
     Console(file=sys.stdout).print(table)

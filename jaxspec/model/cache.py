@@ -131,7 +131,10 @@ def attend(
 
     # Scores of all slots at once must fit a processor's cache.
     if queries.size // queries.shape[-1] * slots > MOST_SCORES:
-        return jax.lax.platform_dependent(queries, positions, *layer, cpu=by_blocks, default=whole)
+        by_size: jax.Array = jax.lax.platform_dependent(
+            queries, positions, *layer, cpu=by_blocks, default=whole
+        )
+        return by_size
 
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         # Cutting out blocks costs a CPU more than half of the time of few queries, of many less.
