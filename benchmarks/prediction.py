@@ -21,7 +21,6 @@ from typing import Any
 import jax
 
 from benchmarks import command
-from benchmarks.exit_costs import only_layers
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.dial import dial_model, walk_model
 from jaxspec.bench.profile import SHAPES
@@ -252,6 +251,12 @@ class _Case:
             "draft_step_ms": draft_ms or None,
             "identical_to_autoregressive": first.tokens == self._plain[0].tokens,
         }
+
+
+def only_layers(num_layers: int, layers: Sequence[int]) -> LayerPlan:
+    """The plan that runs these layers, whole."""
+    others = [layer for layer in range(num_layers) if layer not in layers]
+    return LayerPlan.skipping(num_layers, others, others)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

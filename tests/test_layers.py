@@ -72,7 +72,7 @@ NEVER = {
     "jaxspec.io": ("jaxspec.drafting", "jaxspec.decoding", "jaxspec.stopping", "jaxspec.acceptance"),
     "jaxspec": ("training", "benchmarks", "torch"),
     "training": ("benchmarks", "torch"),
-    "benchmarks": ("torch",),
+    "benchmarks": ("training", "torch"),
 }
 # What these may import all the same, inside functions: other programs to be measured beside.
 PEERS = {"jaxspec.bench.peers": ("torch",)}

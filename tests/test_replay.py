@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import replay as command_module
-from benchmarks.replay import main
-from benchmarks.replay_report import show
-from jaxspec.bench import prompts, replay
-from jaxspec.cli.options import ModelOptions
+from jaxspec.bench import replay
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
@@ -122,49 +117,3 @@ def test_no_draft_of_the_oracle_goes_on_after_a_wrong_token(exits):
         assert oracle.accepted[0] == constant.accepted[0] or oracle.drafted[0] < constant.drafted[0]
         longer = oracle.rounds[0] @ np.arange(K + 1) - oracle.accepted[0]
         assert longer <= oracle.rounds[0, 1]
-
-
-# The command
-
-SPLITS = {"tuning": {"stories": ("ab", "cd", "e ")}, "reporting": {"stories": ("abc", "cde", "ba")}}
-
-
-@pytest.fixture
-def command(lm, monkeypatch):
-    monkeypatch.setattr(ModelOptions, "load", lambda self: lm)
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
-    return lambda *words: main(["--num-prompts", "2", "--max-new-tokens", "8", "--repeats", "1", *words])
-
-
-def test_every_rule_is_tuned_over_all_numbers_and_reported_on_other_prompts(command, capsys, monkeypatch):
-    monkeypatch.setattr(command_module, "CONSTANTS", (2, 5))
-    assert command("--num-draft-tokens", "3", "--json", "--exit-layer", "1") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["num_prompts"] == {"tuning": 2, "reporting": 2}
-    for priced in report["pricing"].values():
-        tried = {(row["rule"], row["number"], row["carried"]): row["speedup"] for row in priced["tuning"]}
-        gammas = command_module.GAMMAS
-        assert len(tried) == 2 + 1 + 2 * 2 * len(gammas)  # constants, oracle, two rules restarted and carried
-        for rule, row in priced["rules"].items():
-            case = row["case"]
-            best = max(speed for (name, *_), speed in tried.items() if name == rule)
-            assert tried[rule, case["number"], case["carried"]] == best
-            ratio, low, high = row["speedup"]
-            assert low <= ratio <= high
-        assert priced["rules"]["constant"]["over_constant"][0] == pytest.approx(1)
-        assert {row["case"]["rule"] for row in priced["untuned"]} == {"constant", "confidence", "product"}
-    show(report)
-    shown = capsys.readouterr().out
-    assert "rows free" in shown
-    assert "product, the paper's" in shown
-
-
-def test_bad_options_of_the_command_get_one_line(command, capsys):
-    for words, said in {
-        ("--exit-layer", "3"): "--exit-layer is 3; the model has 3 layers, give 1 to 2",
-        ("--kind", "poems"): "unknown kind of prompt 'poems'; give some of stories",
-        ("--num-prompts", "4"): "--num-prompts is 4; give 1 to 3",
-        ("--num-draft-tokens", "0"): "--num-draft-tokens is 0; give at least 1",
-    }.items():
-        assert command(*words) == 2
-        assert said in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 A greedy text is the same whatever drafts it, so what a draft says at each of its places can be recorded once: whether
 it is right, how sure it is, and how sure it goes on being after a wrong token. Any stop rule is then replayed on the
-record, by the real `draft_chain` and the rule itself, and its rounds are counted exactly. Priced by measured costs of
-a round's parts, differences of 1 % can be seen that a clock on a busy machine would hide.
+record, by the real `draft_chain` and the rule itself, and its rounds are counted exactly, as the engine counts them.
+
+What the rounds would take is for the caller to say. Prices must be those of whole rounds: timed apart, the parts of a
+small model stay in a processor's cache.
 """
 
 from __future__ import annotations
