@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jaxspec.bench.timing import OnProgress
 from jaxspec.console.errors import Guard, option_names
 from jaxspec.console.parsing import parse_as
-from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
 
 Options = TypeVar("Options")
@@ -23,21 +22,18 @@ def run(
     measure: Callable[[Options, OnProgress], Report],
     show: Callable[[Report], None] | None = None,
     argv: Sequence[str] | None = None,
-    names: Mapping[str, str] | None = None,
 ) -> int:
     """Runs the command line of a benchmark.
 
     Args:
       module: its full name, as `python -m` wants it.
       options: the dataclass of its options; with `json` among them where there is something to show.
-      measure: what it does, given the options and where to say what goes on. A report with a true `interrupted`
-        holds what was measured until then.
+      measure: what it does, given the options and where to say what goes on.
       show: prints the report as tables, unless JSON is asked for. Without it, the report is printed as JSON.
       argv: by default the arguments of the process.
-      names: options by parameter beside those of `options`, to be named in errors.
 
     Returns:
-      the exit status, see `jaxspec.console.errors.Guard`; 130 for a report that was interrupted.
+      the exit status, see `jaxspec.console.errors.Guard`.
     """
 
     def work() -> int:
@@ -48,9 +44,6 @@ def run(
             print(json.dumps(report, indent=2))
         else:
             show(report)
-        if report.get("interrupted"):
-            print("jaxspec: interrupted; above is what was measured", file=sys.stderr)
-            return INTERRUPTED
         return 0
 
-    return Guard("jaxspec", {**(names or {}), **option_names(options)})(work)
+    return Guard("jaxspec", option_names(options))(work)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import replay
+from jaxspec.bench.oracle import Oracle
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
@@ -112,7 +113,7 @@ def test_many_thresholds_are_replayed_at_once(exits):
 
 def test_no_draft_of_the_oracle_goes_on_after_a_wrong_token(exits):
     for record in exits:
-        oracle = replay.replay(record, replay.KnowsText(), K)
+        oracle = replay.replay(record, Oracle(record.right), K)
         constant = replay.replay(record, Constant(), K)
         assert oracle.accepted[0] == constant.accepted[0] or oracle.drafted[0] < constant.drafted[0]
         longer = oracle.rounds[0] @ np.arange(K + 1) - oracle.accepted[0]

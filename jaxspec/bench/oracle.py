@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.bench.replay import along
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.protocol import Outcome, Signal, State
 
@@ -54,19 +54,8 @@ def oracle(
       exit_layer: how many layers draft.
       size: N, at least the text's length; texts with one N share an executable.
     """
-    tokens = jnp.asarray([[*prompt, *text[:-1]]], jnp.int32)
+    draft = (lm.config.truncated(exit_layer), llama.truncate(lm.params, exit_layer))
     with jax.default_device(lm.device):
-        cache = kv.create(lm.config, 1, tokens.shape[1], lm.params["embed"].dtype)
-        hidden, _ = llama.run_layers(
-            lm.config,
-            lm.params,
-            llama.embed(lm.params, tokens),
-            jnp.zeros(1, jnp.int32),
-            cache,
-            layers=range(exit_layer),
-        )
-        said = np.asarray(
-            jnp.argmax(llama.logits(lm.config, lm.params, hidden[0, len(prompt) - 1 :]), axis=-1)
-        )
+        said, _, _ = along(prompt, text, draft)
     right = said == np.asarray(text)
     return Oracle(jnp.asarray(np.pad(right, (0, size - len(text)))))

@@ -97,8 +97,8 @@ def profile(
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
     timed["floor"] = lambda: jax.block_until_ready(stream(read))
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
+    every = LayerPlan.skipping(lm.config.num_layers)
     for name, (live, capacity) in {"short": SHORT, "long": LONG}.items():
-        every = LayerPlan.skipping(lm.config.num_layers)
         timed[name] = SubmodelSteps(lm, every, live=live, capacity=capacity)
     timed["prefill"] = lambda: jax.block_until_ready(plain.prefill())
     for run in timed.values():
@@ -106,7 +106,6 @@ def profile(
 
     taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"))
     floors, ones, larges = taken["floor"], taken["1"], taken["large"]
-    live = LONG[0] - SHORT[0]
     longer_ms = statistics.median(b - a for a, b in zip(taken["short"], taken["long"], strict=True)) / ROUNDS
     token_bytes = kv.size_bytes(lm.config, 1, 1, lm.params["embed"].dtype)
     return {
@@ -118,7 +117,7 @@ def profile(
         "step_ms": {str(rows): statistics.median(taken[str(rows)]) / ROUNDS for rows in ROWS},
         "floor_fraction": ROUNDS * min(floors) / min(ones),
         "capacity_ratio": median_ratio(larges, ones),
-        "live_token_us": 1e3 * longer_ms / live,
+        "live_token_us": 1e3 * longer_ms / (LONG[0] - SHORT[0]),
         "live_token_floor_us": 1e3 * min(floors) * token_bytes / floor_bytes(lm.config, lm.params),
         "prefill_tokens_per_second": 1e3 * PREFILL / statistics.median(taken["prefill"]),
         "compile_ms": compile_ms,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Outcome, Signal, State, StatelessRule, StopRule
+from jaxspec.protocol import Outcome, Signal, StopRule
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Estimate, GammaState
 
@@ -80,7 +80,7 @@ class Recorded:
       which: which of the record's estimates, static.
 
     Examples:
-      >>> signal = Signal(jnp.int32(0), jnp.array([1]), jnp.zeros((1, 2)), jnp.array([[0.0, -0.5, -2.0]]))
+      >>> signal = Signal(jnp.int32(0), jnp.array([1]), jnp.zeros((1, 2)), jnp.array([[-0.5, -2.0]]))
       >>> Recorded(1).log_probability(signal).tolist()
       [-2.0]
     """
@@ -89,22 +89,7 @@ class Recorded:
 
     def log_probability(self, signal: Signal) -> jax.Array:
         """Returns the recorded logarithm, float32[B]."""
-        return signal.hidden[:, 1 + self.which]
-
-
-@struct.dataclass
-class KnowsText(StatelessRule):
-    """The oracle, in a replay: stops before the first wrong token, but not before the first token.
-
-    Examples:
-      >>> signal = Signal(jnp.int32(0), jnp.array([1]), jnp.zeros((1, 2)), jnp.array([[0.0, -0.5]]))
-      >>> KnowsText().stop((), signal)[0].tolist()
-      [True]
-    """
-
-    def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Returns whether this token or the next one is wrong, bool[B], and the state."""
-        return signal.hidden[:, 0] < 0.5, state
+        return signal.hidden[:, self.which]
 
 
 def record(
@@ -129,14 +114,8 @@ def record(
     config, params = draft
     true = np.asarray(text)
     eos = np.flatnonzero(np.isin(true, list(lm.config.eos_token_ids)))
-    size = bucket(len(prompt) + len(text) + num_draft_tokens)
-    tokens = np.zeros((1, size), np.int32)
-    tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
     with jax.default_device(lm.device):
-        said, sure, cache = _along(
-            config, params, jnp.asarray(tokens), len(prompt) - 1, tuple(estimates), len(text)
-        )
-        said = np.asarray(said)
+        said, sure, cache = along(prompt, text, draft, estimates, num_draft_tokens)
         after = np.zeros((len(estimates), len(text), num_draft_tokens), np.float32)
         wrong = np.flatnonzero(said != true)
         for begin in range(0, len(wrong), BRANCHES):
@@ -151,11 +130,33 @@ def record(
     return Record(jnp.asarray(said == true), sure, jnp.asarray(after), jnp.int32(end))
 
 
+def along(
+    prompt: Sequence[int],
+    text: Sequence[int],
+    draft: tuple[LlamaConfig, Params],
+    estimates: Sequence[Estimate] = (),
+    room: int = 0,
+) -> tuple[np.ndarray, jax.Array, KVCache]:
+    """What a draft says at each place of a text, after the true tokens before it.
+
+    Args:
+      prompt, text, draft, estimates: as for `record`.
+      room: slots that the cache has behind the text, at least.
+
+    Returns:
+      Its tokens int32[N]; its estimates for them, float32[M, N]; and its cache of prompt and text.
+    """
+    tokens = np.zeros((1, bucket(len(prompt) + len(text) + room)), np.int32)
+    tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
+    said, sure, cache = _along(*draft, jnp.asarray(tokens), len(prompt) - 1, tuple(estimates), len(text))
+    return np.asarray(said), sure, cache
+
+
 @functools.partial(jax.jit, static_argnames=("config", "count"))
 def _along(
     config: LlamaConfig, params: Params, tokens: jax.Array, first: Any, estimates: Any, count: int
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """The draft's tokens int32[N] along a text that it reads, its estimates float32[M, N], and its cache."""
+    """Reads the tokens int32[1, S]; what is said at `count` places from `first` on, see `along`."""
     cache = kv.create(config, 1, tokens.shape[1], params["embed"].dtype)
     hidden, cache = llama.run_layers(
         config, params, llama.embed(params, tokens), jnp.zeros(1, jnp.int32), cache
@@ -164,7 +165,8 @@ def _along(
     logits = llama.logits(config, params, hidden)
     said = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     signal = Signal(jnp.int32(0), said, logits, hidden)
-    return said, jnp.stack([one.log_probability(signal) for one in estimates]), cache
+    sure = [one.log_probability(signal) for one in estimates]
+    return said, jnp.stack(sure) if sure else jnp.zeros((0, count)), cache
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_draft_tokens"))
@@ -199,7 +201,8 @@ def replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: in
 
     Args:
       record: of the text.
-      rule: with `Recorded` as its estimate. Its numbers may be [B]: as many replays at once, such as one for each γ0.
+      rule: with `Recorded` as its estimate, or `oracle.Oracle(record.right)`. Its numbers may be [B]: as many replays
+        at once, such as one for each γ0.
       num_draft_tokens: K, at most that of the record.
       batch_size: B.
     """
@@ -233,9 +236,7 @@ def _replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: i
             right = clean & at(record.right, here)
             behind = record.after[:, wrong, jnp.clip(here - wrong - 1, 0, record.after.shape[-1] - 1)]
             sure = jnp.where(clean, at(record.sure, here), behind)
-            certain = right & at(record.right, here + 1) & (here + 1 < limit)
-            hidden = jnp.concatenate([certain[None].astype(jnp.float32), sure]).T
-            return jax.nn.one_hot(right.astype(jnp.int32), 2), hidden, jnp.where(clean, here, wrong)
+            return jax.nn.one_hot(right.astype(jnp.int32), 2), sure.T, jnp.where(clean, here, wrong)
 
         room = jnp.where(live, limit - length - 1, 0)
         begin = (jnp.zeros_like(length), jnp.full_like(length, _RIGHT), room)
@@ -257,14 +258,3 @@ def _replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: i
     first = (zero + 1, jnp.zeros((batch_size, num_draft_tokens + 1), jnp.int32), zero, zero)
     carry = (*first, rule.init(batch_size))
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0] < record.end), one_round, carry)[1:]
-
-
-def milliseconds(counts: Counts, price: Mapping[int, float]) -> np.ndarray:
-    """The time of the rounds, float[B], where a round that drafts d tokens costs `price[d]` milliseconds.
-
-    Examples:
-      >>> one = Counts(5, np.array([[0, 2, 1]]), np.array([4]), np.array([3]), None)
-      >>> milliseconds(one, {0: 1.0, 1: 2.0, 2: 3.0}).tolist()
-      [7.0]
-    """
-    return np.asarray(counts.rounds @ np.array([price[d] for d in range(counts.rounds.shape[1])]))

@@ -129,13 +129,6 @@ def attend(
     def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         return _by_blocks(queries, layer, positions, window, merged)
 
-    # Scores of all slots at once must fit a processor's cache.
-    if queries.size // queries.shape[-1] * slots > MOST_SCORES:
-        by_size: jax.Array = jax.lax.platform_dependent(
-            queries, positions, *layer, cpu=by_blocks, default=whole
-        )
-        return by_size
-
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         # Cutting out blocks costs a CPU more than half of the time of few queries, of many less.
         share = 0.5 if queries.shape[1] <= 4 else 0.75
@@ -143,10 +136,10 @@ def attend(
         attended: jax.Array = jax.lax.cond(crowded, whole, by_blocks, queries, positions, *layer)
         return attended
 
+    # Scores of all slots at once must fit a processor's cache.
+    on_cpu = by_live_length if queries.size // queries.shape[-1] * slots <= MOST_SCORES else by_blocks
     # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
-    attended: jax.Array = jax.lax.platform_dependent(
-        queries, positions, *layer, cpu=by_live_length, default=whole
-    )
+    attended: jax.Array = jax.lax.platform_dependent(queries, positions, *layer, cpu=on_cpu, default=whole)
     return attended
 
 
