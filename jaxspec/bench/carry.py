@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxspec.engine.results import Result
 from jaxspec.methods import Method
 
 
-def carrying(
-    generate: Callable[..., Result], before: Mapping[Method, float] | None = None
-) -> Callable[..., Result]:
+def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
     """Returns `generate` with a memory: each text of a method starts from the γ that the method's last text ended with.
 
     A method whose stop rule has no adaptive γ, or that has no option `gamma`, is left as it is.
 
     Args:
       generate: takes a prompt and keyword arguments, among them `method`, an instance of one of `jaxspec.methods`.
-      before: γ by method, where texts were generated before these.
 
     Example:
       >>> from jaxspec.methods import AdaSPEED
@@ -30,7 +27,7 @@ def carrying(
       >>> round(first.gamma, 3) != round(second.gamma, 3)
       True
     """
-    ended: dict[Method, float] = dict(before or {})
+    ended: dict[Method, float] = {}
 
     def run(prompt: Any, *, method: Any = "autoregressive", **options: Any) -> Result:
         if not isinstance(method, Method):

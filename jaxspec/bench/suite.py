@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.carry import carrying
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.margins import first_difference, margin
 from jaxspec.bench.prompt_files import Task, in_turn
@@ -238,15 +237,20 @@ class Suite:
         return task.message and self._lm.tokenizer is not None and self._lm.tokenizer.has_chat_template
 
     def _by(self, run: str, method: Method) -> Callable[[dict[str, list[int]], int], list[Result]]:
-        generate = self._lm.generate
-        given = self._given() | {"method": method}
-        if self._options.carry_gamma:
-            ended = [record.texts[-1].gamma for record in self.records if record.run == run]
-            carried = carrying(generate, {method: ended[-1]} if ended and ended[-1] is not None else None)
-            return lambda prompts, turn: [
-                carried(prompt, seed=self._seed + turn, **given) for prompt in prompts.values()
-            ]
-        return lambda prompts, turn: generate([*prompts.values()], seed=self._seed + turn, **given)
+        return lambda prompts, turn: self._lm.generate(
+            [*prompts.values()], seed=self._seed + turn, method=self._started(run, method), **self._given()
+        )
+
+    def _started(self, run: str, method: Method) -> Method:
+        """The method with the γ that a text starts from: where it is carried, that of the run's last record.
+
+        So all repeats of a prompt, and calls that do not count, start from the same.
+        """
+        if not self._options.carry_gamma or "gamma" not in method.options():
+            return method
+        ended = [record.texts[-1].gamma for record in self.records if record.run == run]
+        known: dict[str, Any] = {"gamma": ended[-1]} if ended and ended[-1] is not None else {}
+        return dataclasses.replace(method, **known)
 
     def _by_peer(self, peer: Peer) -> Callable[[dict[str, list[int]], int], list[Result]]:
         return lambda prompts, turn: [peer(prompt, self._seed + turn) for prompt in prompts.values()]

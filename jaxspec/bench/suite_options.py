@@ -18,8 +18,8 @@ class SuiteOptions:
         time from the first token of any of its texts to the last of any.
       chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
         prompts are messages: those with turns, and GSM8K. Without it the turns follow one another as plain text.
-      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates. The
-        repeats of a prompt follow one another, so that γ moves from prompt to prompt only with one repeat.
+      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates. All
+        repeats of a prompt start from the same γ, and the last one's goes on.
 
     Raises:
       ValueError: a number is outside its range, or γ is to be carried in batches.
