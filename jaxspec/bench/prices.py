@@ -16,7 +16,8 @@ from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.timing import OnProgress, measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
-from jaxspec.stopping import AdaptiveLength, AnyOf, FixedGamma, ProductBelow, StopRule
+from jaxspec.protocol import StopRule
+from jaxspec.stopping import AdaptiveLength, AnyOf, FixedGamma, ProductBelow
 
 Name = TypeVar("Name")
 
