@@ -29,6 +29,7 @@ LAYERS = (
     "jaxspec.testing",
     "jaxspec.bench",
     "jaxspec.tuning",
+    "jaxspec.bench.papers",
     "jaxspec.cli",
     "jaxspec.__main__",
     "training.data",

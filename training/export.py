@@ -25,8 +25,6 @@ from training.parsing import parse_plain
 from training.reports import card, metrics
 from training.run import read_run
 
-FITNESS_FILE = "fitness.json"
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -77,7 +75,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
         for prompt in card.prompts_for(held_out, words)
     }
     fit = fitness_bench.measure(load(output, dtype="float32"), held_out)
-    files.write_json(output / FITNESS_FILE, fit)
+    files.write_json(output / fitness_bench.FITNESS_NAME, fit)
     text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, fit)
     files.write_atomic(output / "README.md", text)
     return step, measured["held_out_loss"]

@@ -88,16 +88,23 @@ class Task:
         return final_number(text.split("\nQuestion:")[0]) == self.answer
 
 
-def own_tasks() -> list[Task]:
-    """The project's own prompts, those that nothing was tuned on, by kind of work.
+def own_tasks(split: prompts.Split = "reporting", kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
+    """The project's own prompts by kind of work, by default those that nothing was tuned on.
+
+    Args:
+      split: what numbers are tuned on, or what speeds are reported on.
+      kinds: which of `prompts.KINDS`.
 
     Examples:
       >>> own_tasks()[0].id
       'stories/1'
+      >>> {task.category for task in own_tasks("tuning", ["code"])}
+      {'code'}
     """
     return [
         Task(f"{kind}/{number}", kind, (text,))
-        for kind, texts in prompts.load("reporting").items()
+        for kind, texts in prompts.load(split).items()
+        if kind in kinds
         for number, text in enumerate(texts, 1)
     ]
 

@@ -21,7 +21,7 @@ from jaxspec.io.line_log import LineLog
 from jaxspec.methods import Method, registry
 
 FORMAT = "jaxspec.bench/1"
-# Another program's way to generate: token ids of one prompt and a seed → the text.
+# Another way to generate, such as another program's: token ids of one prompt and a seed → the text.
 Peer = Callable[[Sequence[int], int], Result]
 
 
@@ -74,7 +74,8 @@ class Suite:
       options: see `SuiteOptions`.
       law: temperature, top_k, top_p and min_p.
       seed: of the first repeat.
-      peers: other programs' ways to generate, by the name of their run.
+      peers: other ways to generate, such as another program's, by the name of their run.
+      models: those that peers generate with, if they compile as `lm` does: what compiles in a turn does not count.
 
     Attributes:
       records: what was measured so far.
@@ -96,7 +97,9 @@ class Suite:
         law: Mapping[str, float],
         seed: int = 0,
         peers: Mapping[str, Peer] | None = None,
+        models: Sequence[LanguageModel] = (),
     ) -> None:
+        self._models = [lm, *models]
         self._lm, self._options, self._law, self._seed = lm, options, dict(law), seed
         self._methods: dict[str, Method] = {BASELINE: registry.find(BASELINE)(), **methods}
         self._peers = dict(peers or {})
@@ -179,7 +182,7 @@ class Suite:
                 continue
             # One call for each, as what a later one asks hangs on what an earlier one was answered.
             (taken,) = measure_runs(
-                [self._lm],
+                self._models,
                 dict(reversed(runs.items())) if unit.batch % 2 else runs,
                 [prompts],
                 self._options.repeats,

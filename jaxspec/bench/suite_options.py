@@ -7,13 +7,33 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class SuiteOptions:
-    """What is generated, and how often.
+class Amount:
+    """How much is generated.
 
     Attributes:
       limit: prompts at most, taken from the categories in turn. Default: all.
       max_new_tokens: of each text, which may end before.
       repeats: timed turns of each prompt. When sampling, each has a seed of its own.
+
+    Raises:
+      ValueError: a number is outside its range.
+    """
+
+    limit: int | None = None
+    max_new_tokens: int = 128
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "repeats"):
+            check_count(name, getattr(self, name))
+        check_budget(self.max_new_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteOptions(Amount):
+    """What is generated, and how often.
+
+    Attributes:
       batch: prompts generated together, of one category. A speed is then that of the batch: all its new tokens, in the
         time from the first token of any of its texts to the last of any.
       chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
@@ -25,23 +45,23 @@ class SuiteOptions:
       ValueError: a number is outside its range, or γ is to be carried in batches.
     """
 
-    limit: int | None = None
-    max_new_tokens: int = 128
-    repeats: int = 3
     batch: int = 1
     chat: Literal["auto", "on", "off"] = "auto"
     carry_gamma: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("limit", "repeats", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; give at least 1")
-        check_budget(self.max_new_tokens)
+        super().__post_init__()
+        check_count("batch", self.batch)
         if self.carry_gamma and self.batch > 1:
             raise ValueError(
                 f"got carry_gamma=True and batch={self.batch}, and γ goes from text to text; leave out one of them"
             )
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Refuses less than one of what is counted."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; give at least 1")
 
 
 def check_budget(max_new_tokens: int) -> None:

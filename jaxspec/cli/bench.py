@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxspec.bench.papers import PaperName
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.cli.options import (
     MethodOptions,
@@ -48,7 +49,11 @@ class Bench:
     With --output the texts of a prompt are written down once all methods have generated them: the same command goes on
     after the last prompt, or turn of its conversation, that is written down.
 
+    With --paper the tables of one paper instead: its figures, this model's beside them, and which of its claims hold.
+    Prompts and runs are the paper's then; --limit holds for the tuning and the reporting prompts each.
+
     Attributes:
+      paper: measure the tables of one paper: sampling (speculative sampling and n-gram decoding).
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
         (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: the project's own.
       runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods, to which the options
@@ -61,6 +66,7 @@ class Bench:
       json: print one JSON object and nothing else.
     """
 
+    paper: PaperName | None = None
     prompt_file: tuple[str, ...] = ()
     runs: tuple[str, ...] = dataclasses.field(
         default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
@@ -78,6 +84,10 @@ class Bench:
 
     def run(self) -> int:
         """Measures; returns the exit status."""
+        if self.paper is not None:
+            from jaxspec.cli.bench_paper import run
+
+            return run(self, self.paper)
         named = {words: parse_run(words) for words in self.runs}
         tasks = self.read_tasks()
         self.compared.named()

@@ -13,10 +13,13 @@ import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.files import read_text
+from jaxspec.io.method_files import check_model, read_format
 from jaxspec.tuning import fitness
 from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 
 FORMAT = "jaxspec.fitness/1"
+# The file of such a report beside a model.
+FITNESS_NAME = "fitness.json"
 # Rows that go through the model at once, and tokens of a greedy text.
 ROWS, NEW_TOKENS = 4, 128
 # Of a text file: tokens of a window, and windows at most.
@@ -67,6 +70,35 @@ def measure(
     report["checks"] = [dataclasses.asdict(check) for check in found]
     report["passed"] = all(check.passed for check in found)
     return report
+
+
+def beside(lm: LanguageModel) -> dict[str, Any] | None:
+    """The report that lies beside a model; None where there is none.
+
+    Raises:
+      ValueError: the file there is no such report, or another model's; one line.
+    """
+    path = None if lm.directory is None else lm.directory / FITNESS_NAME
+    if path is None or not path.is_file():
+        return None
+    report = read_format(path, FORMAT, "a report of the fitness test")
+    check_model(path, report["model"], lm.fingerprint, "python -m training.export")
+    return report
+
+
+def useful_exit(report: Mapping[str, Any], within: float = 0.02) -> int | None:
+    """The fewest layers after which the held-out loss is that of the whole model, as far as `within` tells.
+
+    Args:
+      report: of the fitness test.
+      within: nats per token, over all kinds of work.
+
+    Returns:
+      The exit, in layers; None where every layer is needed.
+    """
+    loss = fitness.pooled(list(report["kinds"].values()), "loss")
+    found = next(layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= within)
+    return found if found < len(loss) else None
 
 
 def read_exits(lm: LanguageModel, texts: Texts) -> Exits:

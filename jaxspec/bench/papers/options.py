@@ -1,0 +1,31 @@
+"""How much of a paper's tables is measured; apart from the papers, so that a command line is made without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from jaxspec.bench.suite_options import Amount
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperOptions(Amount):
+    """How much is measured, and where it is written down. `limit` holds for the tuning and the reporting prompts each.
+
+    Attributes:
+      seed: of the first repeat, where tokens are drawn.
+      directory: where every text is written down as it comes, so that the same measurement goes on after an
+        interruption; None to keep nothing.
+      resume: go on with what the directory holds, else begin again.
+
+    Raises:
+      ValueError: a number is outside its range.
+
+    Examples:
+      >>> PaperOptions(limit=4).max_new_tokens
+      128
+    """
+
+    seed: int = 0
+    directory: Path | None = None
+    resume: bool = True

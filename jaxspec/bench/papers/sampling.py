@@ -1,0 +1,208 @@
+"""Speculative sampling and n-gram decoding (Chen et al. 2023; Leviathan et al. 2023; Saxena 2023; Yang et al. 2023).
+
+The paper's figures are those of "Exploring Speculative Decoding for LLM Inference": 2.61 with Llama-3.1-8B drafting for
+70B (4 bits, one prompt, K = 4, greedy), and 28.9 against 14.01 tokens/s with n-grams on one code edit. The first was
+measured with a loop that accepts too much (`first_rejection_indices.all()` asks whether index values are not zero), so
+it is an upper bound, not a goal.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from jaxspec.bench.papers import baselines
+from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than, shown
+from jaxspec.bench.papers.workbench import Column, Measured, Workbench, speeds
+from jaxspec.bench.speed import every_text
+from jaxspec.bench.timing import OnProgress
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
+from jaxspec.tuning.costs import tokens_per_round
+
+PAPER = (
+    "Speculative sampling and n-gram decoding (Chen et al. 2023, arXiv:2302.01318; Saxena 2023; Yang et al. 2023, "
+    "arXiv:2304.04487), as measured in “Exploring Speculative Decoding for LLM Inference”"
+)
+TEMPERATURES = (0.0, 0.6, 1.0)
+# Of the blog's experiment.
+K = 4
+SPECULATIVE, LOOKUP = 2.61, 2.06
+NGRAM, COPYING, OPEN = "ngram", "copy-edit", "stories"
+TOKEN_WISE = ", token-wise"
+RATE, EXPECTED, OBTAINED = "a", "expected", "obtained"
+LENGTH = "mean_acceptance_length_drafting"
+
+
+def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None) -> Report:
+    """Measures speculative sampling at three temperatures, and n-grams where text is copied and where it is not.
+
+    Drafts are the model's own first layers, which nobody trained for it, and an embedded model of the same vocabulary
+    that is smaller, if there is one; which layers, and how long the drafts of the best constant, is chosen on tuning
+    prompts.
+
+    Raises:
+      ValueError: the model has one layer or no tokenizer, or what `Suite` raises.
+    """
+    with Workbench(lm, options, on_progress) as bench:
+        drafts, constant = _drafts(bench), _constant(bench)
+        runs = {at: _measure(bench, at, drafts, constant) for at in TEMPERATURES}
+        notes = (baselines.cut(bench).note, *runs[0.0].different([*drafts, *constant, NGRAM]))
+        accepted = _accepted(runs, drafts)
+        tables = _speeds(runs, drafts, notes), accepted, _copying(runs[0.0], drafts)
+        return bench.report(PAPER, tables, _claims(runs, drafts, accepted))
+
+
+def _drafts(bench: Workbench) -> dict[str, Method]:
+    """The drafts of the paper's K by the name of their run: the fastest truncation, and smaller models if any."""
+    name, method = baselines.fastest(bench, "tuning-draft", baselines.truncations(bench.lm, [K]))
+    found: dict[str, Method] = {f"{name}, untrained": method}
+    for other in baselines.smaller_models(bench.lm):
+        found[f"{other}, K {K}"] = DraftModel(draft=other, num_draft_tokens=K)
+    return found
+
+
+def _constant(bench: Workbench) -> dict[str, LayerSkip]:
+    name, method = baselines.fastest(bench, "tuning-constant", baselines.constant_exits(bench.lm))
+    return {f"best constant: {name}": method}
+
+
+def _measure(
+    bench: Workbench, temperature: float, drafts: dict[str, Method], constant: dict[str, LayerSkip]
+) -> Measured:
+    """All runs at one temperature; where texts are greedy, n-grams and the ideal stop too."""
+    short = baselines.cut(bench, temperature)
+    methods: dict[str, Method] = {**drafts, **constant}
+    peers = dict(short.peers)
+    if temperature:
+        for run, method in drafts.items():
+            peers[run + TOKEN_WISE] = baselines.generating(bench, method, temperature, acceptor="rejection")
+    else:
+        (best,) = constant.values()
+        methods[NGRAM] = NGram()
+        peers[baselines.ORACLE] = baselines.ideal_exit(bench, cast(int, best.exit_layer))
+    return bench.measure(
+        f"temperature-{temperature:g}",
+        "reporting",
+        methods,
+        temperature=temperature,
+        peers=peers,
+        models=short.models,
+    )
+
+
+def _heading(temperature: float) -> str:
+    return f"T = {temperature:g}"
+
+
+def _speeds(runs: dict[float, Measured], drafts: dict[str, Method], notes: tuple[str, ...]) -> Table:
+    columns = {_heading(at): Column(measured) for at, measured in runs.items()}
+    notes = (
+        "The paper's figure is of Llama-3.1-8B drafting for 70B, one prompt, K = 4, greedy; its loop accepts too much, "
+        "so it is an upper bound.",
+        "At temperature 0 both acceptances are one; above it a draft is accepted as a block, or token by token as in "
+        "the paper.",
+        *notes,
+    )
+    order = [run for one in reversed(runs.values()) for run in one.suite.runs]
+    named = [run for run in dict.fromkeys(order) if run != NGRAM]
+    named += [run for run in runs[0.0].suite.runs if run not in named and run != NGRAM]
+    paper = {run: {_heading(0.0): SPECULATIVE} for run in drafts}
+    return speeds("Speculative sampling with a draft, × plain decoding", columns, paper, named, notes)
+
+
+def _accepted(runs: dict[float, Measured], drafts: dict[str, Method]) -> Table:
+    """How many tokens a round gives, beside what the acceptance rate promises."""
+    rows = []
+    for at, measured in runs.items():
+        for draft in drafts:
+            for run in (draft, draft + TOKEN_WISE):
+                if run in measured.suite.runs:
+                    rows.append(Row(f"{run}, T = {at:g}", _rounds(measured, run)))
+    return Table(
+        "Tokens per drafting round: (1 − a^(K+1)) ÷ (1 − a), and obtained",
+        (RATE, EXPECTED, OBTAINED),
+        tuple(rows),
+        (
+            "a: of the draft tokens that were judged, the share that was accepted; a draft is judged up to its first "
+            "rejection. The formula takes acceptances as independent.",
+        ),
+    )
+
+
+def _rounds(measured: Measured, run: str) -> dict[str, Cell]:
+    accepted = rejections = drafts = 0
+    for text in every_text(measured.taken(run)):
+        counts = text.statistics
+        accepted, drafts = accepted + counts.num_accepted_tokens, drafts + counts.num_drafts
+        rejections += sum(counts.acceptance_histogram[:K])
+    if not drafts:
+        return {}
+    rate = accepted / (accepted + rejections) if accepted + rejections else 0.0
+    expected, obtained = tokens_per_round(rate, K), 1 + accepted / drafts
+    return {RATE: Cell(ours=rate), EXPECTED: Cell(ours=expected), OBTAINED: Cell(ours=obtained)}
+
+
+def _copying(greedy: Measured, drafts: dict[str, Method]) -> Table:
+    columns = {kind: Column(greedy, (kind,)) for kind in (COPYING, OPEN)} | {"all": Column(greedy)}
+    order = [run for run in greedy.suite.runs if run != NGRAM]
+    return speeds(
+        "N-gram decoding, × plain decoding, greedy",
+        columns,
+        {NGRAM: {COPYING: LOOKUP}},
+        [*order, NGRAM],
+        ("The paper's figure is of Llama-3.1-8B-Instruct on one code edit: 28.9 against 14.01 tokens/s.",),
+    )
+
+
+def _claims(runs: dict[float, Measured], drafts: dict[str, Method], accepted: Table) -> list[Claim]:
+    greedy = runs[0.0]
+    best = greedy.best(list(drafts))
+    speed, copying = greedy.ratio(best), greedy.ratio(NGRAM, kinds=(COPYING,))
+    return [
+        more_than("A draft makes decoding faster.", f"{best} ÷ plain", speed),
+        more_than("A draft makes decoding about 2 to 3 times as fast.", f"{best} ÷ plain", speed, 2.0),
+        _promised(accepted),
+        _as_a_block(runs, drafts),
+        more_than(
+            "N-grams make editing and copying at least 2 times as fast.", "n-gram ÷ plain", copying, 2.0
+        ),
+        _more_on_copying(copying, greedy.ratio(NGRAM, kinds=(OPEN,))),
+    ]
+
+
+def _promised(accepted: Table) -> Claim:
+    says = "A round gives (1 − a^(K+1)) ÷ (1 − a) tokens, within 10 %."
+    pairs = {
+        row.name: (row.cells[OBTAINED].ours or 0.0, row.cells[EXPECTED].ours or 1.0)
+        for row in accepted.rows
+        if row.cells
+    }
+    if not pairs:
+        return Claim(says, None, "nothing was drafted")
+    name, (mine, promised) = max(pairs.items(), key=lambda pair: abs(pair[1][0] / pair[1][1] - 1))
+    off = mine / promised - 1
+    return Claim(says, abs(off) <= 0.1, f"furthest off is {name}: {mine:.2f} for {promised:.2f}, {off:+.0%}")
+
+
+def _as_a_block(runs: dict[float, Measured], drafts: dict[str, Method]) -> Claim:
+    """Sun et al. 2024; texts differ, so a difference below 2 % tells nothing."""
+    says = "Accepting a draft as a block gives at least as many tokens per round as token by token."
+    parts = []
+    for at, measured in runs.items():
+        for draft in drafts if at else ():
+            found = [measured.acceptance(run)[LENGTH] for run in (draft, draft + TOKEN_WISE)]
+            whole, single = (one or 0.0 for one in found)
+            holds = None if not single or abs(whole / single - 1) < 0.02 else whole > single
+            parts.append(Claim("", holds, f"{draft}, T = {at:g}: {whole:.2f} against {single:.2f}"))
+    return all_hold(says, parts)
+
+
+def _more_on_copying(copying: Cell, free: Cell) -> Claim:
+    says = "N-grams gain more where text is copied than in open text."
+    because = f"× plain on {COPYING} {shown(copying)}, on {OPEN} {shown(free)}"
+    if copying.interval is None or free.interval is None:
+        return Claim(says, None, f"{because}; there is no interval")
+    (low, high), (lowest, highest) = copying.interval, free.interval
+    holds = True if low > highest else False if high < lowest else None
+    return Claim(says, holds, because if holds is not None else f"{because}; the intervals overlap")

@@ -1,0 +1,220 @@
+"""Where a paper's figures are measured: prompt sets by several runs in turns, each set written down by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jaxspec.bench import prompts, speed
+from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table
+from jaxspec.bench.prompt_files import Task, in_turn, own_tasks
+from jaxspec.bench.speed import Taken
+from jaxspec.bench.suite import Peer, Suite
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.bench.timing import OnProgress
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.line_log import LineLog
+from jaxspec.methods import Method
+from jaxspec.tuning import fitness_report
+
+
+def law(temperature: float = 0.0) -> dict[str, Any]:
+    """How tokens are chosen: the likeliest at temperature 0, else drawn without filters."""
+    return {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What several runs generated after the same prompts.
+
+    Attributes:
+      suite: with its records.
+    """
+
+    suite: Suite
+
+    def taken(self, run: str, kinds: Sequence[str] = ()) -> Taken:
+        """The texts of a run, by prompt, turn by turn; of some kinds of work only, where they are named."""
+        return [
+            record.texts
+            for record in self.suite.records
+            if record.run == run and (not kinds or record.category in kinds)
+        ]
+
+    def ratio(
+        self, run: str, over: str = BASELINE, *, kinds: Sequence[str] = (), paper: float | None = None
+    ) -> Cell:
+        """How many times faster a run is than another, by default than plain decoding; see `speed.speed_ratio`."""
+        mine = self.taken(run, kinds)
+        ours, interval = speed.speed_ratio(mine, self.taken(over, kinds)) if mine else (None, None)
+        return Cell(paper, ours, interval if len(mine) > 1 else None)
+
+    def acceptance(self, run: str, kinds: Sequence[str] = ()) -> dict[str, float | None]:
+        """What became of a run's drafts; see `speed.acceptance`."""
+        return speed.acceptance(self.taken(run, kinds))
+
+    def best(self, runs: Sequence[str]) -> str:
+        """The fastest of some runs."""
+        return max(runs, key=lambda run: self.ratio(run).ours or 0.0)
+
+    def different(self, runs: Sequence[str]) -> tuple[str, ...]:
+        """A note for each of some runs whose greedy texts are not all plain decoding's."""
+        found = []
+        for run in runs:
+            apart = [record.difference for record in self.suite.records if record.run == run]
+            count = sum(one is not None for one in apart)
+            if count:
+                margins = [abs(one.margin) for one in apart if one is not None and one.margin is not None]
+                far = f" (largest margin {max(margins):.1g} logits)" if margins else ""
+                found.append(f"Of {run}, {count} of {len(apart)} texts are not plain decoding's{far}.")
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What a column of speeds rests on.
+
+    Attributes:
+      measured: the runs.
+      kinds: of the prompts that count; all where none is named.
+    """
+
+    measured: Measured
+    kinds: tuple[str, ...] = ()
+
+
+def speeds(
+    title: str,
+    columns: Mapping[str, Column],
+    paper: Mapping[str, Mapping[str, float]],
+    runs: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+) -> Table:
+    """A table of speed-ups over plain decoding.
+
+    Args:
+      title: see `Table`.
+      columns: by heading. A run that a column does not have is left empty there.
+      paper: the paper's figures by run and heading.
+      runs: the rows; by default plain decoding and all others.
+      notes: see `Table`.
+    """
+    names = runs or list(dict.fromkeys(run for one in columns.values() for run in one.measured.suite.runs))
+    rows = []
+    for run in names:
+        cells = {
+            heading: one.measured.ratio(run, kinds=one.kinds, paper=paper.get(run, {}).get(heading))
+            for heading, one in columns.items()
+            if run in one.measured.suite.runs
+        }
+        if run == BASELINE:
+            cells = {heading: Cell(1.0, 1.0) for heading in cells}
+        rows.append(Row("plain" if run == BASELINE else run, cells))
+    return Table(title, tuple(columns), tuple(rows), tuple(notes))
+
+
+class Workbench:
+    """Measures for one paper, on one model; used as a context, because files may be needed meanwhile.
+
+    Args:
+      lm: the model, with a tokenizer.
+      options: see `PaperOptions`.
+      on_progress: called with what is being done.
+
+    Attributes:
+      lm, options, on_progress: as given.
+      directory: for records and whatever methods read, that of the options, made if missing, or a temporary one.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None
+    ) -> None:
+        self.lm, self.options, self.on_progress = lm, options, on_progress
+        self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
+        self.directory = options.directory or Path(self._temporary.name if self._temporary else "")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._prompts = dict.fromkeys(("tuning", "reporting"), 0)
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def tasks(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
+        """The prompts of a split, of each kind in turn, as many as the options say."""
+        found = in_turn(own_tasks(split, kinds), lambda task: task.category)[: self.options.limit]
+        self._prompts[split] = max(self._prompts[split], len(found))
+        return found
+
+    def encoded(
+        self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS, most: int | None = None
+    ) -> list[list[int]]:
+        """The same in tokens, at most so many."""
+        return [self.lm.encode(task.text([])) for task in self.tasks(split, kinds)[:most]]
+
+    def measure(
+        self,
+        name: str,
+        split: prompts.Split,
+        methods: Mapping[str, Method],
+        *,
+        kinds: Sequence[str] = prompts.KINDS,
+        temperature: float = 0.0,
+        carry_gamma: bool = False,
+        peers: Mapping[str, Peer] | None = None,
+        models: Sequence[LanguageModel] = (),
+    ) -> Measured:
+        """Generates after each prompt by plain decoding and by every run, in turns; goes on with what is written down.
+
+        Args:
+          name: of the file of records, unique in the paper.
+          split: of the prompts. Numbers are chosen on tuning prompts, once round; speeds are reported on the others.
+          methods: by the name of their run.
+          kinds: of the prompts.
+          temperature: see `law`.
+          carry_gamma: start each text of a method from the γ that its last one ended with.
+          peers: other ways to generate, by the name of their run; see `Suite`.
+          models: those that peers generate with, besides the model itself.
+        """
+        amount = dataclasses.replace(self.options, repeats=1) if split == "tuning" else self.options
+        suite = Suite(
+            self.lm,
+            self.tasks(split, kinds),
+            methods,
+            SuiteOptions(amount.limit, amount.max_new_tokens, amount.repeats, carry_gamma=carry_gamma),
+            law=law(temperature),
+            seed=self.options.seed,
+            peers=peers,
+            models=models,
+        )
+        log = LineLog(
+            self.directory / f"{name}.jsonl", suite.header(), of="benchmark", resume=self.options.resume
+        )
+        suite.resume(log)
+        suite.measure(lambda what: self.on_progress(f"{name}: {what}"))
+        return Measured(suite)
+
+    def report(self, paper: str, tables: Sequence[Table], claims: Sequence[Claim]) -> Report:
+        """What was measured, with what is known of the model."""
+        lm, fitness = self.lm, fitness_report.beside(self.lm)
+        failed = None if fitness is None else tuple(c["name"] for c in fitness["checks"] if not c["passed"])
+        return Report(
+            paper,
+            lm.name,
+            lm.device.device_kind,
+            lm.dtype,
+            failed,
+            dict(self._prompts),
+            tuple(tables),
+            tuple(claims),
+        )

@@ -1,0 +1,294 @@
+"""`jaxspec bench --paper`: a paper's figures beside ours, its claims judged, and what the command says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxspec.bench import papers, prompts
+from jaxspec.bench.papers import baselines, sampling
+from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
+from jaxspec.bench.papers.workbench import Column, Workbench, speeds
+from jaxspec.cli import bench_paper, main
+from jaxspec.console import terminal
+from jaxspec.methods import LayerSkip, NGram
+from jaxspec.tuning import fitness_report
+from tests import tiny
+from tests.test_cli import write_model, write_tokenizer
+
+SPLITS = {
+    "tuning": {"stories": ("One", "Two"), "code": ("def a", "def b"), "copy-edit": ("Copy: x", "Copy: y")},
+    "reporting": {
+        "stories": ("Once", "Upon"),
+        "code": ("def f", "def g"),
+        "copy-edit": ("Copy: p", "Copy: q"),
+    },
+}
+REPORT = Report(
+    "A paper (2024)",
+    "tiny",
+    "cpu",
+    "float32",
+    ("AUROC",),
+    {"tuning": 0, "reporting": 2},
+    (
+        Table(
+            "Table 3: × plain",
+            ("T = 0", "T = 0.2", "T = 0.6"),
+            (
+                Row("Draft & Verify", {"T = 0": Cell(1.495, 1.2, (1.1, 1.3)), "T = 0.6": Cell(ours=12345.0)}),
+                Row("a run whose name is rather long, so that it breaks", {"T = 0.2": Cell(1.422)}),
+            ),
+            ("A note.",),
+        ),
+    ),
+    (Claim("It is fast.", None, "one prompt"), Claim("It is good.", True, "1 > 0")),
+)
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(monkeypatch):
+    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    # A tiny model compiles longer than it runs.
+    monkeypatch.setattr(baselines, "CONSTANTS", (1,))
+
+
+# Tables and claims
+
+
+@pytest.mark.parametrize(
+    ("cell", "bound", "holds", "because"),
+    [
+        (Cell(ours=1.2, interval=(1.1, 1.3)), 1.0, True, "a ÷ b is 1.20 (1.10–1.30), above 1.00"),
+        (Cell(ours=1.2, interval=(1.1, 1.3)), 2.0, False, "a ÷ b is 1.20 (1.10–1.30), below 2.00"),
+        (
+            Cell(ours=1.2, interval=(0.9, 1.3)),
+            1.0,
+            None,
+            "a ÷ b is 1.20 (0.90–1.30), and its interval holds 1.00",
+        ),
+        (Cell(ours=1.2), 1.0, None, "a ÷ b is 1.20, of one prompt, which has no interval"),
+        (Cell(1.5), 1.0, None, "a ÷ b was not measured"),
+    ],
+)
+def test_an_interval_judges_a_claim(cell, bound, holds, because):
+    assert more_than("It is.", "a ÷ b", cell, bound) == Claim("It is.", holds, because)
+
+
+@pytest.mark.parametrize(
+    ("parts", "holds"),
+    [((True, True), True), ((True, None), None), ((None, False), False), ((True, False), False)],
+)
+def test_a_claim_of_several_parts(parts, holds):
+    assert all_hold("All.", [Claim("", part, "x") for part in parts]) == Claim("All.", holds, "x; x")
+
+
+# The workbench
+
+
+def test_speeds_by_column_are_of_the_kinds_it_names(tmp_path):
+    lm = tiny.language_model()
+    told = []
+    with Workbench(lm, PaperOptions(max_new_tokens=4, repeats=1, directory=tmp_path), told.append) as bench:
+        measured = bench.measure("greedy", "reporting", {"ngram": NGram(num_draft_tokens=1)})
+        columns = {"all": Column(measured), "code": Column(measured, ("code",))}
+        made = speeds("Table 1", columns, {"ngram": {"code": 2.0}})
+        report = bench.report("A paper", [made], [])
+    assert [len(measured.taken("ngram", kinds)) for kinds in ((), ("code",))] == [6, 2]
+    assert made.columns == ("all", "code")
+    assert made.cell("plain", "code") == Cell(1.0, 1.0)
+    assert made.cell("ngram", "code").paper == 2.0
+    assert made.cell("ngram", "all").ours == measured.ratio("ngram").ours
+    assert made.cell("ngram", "code").ours == measured.ratio("ngram", kinds=("code",)).ours
+    assert (report.prompts, report.fitness) == ({"tuning": 0, "reporting": 6}, None)
+    assert told[0].startswith("greedy: ")
+    # What is written down is not measured again.
+    before = (tmp_path / "greedy.jsonl").read_text()
+    with Workbench(lm, PaperOptions(max_new_tokens=4, repeats=1, directory=tmp_path)) as bench:
+        again = bench.measure("greedy", "reporting", {"ngram": NGram(num_draft_tokens=1)})
+    assert again.ratio("ngram") == measured.ratio("ngram")
+    assert (tmp_path / "greedy.jsonl").read_text() == before
+
+
+def test_tuning_prompts_are_others_and_are_measured_once():
+    with Workbench(tiny.language_model(), PaperOptions(limit=2, max_new_tokens=4, repeats=2)) as bench:
+        name, method = baselines.fastest(bench, "tuning", {"a": LayerSkip(exit_layer=1, num_draft_tokens=1)})
+        assert (name, method.exit_layer) == ("a", 1)
+        assert [task.turns[0] for task in bench.tasks("tuning")] == ["One", "def a"]
+        assert [task.turns[0] for task in bench.tasks("reporting", ["code"])] == ["def f", "def g"]
+        log = (bench.directory / "tuning.jsonl").read_text()
+        assert '"repeats": 1' in log
+    assert not bench.directory.exists()
+
+
+def fitness(lm, loss: list[float], failed: bool = False) -> dict:
+    check = {"name": "AUROC", "value": 0.5, "wanted": "at least 0.85", "passed": not failed}
+    kind = {"tokens": 10, "loss": loss}
+    return {"format": fitness_report.FORMAT, "model": lm.fingerprint, "kinds": {"a": kind}, "checks": [check]}
+
+
+def test_a_model_that_does_not_need_its_depth_is_cut(tmp_path):
+    lm = tiny.language_model()
+    options = PaperOptions(max_new_tokens=4)
+
+    def cut() -> baselines.Cut:
+        with Workbench(lm, options) as bench:
+            return baselines.cut(bench)
+
+    assert cut().name is None  # in memory
+    lm.directory = tmp_path
+    assert "no fitness.json beside the model" in cut().note
+    path = tmp_path / "fitness.json"
+    path.write_text(json.dumps(fitness(lm, [3.0, 2.9], failed=True)))
+    assert (cut().name, cut().note) == (
+        None,
+        "Plain, cut to the useful depth: none; no exit has the whole model's held-out loss within .02.",
+    )
+    with Workbench(lm, options) as bench:
+        assert bench.report("A paper", [], []).fitness == ("AUROC",)
+    path.write_text(json.dumps(fitness(lm, [2.915, 2.9])))
+    found = cut()
+    assert found.name == "plain, cut to 1 layers"
+    assert [model.config.num_layers for model in found.models] == [1]
+    alone = found.peers[found.name]([3, 4], 0)
+    assert alone.tokens == found.models[0].generate([3, 4], max_new_tokens=4).tokens
+    path.write_text(json.dumps(fitness(lm, [3.0, 2.9]) | {"model": "f00d"}))
+    with pytest.raises(ValueError, match=r"fitness\.json belongs to another model"):
+        cut()
+
+
+def test_the_ideal_stop_drafts_nothing_wrong_after_the_first():
+    lm = tiny.language_model()
+    with Workbench(lm, PaperOptions(max_new_tokens=16)) as bench:
+        found = baselines.ideal_exit(bench, 1)([3, 4], 0)
+    assert found.tokens == lm.generate([3, 4], max_new_tokens=16, temperature=0.0).tokens
+    histogram = found.statistics.acceptance_histogram
+    drafted = found.statistics.num_draft_tokens - found.statistics.num_accepted_tokens
+    assert drafted == histogram[0]  # only a draft's first token may be wrong
+
+
+# The papers
+
+
+def test_sampling(monkeypatch, tmp_path):
+    monkeypatch.setattr(sampling, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(sampling, "K", 2)
+    lm = tiny.language_model()
+    found = papers.find("sampling")(lm, PaperOptions(max_new_tokens=8, repeats=1, directory=tmp_path), print)
+    speed, accepted, copying = found.tables
+    draft = "first 1 layers, K 2, untrained"
+    assert [row.name for row in speed.rows] == [
+        *("plain", draft, "best constant: exit 1, K 1", f"{draft}, token-wise", "oracle stop")
+    ]
+    assert speed.cell(draft, "T = 0").paper == 2.61
+    assert speed.cell(f"{draft}, token-wise", "T = 0") == Cell()
+    assert speed.cell(f"{draft}, token-wise", "T = 1").ours > 0
+    assert copying.cell("ngram", "copy-edit").paper == 2.06
+    for row in accepted.rows:
+        rate = row.cells["a"].ours
+        assert row.cells["expected"].ours == pytest.approx(1 + rate + rate**2)
+    assert {claim.says[:6] for claim in found.claims} >= {"A draf", "N-gram"}
+    assert all(claim.because for claim in found.claims)
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, model):
+    """Runs the command with a paper that is measured already; returns status, standard output and standard error."""
+    monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)
+    asked = []
+
+    def measure(lm, options, on_progress):
+        asked.append((lm.name, options))
+        if not isinstance(call.found, Report):
+            raise call.found
+        return call.found
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["bench", "--paper", "sampling", "--model", str(model), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    monkeypatch.setattr(bench_paper, "find", lambda name: measure)
+    call.found, call.asked = REPORT, asked
+    return call
+
+
+def test_the_command_prints_a_papers_tables(run, tmp_path):
+    status, out, err = run(
+        "--limit", 3, "--repeats", 2, "--max-new-tokens", 9, "--seed", 5, "--output", tmp_path
+    )
+    assert status == 0, err
+    (_, options) = run.asked[0]
+    assert options == PaperOptions(3, 9, 2, seed=5, directory=tmp_path)
+    assert "1.495 | 1.20" in out
+    assert "– | 12,345" in out
+    assert "(1.10–1.30)" in out
+    assert "1.422 | –" in out
+    assert "fitness: FAILED (AUROC)" in out
+    assert "cannot be told: It is fast.\n  one prompt" in out
+    drawn = [line for line in out.splitlines() if "|" in line or "─" in line]
+    assert max(map(len, drawn)) <= 80
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == json.loads(json.dumps(dataclasses.asdict(REPORT)))
+    assert written["format"] == "jaxspec.paper/1"
+
+
+def test_the_command_prints_json(run):
+    status, out, _ = run("--json", "--no-resume")
+    assert (status, json.loads(out)["paper"]) == (0, "A paper (2024)")
+    assert run.asked[0][1] == PaperOptions(resume=False)
+
+
+def test_an_interruption_says_what_is_kept(run, tmp_path):
+    run.found = KeyboardInterrupt()
+    status, _, err = run()
+    assert (status, err.splitlines()[-1]) == (
+        130,
+        "jaxspec: interrupted; nothing was kept; with --output it would go on from here",
+    )
+    _, _, err = run("--output", tmp_path)
+    assert f"what was measured is in {tmp_path}, and the same command goes on from here" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--methods", "ngram"),
+        ("--run", "ngram"),
+        ("--prompt-file", "x.txt"),
+        ("--peer", "transformers"),
+        ("--batch", "2"),
+        ("--chat-template", "x.jinja"),
+        ("--temperature", "1"),
+        ("--exit-layer", "3"),
+        ("--carry-gamma",),
+    ],
+)
+def test_options_of_prompt_sets_are_refused(run, arguments):
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert err == (
+        "jaxspec: error: --paper sampling measures the paper's own runs on the project's prompts and has no option "
+        f"{arguments[0]}; leave it out\n"
+    )
+    assert not run.asked
+
+
+def test_an_unknown_paper_is_refused(run):
+    assert main(["bench", "--paper", "eagle"]) == 2
+    with pytest.raises(ValueError, match=r"unknown paper 'eagle'; give one of .*sampling"):
+        papers.find("eagle")
