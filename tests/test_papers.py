@@ -229,11 +229,22 @@ def run(capsys, monkeypatch, model):
 
 def test_the_command_prints_a_papers_tables(run, tmp_path):
     status, out, err = run(
-        "--limit", 3, "--repeats", 2, "--max-new-tokens", 9, "--seed", 5, "--output", tmp_path
+        "--limit",
+        3,
+        "--repeats",
+        2,
+        "--max-new-tokens",
+        9,
+        "--seed",
+        5,
+        "--output",
+        tmp_path,
+        "--prompt-file",
+        "x",
     )
     assert status == 0, err
     (_, options) = run.asked[0]
-    assert options == PaperOptions(3, 9, 2, seed=5, directory=tmp_path)
+    assert options == PaperOptions(3, 9, 2, 5, ("x",), tmp_path)
     assert "1.495 | 1.20" in out
     assert "– | 12,345" in out
     assert "(1.10–1.30)" in out
@@ -269,7 +280,6 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
     [
         ("--methods", "ngram"),
         ("--run", "ngram"),
-        ("--prompt-file", "x.txt"),
         ("--peer", "transformers"),
         ("--batch", "2"),
         ("--chat-template", "x.jinja"),
@@ -282,7 +292,7 @@ def test_options_of_prompt_sets_are_refused(run, arguments):
     status, _, err = run(*arguments)
     assert status == 2
     assert err == (
-        "jaxspec: error: --paper sampling measures the paper's own runs on the project's prompts and has no option "
+        "jaxspec: error: --paper sampling measures the paper's own runs and has no option "
         f"{arguments[0]}; leave it out\n"
     )
     assert not run.asked

@@ -90,7 +90,7 @@ def price_of(rounds: np.ndarray, prices: Mapping[int, float]) -> np.ndarray:
 
     Args:
       rounds: int[..., K + 1], rounds by the number of tokens drafted.
-      prices: by drafted tokens; a round without a draft is a step of plain decoding, 1.
+      prices: by drafted tokens, up to K; a round without a draft is a step of plain decoding, 1.
 
     Returns:
       float[...], in steps of plain decoding.

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.margins import first_difference, margin
@@ -59,6 +59,22 @@ def plan(tasks: Iterable[Task], options: SuiteOptions) -> list[Unit]:
             present = tuple(task for task in batch if len(task.turns) > turn)
             units.append(Unit(number, turn, present))
     return units
+
+
+def encoded(
+    lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Literal["auto", "on", "off"] = "auto"
+) -> list[int]:
+    """A task's next turn in tokens.
+
+    Args:
+      lm: the model, with a tokenizer.
+      task: the prompt.
+      said: the model's answers to the turns before.
+      chat: see `SuiteOptions`.
+    """
+    template = lm.tokenizer is not None and lm.tokenizer.has_chat_template
+    chats = (task.message and template) if chat == "auto" else chat == "on"
+    return lm.encode(task.messages(said) if chats else task.text(said))
 
 
 class Suite:
@@ -227,17 +243,12 @@ class Suite:
             if self.left_out.get(task.id, unit.turn) < unit.turn:
                 continue
             said = self._said.get(task.id, [])[: unit.turn]
-            prompt = self._lm.encode(task.messages(said) if self._chats(task) else task.text(said))
+            prompt = encoded(self._lm, task, said, self._options.chat)
             if len(prompt) <= room:
                 found[task.id] = prompt
             else:
                 self.left_out[task.id] = unit.turn
         return found
-
-    def _chats(self, task: Task) -> bool:
-        if self._options.chat != "auto":
-            return self._options.chat == "on"
-        return task.message and self._lm.tokenizer is not None and self._lm.tokenizer.has_chat_template
 
     def _by(self, run: str, method: Method) -> Callable[[dict[str, list[int]], int], list[Result]]:
         return lambda prompts, turn: self._lm.generate(

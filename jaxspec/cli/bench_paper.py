@@ -34,7 +34,7 @@ def run(command: Bench, paper: PaperName) -> int:
     foreign = [f"`{name}`" for name in _given(command) if name not in _TAKEN]
     if foreign:
         raise ValueError(
-            f"paper={paper} measures the paper's own runs on the project's prompts and has no option "
+            f"paper={paper} measures the paper's own runs and has no option "
             f"{', '.join(foreign)}; leave it out"
         )
     if command.output is not None:
@@ -45,6 +45,7 @@ def run(command: Bench, paper: PaperName) -> int:
         suite.max_new_tokens,
         suite.repeats,
         command.sampling.seed,
+        command.prompt_file,
         None if command.output is None else Path(command.output),
         command.resume,
     )

@@ -14,6 +14,8 @@ class PaperOptions(Amount):
 
     Attributes:
       seed: of the first repeat, where tokens are drawn.
+      prompt_file: prompt sets in place of the project's own, see `bench.prompt_files.read_tasks`: of each category the
+        prompts go to tuning and to reporting by turns; of a conversation the first turn.
       directory: where every text is written down as it comes, so that the same measurement goes on after an
         interruption; None to keep nothing.
       resume: go on with what the directory holds, else begin again.
@@ -27,5 +29,6 @@ class PaperOptions(Amount):
     """
 
     seed: int = 0
+    prompt_file: tuple[str, ...] = ()
     directory: Path | None = None
     resume: bool = True

@@ -13,9 +13,9 @@ from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table
-from jaxspec.bench.prompt_files import Task, in_turn, own_tasks
+from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
 from jaxspec.bench.speed import Taken
-from jaxspec.bench.suite import Peer, Suite
+from jaxspec.bench.suite import Peer, Suite, encoded
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
@@ -152,7 +152,7 @@ class Workbench:
 
     def tasks(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
         """The prompts of a split, of each kind in turn, as many as the options say."""
-        found = in_turn(own_tasks(split, kinds), lambda task: task.category)[: self.options.limit]
+        found = in_turn(self._known(split, kinds), lambda task: task.category)[: self.options.limit]
         self._prompts[split] = max(self._prompts[split], len(found))
         return found
 
@@ -160,7 +160,23 @@ class Workbench:
         self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS, most: int | None = None
     ) -> list[list[int]]:
         """The same in tokens, at most so many."""
-        return [self.lm.encode(task.text([])) for task in self.tasks(split, kinds)[:most]]
+        return [encoded(self.lm, task) for task in self.tasks(split, kinds)[:most]]
+
+    def _known(self, split: prompts.Split, kinds: Sequence[str]) -> list[Task]:
+        if not self.options.prompt_file:
+            return own_tasks(split, kinds)
+        if kinds is not prompts.KINDS:
+            raise ValueError(
+                "prompt_file is given, and the paper compares kinds of the project's own prompts; leave it out"
+            )
+        first: dict[str, list[Task]] = {}
+        for task in read_tasks(self.options.prompt_file):
+            first.setdefault(task.category, []).append(dataclasses.replace(task, turns=task.turns[:1]))
+        begin = 0 if split == "tuning" else 1
+        found = [task for some in first.values() for task in some[begin::2]]
+        if not found:
+            raise ValueError("prompt_file has one prompt, and tuning and reporting need one each; give more")
+        return found
 
     def measure(
         self,
@@ -170,6 +186,7 @@ class Workbench:
         *,
         kinds: Sequence[str] = prompts.KINDS,
         temperature: float = 0.0,
+        sampling: Mapping[str, Any] | None = None,
         carry_gamma: bool = False,
         peers: Mapping[str, Peer] | None = None,
         models: Sequence[LanguageModel] = (),
@@ -182,6 +199,7 @@ class Workbench:
           methods: by the name of their run.
           kinds: of the prompts.
           temperature: see `law`.
+          sampling: how tokens are drawn, all of what `law` gives, in place of a temperature.
           carry_gamma: start each text of a method from the γ that its last one ended with.
           peers: other ways to generate, by the name of their run; see `Suite`.
           models: those that peers generate with, besides the model itself.
@@ -192,7 +210,7 @@ class Workbench:
             self.tasks(split, kinds),
             methods,
             SuiteOptions(amount.limit, amount.max_new_tokens, amount.repeats, carry_gamma=carry_gamma),
-            law=law(temperature),
+            law=law(temperature) if sampling is None else sampling,
             seed=self.options.seed,
             peers=peers,
             models=models,

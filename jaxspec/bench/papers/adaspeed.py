@@ -1,0 +1,328 @@
+"""AdaSPEED: when should an early exit stop drafting? (`AdaSPEED: Adaptive Self-Speculative Early Exit Decoding`).
+
+Table I of the paper, its search for γ0 and its sweep of the exit layer. Greedy texts are tuned by replay: what each
+rule drafts at each exit with each number is counted exactly and priced (`bench.rules`, `bench.prices`), and the best of
+each rule then runs in the engine on other prompts. Drawn texts are tuned in the engine.
+
+The paper's rules have no bound on a draft's length but the text; here it is 16 tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxspec.bench import rules
+from jaxspec.bench.papers import baselines
+from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
+from jaxspec.bench.papers.workbench import Measured, Workbench
+from jaxspec.bench.prices import fixed_length, round_prices
+from jaxspec.bench.profile import floor_bytes
+from jaxspec.bench.rules import Case, Rounds
+from jaxspec.bench.timing import OnProgress
+from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
+from jaxspec.engine.buckets import bucket
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.method_files import law_name
+from jaxspec.methods import Method
+from jaxspec.model import llama
+
+PAPER = "AdaSPEED (LayerSkip with stops on the draft's joint probability, and linear probes)"
+# How LayerSkip's own evaluations draw, and AdaSPEED's after them.
+TOP_P = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+# Table I, the model of 1B: speed over LayerSkip's, greedy and top-p.
+TABLE = {"constant": (1.0, 1.0), "confidence": (1.10, 1.35), "product": (1.16, 1.42), "probe": (1.10, 1.51)}
+NAMES = {
+    "constant": "LayerSkip, best constant",
+    "confidence": "Draft & Verify's stop",
+    "product": "AdaSPEED",
+    "probe": "AdaSPEED, probe",
+    "oracle": baselines.ORACLE,
+}
+# Lengths at which rounds are priced, of a rule with a threshold (one program) and of constant K (a program each);
+# between them on straight lines.
+LENGTHS, CONSTANT_LENGTHS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+# Prompts and tokens with which rounds are priced.
+PRICED, PRICED_TOKENS = 4, 64
+# What is tried where texts are drawn, in the engine.
+DRAWN_CONSTANTS, DRAWN_GAMMAS = (2, 4, 8), (0.1, 0.3, 0.6, 0.8)
+OVER, TIMES, PREDICTED, FREE = "× LayerSkip", "× plain", "predicted", "rows free"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Every rule at every exit with every number, on greedy texts.
+
+    Attributes:
+      rounds: by case, on tuning and on reporting texts.
+      prices: by exit, of rounds under a threshold by tokens drafted.
+      constant: by exit, of rounds that always draft K, by K.
+      draft_share: by exit, the bytes of weights that a draft step reads, as a part of all.
+    """
+
+    rounds: Mapping[Case, tuple[Rounds, Rounds]]
+    prices: Mapping[int, Mapping[int, float]]
+    constant: Mapping[int, Mapping[int, float]]
+    draft_share: Mapping[int, float]
+
+    def speedup(self, case: Case, split: int = 0) -> Cell:
+        """Predicted speed-up over plain decoding on tuning (0) or reporting texts (1)."""
+        rounds = self.rounds[case][split]
+        prices = (self.constant if case.rule == "constant" else self.prices)[case.exit_layer]
+        return Cell(None, *rules.ratio(rounds.tokens, rounds.cost(prices)))
+
+    def free(self, case: Case) -> Cell:
+        """The same on reporting texts if a pass cost the weights that it reads, whatever its rows."""
+        rounds = self.rounds[case][1]
+        # The draft's layers are not read again in verification, but for the last draft token: together one pass.
+        share = self.draft_share[case.exit_layer]
+        prices = {length: 1 + length * share for length in (1, rules.LONGEST)}
+        return Cell(None, *rules.ratio(rounds.tokens, rounds.cost(prices)))
+
+    def best(self, rule: str, exit_layer: int | None = None) -> Case | None:
+        """The case of a rule that is fastest on tuning texts, of all exits or of one."""
+        cases = [case for case in self.rounds if case.rule == rule and exit_layer in (None, case.exit_layer)]
+        return max(cases, key=lambda case: self.speedup(case).ours or 0.0, default=None)
+
+
+def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None) -> Report:
+    """Measures the stop rules of early exits, greedy and drawn, each tuned over exits and numbers.
+
+    Raises:
+      ValueError: the model has one layer or no tokenizer, or what `Suite` raises.
+    """
+    exits = exit_layers(lm)
+    if not exits:
+        raise ValueError("the paper exits early, and the model has one layer; choose another model")
+    with Workbench(lm, options, on_progress) as bench:
+        counted = count(bench, exits)
+        chosen = {rule: case for rule in NAMES if (case := counted.best(rule)) is not None}
+        greedy = _greedy(bench, chosen)
+        drawn = _drawn(bench, exits, chosen)
+        tables = (
+            _greedy_table(bench, counted, chosen, greedy),
+            _drawn_table(*drawn),
+            _exits_table(counted, exits),
+            _gammas_table(counted, chosen),
+        )
+        return bench.report(PAPER, tables, _claims(counted, chosen, greedy, drawn))
+
+
+def exit_layers(lm: LanguageModel) -> list[int]:
+    """The exits that are tried: about a quarter, three eighths, half and three quarters of the layers."""
+    depth = lm.config.num_layers
+    return sorted({max(1, round(depth * part / 8)) for part in (2, 3, 4, 6)} - {depth})
+
+
+def count(bench: Workbench, exits: Sequence[int]) -> Counted:
+    """Records the greedy texts of all prompts, replays every case on them, and prices the rounds."""
+    lm, options = bench.lm, bench.options
+    tuning, reporting = (
+        rules.record(lm, bench.encoded(split), exits, options.max_new_tokens, bench.on_progress)
+        for split in ("tuning", "reporting")  # type: ignore[arg-type]
+    )
+    rounds: dict[Case, tuple[Rounds, Rounds]] = {}
+    for layer in exits:
+        bench.on_progress(f"replaying exit {layer}")
+        rounds |= rules.replayed(lm, layer, tuning[layer], reporting[layer])
+    drafters = {
+        ("rule", layer, length): EarlyExit(lm.config, layer, fixed_length(length), rules.LONGEST)
+        for layer in exits
+        for length in LENGTHS
+    } | {
+        ("constant", layer, length): EarlyExit(lm.config, layer, num_draft_tokens=length)
+        for layer in exits
+        for length in CONSTANT_LENGTHS
+    }
+    tokens = min(PRICED_TOKENS, options.max_new_tokens)
+    priced = round_prices(
+        lm,
+        drafters,
+        _of_one_capacity(bench.encoded("tuning"), tokens)[:PRICED],
+        max_new_tokens=tokens,
+        repeats=options.repeats,
+        on_progress=lambda what: bench.on_progress(f"prices: {what}"),
+    )
+    return Counted(
+        rounds,
+        {layer: {n: priced["rule", layer, n] for n in LENGTHS} for layer in exits},
+        {layer: {n: priced["constant", layer, n] for n in CONSTANT_LENGTHS} for layer in exits},
+        {layer: _share(lm, layer) for layer in exits},
+    )
+
+
+def _of_one_capacity(prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """The prompts that need the same cache as most do: for another one every program compiles again."""
+    groups: dict[int, list[list[int]]] = {}
+    for prompt in prompts:
+        groups.setdefault(bucket(len(prompt) + max_new_tokens + rules.LONGEST + 1), []).append(prompt)
+    return max(groups.values(), key=len)
+
+
+def _share(lm: LanguageModel, exit_layer: int) -> float:
+    """The bytes of weights that a draft step reads, as a part of those of a step of plain decoding."""
+    short = floor_bytes(lm.config.truncated(exit_layer), llama.truncate(lm.params, exit_layer))
+    return short / floor_bytes(lm.config, lm.params)
+
+
+def _greedy(bench: Workbench, chosen: Mapping[str, Case]) -> Measured:
+    """The best of each rule in the engine, on the reporting prompts, beside an ideal stop and the cut model."""
+    short = baselines.cut(bench)
+    methods: dict[str, Method] = {
+        NAMES[rule]: case.method() for rule, case in chosen.items() if rule != "oracle"
+    }
+    peers = dict(short.peers) | {baselines.ORACLE: baselines.ideal_exit(bench, chosen["oracle"].exit_layer)}
+    return bench.measure("greedy", "reporting", methods, peers=peers, models=short.models)
+
+
+def _drawn(
+    bench: Workbench, exits: Sequence[int], chosen: Mapping[str, Case]
+) -> tuple[dict[str, Case], Measured]:
+    """Each rule tuned on drawn texts, near the exits that were best for greedy ones, and measured on others."""
+    near = sorted({chosen[rule].exit_layer for rule in ("constant", "confidence", "product")})
+    cases = [
+        Case(rule, layer, number)
+        for rule in NAMES
+        if rule != "oracle"
+        for layer in (exits if rule == "probe" else near)
+        if rule != "probe" or rules.probe_file(bench.lm, layer, law_name(**TOP_P)) is not None
+        for number in (DRAWN_CONSTANTS if rule == "constant" else DRAWN_GAMMAS)
+    ]
+    tried = bench.measure(
+        "top-p-tuning", "tuning", {str(case): case.method() for case in cases}, sampling=TOP_P
+    )
+    best = {
+        rule: max(
+            (case for case in cases if case.rule == rule), key=lambda case: tried.ratio(str(case)).ours or 0
+        )
+        for rule in dict.fromkeys(case.rule for case in cases)
+    }
+    methods: dict[str, Method] = {NAMES[rule]: case.method() for rule, case in best.items()}
+    return best, bench.measure("top-p", "reporting", methods, sampling=TOP_P)
+
+
+def _greedy_table(
+    bench: Workbench, counted: Counted, chosen: Mapping[str, Case], measured: Measured
+) -> Table:
+    constant = NAMES["constant"]
+    rows = [Row("plain", {TIMES: Cell(ours=1.0)})]
+    for name in baselines.cut(bench).peers:
+        rows.append(Row(name, {TIMES: measured.ratio(name)}))
+    for rule, case in chosen.items():
+        name, paper = NAMES[rule], TABLE[rule][0] if rule in TABLE else None
+        cells = {
+            OVER: measured.ratio(name, constant, paper=paper),
+            TIMES: measured.ratio(name),
+            PREDICTED: counted.speedup(case, 1),
+            FREE: counted.free(case),
+        }
+        rows.append(Row(f"{name}: {_numbers(case)}", cells))
+    notes = (
+        "The paper's figures are of its model of 1B (7B: 1.00, 1.12, 1.18, 1.12), on summaries.",
+        "predicted: rounds counted by replay, priced by rounds of the real loop; rows free: priced by the weights that "
+        "a pass reads, as on an accelerator.",
+        baselines.cut(bench).note,
+        *measured.different([NAMES[rule] for rule in chosen]),
+    )
+    return Table("Table I, greedy", (OVER, TIMES, PREDICTED, FREE), tuple(rows), notes)
+
+
+def _drawn_table(best: Mapping[str, Case], measured: Measured) -> Table:
+    rows = [Row("plain", {TIMES: Cell(ours=1.0)})]
+    for rule, case in best.items():
+        over = measured.ratio(NAMES[rule], NAMES["constant"], paper=TABLE[rule][1])
+        rows.append(Row(f"{NAMES[rule]}: {_numbers(case)}", {OVER: over, TIMES: measured.ratio(NAMES[rule])}))
+    notes = (
+        "Temperature .6, top-p .9. The paper's figures are of its model of 1B (7B: 1.00, 1.14, 1.21, 1.24). Drafts are "
+        "accepted as a block; the paper accepts token by token.",
+    )
+    return Table("Table I, top-p", (OVER, TIMES), tuple(rows), notes)
+
+
+def _exits_table(counted: Counted, exits: Sequence[int]) -> Table:
+    """The best number of each rule at each exit."""
+    rows = []
+    for rule, name in NAMES.items():
+        cases = {layer: counted.best(rule, layer) for layer in exits}
+        cells = {str(layer): counted.speedup(case, 1) for layer, case in cases.items() if case is not None}
+        if cells:
+            rows.append(Row(name, cells))
+    return Table(
+        "The exit layer: × plain, predicted",
+        tuple(map(str, exits)),
+        tuple(rows),
+        ("At each exit with the number that is best there on tuning prompts.",),
+    )
+
+
+def _gammas_table(counted: Counted, chosen: Mapping[str, Case]) -> Table:
+    """Each rule at its best exit with several γ0."""
+    shown = (0.1, 0.3, 0.6, 0.8, 0.95)
+    rows = []
+    for rule in rules.THRESHOLDS:
+        if rule in chosen:
+            layer = chosen[rule].exit_layer
+            settled = next(case for case in counted.rounds if case[:2] == (rule, layer) and case.settled)
+            cells = {f"γ0 {gamma:g}": counted.speedup(Case(rule, layer, gamma), 1) for gamma in shown}
+            cells["settled"] = counted.speedup(settled, 1)
+            rows.append(Row(f"{NAMES[rule]}: exit {layer}, settled at {settled.number:.2f}", cells))
+    return Table(
+        "The search for γ0: × plain, predicted",
+        (*(f"γ0 {gamma:g}" for gamma in shown), "settled"),
+        tuple(rows),
+        (
+            f"The paper chose γ0 = {rules.PAPER_GAMMA:g}. settled: the γ that the rule comes to from there when it is "
+            "carried from tuning text to tuning text, as its authors evaluate; every text starts from it.",
+        ),
+    )
+
+
+def _claims(
+    counted: Counted,
+    chosen: Mapping[str, Case],
+    greedy: Measured,
+    drawn: tuple[Mapping[str, Case], Measured],
+) -> tuple[Claim, ...]:
+    def faster(says: str, rule: str, other: str, measured: Measured, known: Mapping[str, Case]) -> Claim:
+        if rule not in known or other not in known:
+            missing = NAMES[rule if rule not in known else other]
+            return Claim(
+                says, None, f"{missing} has no case here: no probe of these texts lies beside the model"
+            )
+        return more_than(says, f"{NAMES[rule]} ÷ {NAMES[other]}", measured.ratio(NAMES[rule], NAMES[other]))
+
+    best, sampled = drawn
+    return (
+        faster("Greedy, AdaSPEED is faster than LayerSkip.", "product", "constant", greedy, chosen),
+        faster(
+            "Greedy, AdaSPEED is faster than Draft & Verify's stop.", "product", "confidence", greedy, chosen
+        ),
+        faster(
+            "Greedy, AdaSPEED is faster without a probe than with one.", "product", "probe", greedy, chosen
+        ),
+        faster("With top-p, AdaSPEED is faster than LayerSkip.", "product", "constant", sampled, best),
+        faster(
+            "With top-p, AdaSPEED is faster than Draft & Verify's stop.",
+            "product",
+            "confidence",
+            sampled,
+            best,
+        ),
+        faster(
+            "With top-p, AdaSPEED is faster with a probe than without.", "probe", "product", sampled, best
+        ),
+        _lower_exit(chosen),
+    )
+
+
+def _lower_exit(chosen: Mapping[str, Case]) -> Claim:
+    says = "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
+    exits = {rule: chosen[rule].exit_layer for rule in ("product", "constant", "confidence")}
+    found = ", ".join(f"{NAMES[rule]} {layer}" for rule, layer in exits.items())
+    return Claim(says, exits["product"] < min(exits["constant"], exits["confidence"]), f"exits: {found}")
+
+
+def _numbers(case: Case) -> str:
+    """A case without its rule's name."""
+    return str(case).partition(", ")[2]

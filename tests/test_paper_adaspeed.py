@@ -1,0 +1,121 @@
+"""`jaxspec bench --paper adaspeed`: rules tuned alike by replay, run in the engine, and the paper's claims judged."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxspec.bench import papers, prompts, rules
+from jaxspec.bench.papers import adaspeed
+from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.workbench import Workbench
+from jaxspec.bench.rules import Case, Rounds
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import method_files
+from jaxspec.model import llama
+from jaxspec.testing.models import DEEP, TARGET, engine_config, params, tokenizer
+from tests import tiny
+
+SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once", "Upon")}}
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch):
+    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    # A tiny model compiles longer than it runs.
+    monkeypatch.setattr(adaspeed, "LENGTHS", (2, 16))
+    monkeypatch.setattr(adaspeed, "CONSTANT_LENGTHS", (2,))
+    monkeypatch.setattr(adaspeed, "DRAWN_CONSTANTS", (2,))
+    monkeypatch.setattr(adaspeed, "DRAWN_GAMMAS", (0.3,))
+    monkeypatch.setattr(rules, "CONSTANTS", (2,))
+    monkeypatch.setattr(rules, "GAMMAS", (0.1, 0.3, 0.6, 0.8, 0.95))
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A tiny model with probes at its first exit, for greedy texts and for the paper's."""
+    directory = tmp_path_factory.mktemp("model")
+    made = LanguageModel(engine_config(DEEP), params(DEEP), tokenizer(), directory=directory)
+    for law in ("greedy", method_files.law_name(**adaspeed.TOP_P)):
+        probe = method_files.ProbeFile(np.linspace(-1, 1.5, DEEP.hidden_size, dtype=np.float32), 0.3, 1, law)
+        path = method_files.probe_path(directory, 1, law)
+        path.parent.mkdir(exist_ok=True)
+        method_files.write_probe(path, made.fingerprint, probe)
+    return made
+
+
+def test_adaspeed(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(adaspeed, "exit_layers", lambda lm: [1])
+    options = PaperOptions(max_new_tokens=12, repeats=1, directory=tmp_path)
+    found = papers.find("adaspeed")(lm, options, print)
+    greedy, drawn, exits, gammas = found.tables
+    names = [row.name for row in greedy.rows]
+    assert names[0] == "plain"
+    assert [name.partition(":")[0] for name in names[1:]] == [*adaspeed.NAMES.values()]
+    product = next(name for name in names if name.startswith("AdaSPEED:"))
+    assert greedy.cell(product, "× LayerSkip").paper == 1.16
+    assert greedy.cell(product, "× plain").ours > 0
+    assert greedy.cell(product, "rows free").ours > 0
+    assert drawn.cell(drawn.rows[-1].name, "× LayerSkip").paper == 1.51
+    assert exits.columns == ("1",)
+    assert [row.name for row in exits.rows] == [*adaspeed.NAMES.values()]
+    assert all(len(row.cells) == 6 for row in gammas.rows)
+    assert [claim.holds for claim in found.claims][-1] is False  # one exit is not lower than itself
+    # The engine ran what was counted: the same tokens per round.
+    records = [json.loads(line) for line in (tmp_path / "greedy.jsonl").read_text().splitlines()[1:]]
+    assert len(records) == 2
+
+
+def counted(speedups: dict[Case, float]) -> adaspeed.Counted:
+    """Cases of these speed-ups on tuning texts and half of them on the others, by rounds without a draft."""
+
+    def rounds(speedup: float) -> Rounds:
+        return Rounds(np.array([60, 60]), np.array([[60 / speedup, 0], [60 / speedup, 0]]), 0, 0)
+
+    made = {case: (rounds(value), rounds(value / 2)) for case, value in speedups.items()}
+    prices = {1: {1: 1.5}, 2: {1: 1.75}}
+    return adaspeed.Counted(made, prices, prices, {1: 0.25, 2: 0.5})
+
+
+def test_the_best_case_is_chosen_on_tuning_texts_and_told_of_the_others():
+    cases = {Case("product", 1, 0.3): 1.5, Case("product", 2, 0.3): 2.0, Case("constant", 1, 2): 3.0}
+    found = counted(cases)
+    assert found.best("product") == Case("product", 2, 0.3)
+    assert found.best("product", 1) == Case("product", 1, 0.3)
+    assert found.best("probe") is None
+    assert found.speedup(Case("product", 2, 0.3)).ours == pytest.approx(2.0)
+    assert found.speedup(Case("product", 2, 0.3), 1).ours == pytest.approx(1.0)
+
+
+def test_with_free_rows_a_round_costs_the_weights_that_it_reads():
+    # 10 rounds of 2 drafts for 30 tokens: each reads the model once and half of it twice.
+    rounds = Rounds(np.array([30]), np.array([[0, 0, 10]]), 20, 20)
+    case = Case("product", 2, 0.3)
+    found = adaspeed.Counted({case: (rounds, rounds)}, {}, {}, {2: 0.5})
+    assert found.free(case).ours == pytest.approx(30 / (10 * 2))
+
+
+def test_exits_of_shallow_models():
+    assert adaspeed.exit_layers(tiny.language_model()) == [1]
+    config = engine_config(TARGET).truncated(1)
+    short = LanguageModel(config, llama.truncate(params(TARGET), 1), tokenizer())
+    with pytest.raises(ValueError, match="the model has one layer"):
+        papers.find("adaspeed")(short, PaperOptions(), print)
+
+
+def test_prompt_files_are_divided_by_category(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    turns = [("sums", "1"), ("sums", "2"), ("edits", "3"), ("edits", "4"), ("sums", "5")]
+    lines = [{"category": category, "turns": [text, "later"]} for category, text in turns]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = PaperOptions(prompt_file=(str(file),))
+    with Workbench(tiny.language_model(), options) as bench:
+        assert [task.turns for task in bench.tasks("tuning")] == [("1",), ("3",), ("5",)]
+        assert [task.turns for task in bench.tasks("reporting")] == [("2",), ("4",)]
+        with pytest.raises(ValueError, match="own prompts; leave it out"):
+            bench.tasks("reporting", ["code"])
+    file.write_text(json.dumps(lines[0]))
+    with Workbench(tiny.language_model(), options) as bench, pytest.raises(ValueError, match="give more"):
+        bench.tasks("reporting")
