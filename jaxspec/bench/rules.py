@@ -35,7 +35,8 @@ from jaxspec.stopping import (
     ProductBelow,
 )
 
-CONSTANTS = (1, 2, 3, 4, 5, 6, 8)
+# Up to the length that rules with a threshold may reach: else a longer draft would pass for a better rule.
+CONSTANTS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 GAMMAS = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # K of rules other than the constant one: room for what their thresholds let through.
 LONGEST = 16

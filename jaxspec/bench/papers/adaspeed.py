@@ -42,11 +42,11 @@ NAMES = {
 }
 # Lengths at which rounds are priced, of a rule with a threshold (one program) and of constant K (a program each);
 # between them on straight lines.
-LENGTHS, CONSTANT_LENGTHS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+LENGTHS, CONSTANT_LENGTHS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 # Prompts and tokens with which rounds are priced.
 PRICED, PRICED_TOKENS = 4, 64
 # What is tried where texts are drawn, in the engine.
-DRAWN_CONSTANTS, DRAWN_GAMMAS = (2, 4, 8), (0.1, 0.3, 0.6, 0.8)
+DRAWN_CONSTANTS, DRAWN_GAMMAS = (2, 4, 8, 16), (0.1, 0.3, 0.6, 0.8)
 OVER, TIMES, PREDICTED, FREE = "× LayerSkip", "× plain", "predicted", "rows free"
 
 
@@ -259,21 +259,27 @@ def _exits_table(counted: Counted, exits: Sequence[int]) -> Table:
 def _gammas_table(counted: Counted, chosen: Mapping[str, Case]) -> Table:
     """Each rule at its best exit with several γ0."""
     shown = (0.1, 0.3, 0.6, 0.8, 0.95)
-    rows = []
-    for rule in rules.THRESHOLDS:
-        if rule in chosen:
-            layer = chosen[rule].exit_layer
-            settled = next(case for case in counted.rounds if case[:2] == (rule, layer) and case.settled)
-            cells = {f"γ0 {gamma:g}": counted.speedup(Case(rule, layer, gamma), 1) for gamma in shown}
-            cells["settled"] = counted.speedup(settled, 1)
-            rows.append(Row(f"{NAMES[rule]}: exit {layer}, settled at {settled.number:.2f}", cells))
+    known = {rule: chosen[rule].exit_layer for rule in rules.THRESHOLDS if rule in chosen}
+    rows = [
+        Row(
+            f"γ0 {gamma:g}",
+            {NAMES[rule]: counted.speedup(Case(rule, layer, gamma), 1) for rule, layer in known.items()},
+        )
+        for gamma in shown
+    ]
+    settled = {
+        rule: next(case for case in counted.rounds if case[:2] == (rule, layer) and case.settled)
+        for rule, layer in known.items()
+    }
+    rows.append(Row("settled", {NAMES[rule]: counted.speedup(case, 1) for rule, case in settled.items()}))
+    ended = ", ".join(f"{NAMES[rule]} at {case.number:.2f}" for rule, case in settled.items())
     return Table(
         "The search for γ0: × plain, predicted",
-        (*(f"γ0 {gamma:g}" for gamma in shown), "settled"),
+        tuple(NAMES[rule] for rule in known),
         tuple(rows),
         (
-            f"The paper chose γ0 = {rules.PAPER_GAMMA:g}. settled: the γ that the rule comes to from there when it is "
-            "carried from tuning text to tuning text, as its authors evaluate; every text starts from it.",
+            f"The paper chose γ0 = {rules.PAPER_GAMMA:g}. settled: each text starts from the γ that the rule comes to "
+            f"from there when it is carried from tuning text to tuning text, as its authors evaluate ({ended}).",
         ),
     )
 
