@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
 
 # The modules of this package that measure a paper.
-PaperName = Literal["sampling"]
+PaperName = Literal["asd", "sampling"]
 PAPERS: tuple[PaperName, ...] = get_args(PaperName)
 
 
