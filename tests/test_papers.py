@@ -8,14 +8,17 @@ import json
 import pytest
 
 from jaxspec.bench import papers, prompts
-from jaxspec.bench.papers import baselines, sampling
+from jaxspec.bench.papers import asd_runs, baselines, sampling
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
 from jaxspec.bench.papers.workbench import Column, Workbench, speeds
 from jaxspec.cli import bench_paper, main
 from jaxspec.console import terminal
-from jaxspec.methods import LayerSkip, NGram
-from jaxspec.tuning import fitness_report
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.methods import DraftModel, LayerSkip, NGram
+from jaxspec.tuning import fitness_report, inspect, search
+from jaxspec.tuning.costs import Costs
+from jaxspec.tuning.options import ASDGrid
 from tests import tiny
 from tests.test_cli import write_model, write_tokenizer
 
@@ -54,6 +57,7 @@ def few_prompts(monkeypatch):
     monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
     # A tiny model compiles longer than it runs.
     monkeypatch.setattr(baselines, "CONSTANTS", (1,))
+    monkeypatch.setattr(baselines, "_SHARES", (2,))
 
 
 # Tables and claims
@@ -194,6 +198,60 @@ def test_sampling(monkeypatch, tmp_path):
     assert all(claim.because for claim in found.claims)
 
 
+def deep_model() -> LanguageModel:
+    """Of enough layers to skip some."""
+    config = dataclasses.replace(tiny.engine_config(tiny.TARGET), num_layers=3)
+    weights = tiny.params(dataclasses.replace(tiny.TARGET, num_layers=3))
+    return LanguageModel(config, weights, tiny.tokenizer(), name="deep")
+
+
+def test_asd(monkeypatch, tmp_path):
+    monkeypatch.setattr(asd_runs, "TRIALS", 2)
+    monkeypatch.setattr(asd_runs, "GRID", ASDGrid((0.9, 1.0), (0, 2), (0, 1)))
+    monkeypatch.setattr(asd_runs, "CONSTANTS", (1,))
+    monkeypatch.setattr(asd_runs, "TRUNCATED", (1,))
+    monkeypatch.setattr(asd_runs, "K", 2)
+    costs = Costs(1.0, 2.0, 0.5, tuple((rows, 10.0 + rows) for rows in range(1, 20)))
+    monkeypatch.setattr(search, "measure_costs", lambda lm, on_progress: costs)
+    monkeypatch.setattr(inspect, "sublayer_ms", lambda *given: {"attention": 2.0, "mlp": 1.0})
+    lm, options = deep_model(), PaperOptions(limit=2, max_new_tokens=6, repeats=1, directory=tmp_path)
+    found = papers.find("asd")(lm, options, print)
+    tables = {table.title.partition(":")[0]: table for table in found.tables}
+    assert list(tables) == ["Table 1", "Table 3", "Table 4", "Table 5", "Section 4", "Section 4.1"]
+    three = tables["Table 3"]
+    plain, truncated, *others = [row.name for row in three.rows]
+    assert (plain, truncated[:16]) == ("plain", "untrained: first")
+    assert others == [
+        "best constant: ASD, tuned, K 1",
+        "Draft & Verify",
+        "ASD, the paper's numbers",
+        "ASD, tuned",
+        "oracle stop",
+    ]
+    for table, row, column, paper in [
+        ("Table 1", "median", "mlp", 0.960),
+        ("Table 3", "Draft & Verify", "T = 0.2", 1.479),
+        ("Table 4", "ASD, the paper's numbers", "T = 0.6", 1.340),
+        ("Table 5", "cosine and rule 2", "the paper's numbers", 1.340),
+        ("Section 4", "Draft & Verify", "seconds", 39600),
+        ("Section 4.1", "ASD, the paper's numbers", "code", 1.365),
+    ]:
+        cell = tables[table].cell(row, column)
+        assert cell.paper == paper
+        assert cell.ours > 0
+    assert tables["Section 4"].cell("Draft & Verify", "masks tried").ours == 4
+    assert all(claim.because for claim in found.claims)
+    # Greedy texts are plain decoding's, and γ goes from text to text.
+    assert not any("not plain decoding's" in note for table in found.tables for note in table.notes)
+    lines = [json.loads(line) for line in (tmp_path / "temperature-0.jsonl").read_text().splitlines()]
+    assert lines[0]["carry_gamma"] is True
+    # Nothing is measured again.
+    files = {path: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    again = papers.find("asd")(lm, options, print)
+    assert dataclasses.asdict(again) == dataclasses.asdict(found)
+    assert files == {path: path.read_text() for path in tmp_path.glob("*.jsonl")}
+
+
 # The command
 
 
@@ -229,22 +287,11 @@ def run(capsys, monkeypatch, model):
 
 def test_the_command_prints_a_papers_tables(run, tmp_path):
     status, out, err = run(
-        "--limit",
-        3,
-        "--repeats",
-        2,
-        "--max-new-tokens",
-        9,
-        "--seed",
-        5,
-        "--output",
-        tmp_path,
-        "--prompt-file",
-        "x",
+        "--limit", 3, "--repeats", 2, "--max-new-tokens", 9, "--seed", 5, "--output", tmp_path
     )
     assert status == 0, err
     (_, options) = run.asked[0]
-    assert options == PaperOptions(3, 9, 2, 5, ("x",), tmp_path)
+    assert options == PaperOptions(3, 9, 2, 5, directory=tmp_path)
     assert "1.495 | 1.20" in out
     assert "– | 12,345" in out
     assert "(1.10–1.30)" in out
@@ -256,6 +303,15 @@ def test_the_command_prints_a_papers_tables(run, tmp_path):
     written = json.loads((tmp_path / "report.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(REPORT)))
     assert written["format"] == "jaxspec.paper/1"
+
+
+def test_a_paper_about_drafts_takes_them(run):
+    words = "draft-model --draft other"
+    status, _, err = run("--paper", "s2d", "--draft", "some", "--run", words, "--prompt-file", "x.txt")
+    assert status == 0, err
+    options = run.asked[0][1]
+    assert (options.draft, options.prompt_file) == ("some", ("x.txt",))
+    assert options.runs == {words: DraftModel(draft="other")}
 
 
 def test_the_command_prints_json(run):
@@ -280,6 +336,7 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
     [
         ("--methods", "ngram"),
         ("--run", "ngram"),
+        ("--prompt-file", "x.txt"),
         ("--peer", "transformers"),
         ("--batch", "2"),
         ("--chat-template", "x.jinja"),

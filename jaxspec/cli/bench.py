@@ -53,7 +53,9 @@ class Bench:
     Prompts and runs are the paper's then; --limit holds for the tuning and the reporting prompts each.
 
     Attributes:
-      paper: measure the tables of one paper: sampling (speculative sampling and n-gram decoding).
+      paper: measure the tables of one paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d
+        (a sorted draft; --draft names it, --run adds others) or sampling (speculative sampling and
+        n-gram decoding).
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
         (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: the project's own.
       runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods, to which the options

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.bench.papers import PaperName, find
+from jaxspec.bench.papers import TAKES, PaperName, find
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from jaxspec.cli.bench import Bench
 
 REPORT = "report.json"
-# What a paper leaves to the user.
-_TAKEN = {field.name for field in dataclasses.fields(PaperOptions)} - {"directory"}
+# What every paper leaves to the user.
+_TAKEN = {field.name for field in dataclasses.fields(PaperOptions)} - {
+    "directory",
+    "prompt_file",
+    "draft",
+    "runs",
+}
 _TAKEN |= {"paper", "model", "dtype", "device", "output", "json"}
 
 
@@ -31,7 +36,8 @@ def run(command: Bench, paper: PaperName) -> int:
     Raises:
       ValueError: an option is given that belongs to prompt sets and runs.
     """
-    foreign = [f"`{name}`" for name in _given(command) if name not in _TAKEN]
+    taken = {*_TAKEN, *TAKES.get(paper, ())}
+    foreign = [f"`{name}`" for name in _given(command) if name not in taken]
     if foreign:
         raise ValueError(
             f"paper={paper} measures the paper's own runs and has no option "
@@ -39,6 +45,8 @@ def run(command: Bench, paper: PaperName) -> int:
         )
     if command.output is not None:
         check_directory(Path(command.output))
+    from jaxspec.cli.bench import parse_run
+
     suite = command.suite
     options = PaperOptions(
         suite.limit,
@@ -46,6 +54,8 @@ def run(command: Bench, paper: PaperName) -> int:
         suite.repeats,
         command.sampling.seed,
         command.prompt_file,
+        getattr(command.drafting, "draft", None),
+        {words: parse_run(words) for words in command.runs},
         None if command.output is None else Path(command.output),
         command.resume,
     )

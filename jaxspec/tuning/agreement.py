@@ -76,8 +76,15 @@ def agreement(
       texts: B of them; the first token of each is given, the others count.
       plan: what the draft runs, static or traced bool[L, 2].
     """
+    real = jnp.arange(1, texts.tokens.shape[1])[None] < texts.count[:, None]
+    agrees = proposed(config, params, texts, plan) == texts.tokens[:, 1:]
+    return jnp.mean(agrees, where=real, dtype=jnp.float32)
+
+
+def proposed(
+    config: LlamaConfig, params: Params, texts: AgreementTexts, plan: LayerPlan | jax.Array
+) -> jax.Array:
+    """What the draft would propose after each token of the texts but the last, int32[B, T − 1]; see `agreement`."""
     hidden = llama.embed(params, texts.tokens[:, :-1])
     hidden, _ = llama.run_layers(config, params, hidden, texts.start, texts.cache, plan=plan)
-    proposed = jnp.argmax(llama.logits(config, params, hidden), axis=-1)
-    real = jnp.arange(1, texts.tokens.shape[1])[None] < texts.count[:, None]
-    return jnp.mean(proposed == texts.tokens[:, 1:], where=real, dtype=jnp.float32)
+    return jnp.argmax(llama.logits(config, params, hidden), axis=-1)

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
 
 # The modules of this package that measure a paper.
-PaperName = Literal["adaspeed", "sampling"]
+PaperName = Literal["asd", "adaspeed", "s2d", "sampling"]
 PAPERS: tuple[PaperName, ...] = get_args(PaperName)
+# What a paper takes beside `PaperOptions`' numbers; where a kind of work is compared, the prompts are the project's.
+TAKES: dict[PaperName, tuple[str, ...]] = {
+    "adaspeed": ("prompt_file",),
+    "s2d": ("prompt_file", "draft", "runs"),
+}
 
 
 class Measure(Protocol):

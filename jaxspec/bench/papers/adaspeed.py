@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxspec.bench import rules
 from jaxspec.bench.papers import baselines
@@ -30,7 +31,7 @@ from jaxspec.model import llama
 
 PAPER = "AdaSPEED (LayerSkip with stops on the draft's joint probability, and linear probes)"
 # How LayerSkip's own evaluations draw, and AdaSPEED's after them.
-TOP_P = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
 # Table I, the model of 1B: speed over LayerSkip's, greedy and top-p.
 TABLE = {"constant": (1.0, 1.0), "confidence": (1.10, 1.35), "product": (1.16, 1.42), "probe": (1.10, 1.51)}
 NAMES = {
@@ -120,7 +121,7 @@ def count(bench: Workbench, exits: Sequence[int]) -> Counted:
     lm, options = bench.lm, bench.options
     tuning, reporting = (
         rules.record(lm, bench.encoded(split), exits, options.max_new_tokens, bench.on_progress)
-        for split in ("tuning", "reporting")  # type: ignore[arg-type]
+        for split in ("tuning", "reporting")
     )
     rounds: dict[Case, tuple[Rounds, Rounds]] = {}
     for layer in exits:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxspec.bench.suite_options import Amount
 
@@ -16,6 +18,8 @@ class PaperOptions(Amount):
       seed: of the first repeat, where tokens are drawn.
       prompt_file: prompt sets in place of the project's own, see `bench.prompt_files.read_tasks`: of each category the
         prompts go to tuning and to reporting by turns; of a conversation the first turn.
+      draft: of a paper about drafts, the draft: a directory, a hub id or an embedded name.
+      runs: of a paper about drafts, methods that stand beside its own, by the name of their row.
       directory: where every text is written down as it comes, so that the same measurement goes on after an
         interruption; None to keep nothing.
       resume: go on with what the directory holds, else begin again.
@@ -30,5 +34,7 @@ class PaperOptions(Amount):
 
     seed: int = 0
     prompt_file: tuple[str, ...] = ()
+    draft: str | None = None
+    runs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: Path | None = None
     resume: bool = True

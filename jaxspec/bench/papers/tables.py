@@ -158,10 +158,11 @@ def shown(cell: Cell, digits: int = 2) -> str:
 
 
 def number(value: float, digits: int) -> str:
-    """A figure with so many digits after the point; without, from a thousand on.
+    """A figure with so many digits after the point; without, where it is a count, or from a thousand on.
 
     Examples:
-      >>> number(1.443, 2), number(39600.0, 2)
-      ('1.44', '39,600')
+      >>> number(1.443, 2), number(39600.0, 2), number(80, 2)
+      ('1.44', '39,600', '80')
     """
-    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
+    whole = isinstance(value, int) or abs(value) >= 1000
+    return f"{value:,.0f}" if whole else f"{value:.{digits}f}"

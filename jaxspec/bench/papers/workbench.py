@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table
+from jaxspec.bench.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
 from jaxspec.bench.speed import Taken
 from jaxspec.bench.suite import Peer, Suite, encoded
@@ -221,6 +221,28 @@ class Workbench:
         suite.resume(log)
         suite.measure(lambda what: self.on_progress(f"{name}: {what}"))
         return Measured(suite)
+
+    def once(self, name: str, compute: Callable[[], dict[str, Any]], **given: Any) -> dict[str, Any]:
+        """Computes something, unless it is written down.
+
+        Args:
+          name: of its file, unique in the paper.
+          compute: gives what JSON can hold.
+          **given: what it depends on, besides the model and the options.
+        """
+        header = {
+            "format": f"{FORMAT}/{name}",
+            "model": self.lm.fingerprint,
+            "dtype": self.lm.dtype,
+            "device": self.lm.device.device_kind,
+            **{field: getattr(self.options, field) for field in ("limit", "max_new_tokens", "seed")},
+            **given,
+        }
+        log = LineLog(self.directory / f"{name}.jsonl", header, of="benchmark", resume=self.options.resume)
+        if not log.entries:
+            self.on_progress(name)
+            log.add(compute())
+        return log.entries[0]
 
     def report(self, paper: str, tables: Sequence[Table], claims: Sequence[Claim]) -> Report:
         """What was measured, with what is known of the model."""
