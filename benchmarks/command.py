@@ -1,4 +1,4 @@
-"""What each benchmark's command line is: options are read, measured with progress, and the report printed."""
+"""What each benchmark's command line is: options are read, measured with progress, and the report printed as JSON."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ def run(
     module: str,
     options: type[Options],
     measure: Callable[[Options, OnProgress], Report],
-    show: Callable[[Report], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Runs the command line of a benchmark.
 
     Args:
       module: its full name, as `python -m` wants it.
-      options: the dataclass of its options; with `json` among them where there is something to show.
+      options: the dataclass of its options.
       measure: what it does, given the options and where to say what goes on.
-      show: prints the report as tables, unless JSON is asked for. Without it, the report is printed as JSON.
       argv: by default the arguments of the process.
 
     Returns:
@@ -40,10 +38,7 @@ def run(
         given = parse_as(options, f"python -m {module}", sys.argv[1:] if argv is None else argv)
         with Progress() as progress:
             report = measure(given, progress)
-        if show is None or getattr(given, "json", False):
-            print(json.dumps(report, indent=2))
-        else:
-            show(report)
+        print(json.dumps(report, indent=2))
         return 0
 
     return Guard("jaxspec", option_names(options))(work)
