@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.bench import papers, prompts, rules
 from jaxspec.bench.papers import adaspeed
+from jaxspec.bench.papers import adaspeed_counts as counts
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.rules import Case, Rounds
@@ -25,8 +26,8 @@ SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once
 def little(monkeypatch):
     monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
     # A tiny model compiles longer than it runs.
-    monkeypatch.setattr(adaspeed, "LENGTHS", (2, 16))
-    monkeypatch.setattr(adaspeed, "CONSTANT_LENGTHS", (2,))
+    monkeypatch.setattr(counts, "LENGTHS", (2, 16))
+    monkeypatch.setattr(counts, "CONSTANT_LENGTHS", (2,))
     monkeypatch.setattr(adaspeed, "DRAWN_CONSTANTS", (2,))
     monkeypatch.setattr(adaspeed, "DRAWN_GAMMAS", (0.3,))
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
@@ -47,7 +48,7 @@ def lm(tmp_path_factory):
 
 
 def test_adaspeed(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(adaspeed, "exit_layers", lambda lm: [1])
+    monkeypatch.setattr(counts, "exit_layers", lambda lm: [1])
     options = PaperOptions(max_new_tokens=12, repeats=1, directory=tmp_path)
     found = papers.find("adaspeed")(lm, options, print)
     greedy, drawn, exits, gammas = found.tables
@@ -68,7 +69,7 @@ def test_adaspeed(lm, tmp_path, monkeypatch):
     assert len(records) == 2
 
 
-def counted(speedups: dict[Case, float]) -> adaspeed.Counted:
+def counted(speedups: dict[Case, float]) -> counts.Counted:
     """Cases of these speed-ups on tuning texts and half of them on the others, by rounds without a draft."""
 
     def rounds(speedup: float) -> Rounds:
@@ -76,7 +77,7 @@ def counted(speedups: dict[Case, float]) -> adaspeed.Counted:
 
     made = {case: (rounds(value), rounds(value / 2)) for case, value in speedups.items()}
     prices = {1: {1: 1.5}, 2: {1: 1.75}}
-    return adaspeed.Counted(made, prices, prices, {1: 0.25, 2: 0.5})
+    return counts.Counted(made, prices, prices, {1: 0.25, 2: 0.5})
 
 
 def test_the_best_case_is_chosen_on_tuning_texts_and_told_of_the_others():
@@ -93,12 +94,12 @@ def test_with_free_rows_a_round_costs_the_weights_that_it_reads():
     # 10 rounds of 2 drafts for 30 tokens: each reads the model once and half of it twice.
     rounds = Rounds(np.array([30]), np.array([[0, 0, 10]]), 20, 20)
     case = Case("product", 2, 0.3)
-    found = adaspeed.Counted({case: (rounds, rounds)}, {}, {}, {2: 0.5})
+    found = counts.Counted({case: (rounds, rounds)}, {}, {}, {2: 0.5})
     assert found.free(case).ours == pytest.approx(30 / (10 * 2))
 
 
 def test_exits_of_shallow_models():
-    assert adaspeed.exit_layers(tiny.language_model()) == [1]
+    assert counts.exit_layers(tiny.language_model()) == [1]
     config = engine_config(TARGET).truncated(1)
     short = LanguageModel(config, llama.truncate(params(TARGET), 1), tokenizer())
     with pytest.raises(ValueError, match="the model has one layer"):
