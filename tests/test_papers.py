@@ -23,7 +23,11 @@ from tests import tiny
 from tests.test_cli import write_model, write_tokenizer
 
 SPLITS = {
-    "tuning": {"stories": ("One", "Two"), "code": ("def a", "def b"), "copy-edit": ("Copy: x", "Copy: y")},
+    "tuning": {
+        "stories": ("One", "Two"),
+        "code": ("def a", "def badcab(ab, cd): dad"),
+        "copy-edit": ("Copy: x", "Copy: y"),
+    },
     "reporting": {
         "stories": ("Once", "Upon"),
         "code": ("def f", "def g"),
@@ -37,6 +41,7 @@ REPORT = Report(
     "float32",
     ("AUROC",),
     {"tuning": 0, "reporting": 2},
+    {"max_new_tokens": 9, "repeats": 2, "seed": 5},
     (
         Table(
             "Table 3: × plain",
@@ -126,6 +131,25 @@ def test_tuning_prompts_are_others_and_are_measured_once():
         log = (bench.directory / "tuning.jsonl").read_text()
         assert '"repeats": 1' in log
     assert not bench.directory.exists()
+
+
+def test_models_that_cannot_be_measured_are_refused():
+    one = tiny.language_model(tiny.SMALL)
+    with pytest.raises(ValueError, match="has one layer, and the papers' drafts leave layers out"):
+        Workbench(one, PaperOptions())
+    lm = LanguageModel(tiny.TARGET, tiny.params(), name="mute")
+    with pytest.raises(ValueError, match="mute has no tokenizer; prompts of text need one"):
+        Workbench(lm, PaperOptions())
+    short = tiny.language_model(max_position_embeddings=64)
+    with Workbench(short, PaperOptions(max_new_tokens=57)) as bench:
+        lengths = [len(bench.lm.encode(task.text([]))) for task in bench.tasks("tuning")]
+        assert min(lengths) <= 7 < max(lengths)
+        assert list(map(len, bench.encoded("tuning"))) == [one for one in lengths if one <= 7]
+    with (
+        pytest.raises(ValueError, match="none of the prompts fits into the context of 64 tokens"),
+        Workbench(short, PaperOptions(max_new_tokens=64)) as bench,
+    ):
+        bench.encoded("tuning")
 
 
 def fitness(lm, loss: list[float], failed: bool = False) -> dict:
@@ -291,7 +315,8 @@ def test_the_command_prints_a_papers_tables(run, tmp_path):
     )
     assert status == 0, err
     (_, options) = run.asked[0]
-    assert options == PaperOptions(3, 9, 2, 5, directory=tmp_path)
+    assert options == PaperOptions(3, 9, 2, seed=5, directory=tmp_path)
+    assert "tiny, float32, cpu; prompts: 2 reporting; 9 tokens, 2 turns" in out
     assert "1.495 | 1.20" in out
     assert "– | 12,345" in out
     assert "(1.10–1.30)" in out

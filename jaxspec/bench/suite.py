@@ -61,6 +61,12 @@ def plan(tasks: Iterable[Task], options: SuiteOptions) -> list[Unit]:
     return units
 
 
+def check_tokenizer(lm: LanguageModel) -> None:
+    """Refuses a model that cannot read prompts of text."""
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.name} has no tokenizer; prompts of text need one")
+
+
 def encoded(
     lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Literal["auto", "on", "off"] = "auto"
 ) -> list[int]:
@@ -126,8 +132,7 @@ class Suite:
         self.records: list[Record] = []
         self.left_out: dict[str, int] = {}
         self.units = plan(tasks, options)
-        if lm.tokenizer is None:
-            raise ValueError(f"{lm.name} has no tokenizer; prompts of text need one")
+        check_tokenizer(lm)
         self._check()
 
     @property

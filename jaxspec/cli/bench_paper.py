@@ -104,7 +104,8 @@ def show(report: Report) -> None:
 
     say(report.paper)
     counts = ", ".join(f"{count} {split}" for split, count in report.prompts.items() if count)
-    say(f"{report.model}, {report.dtype}, {report.device}; prompts: {counts}")
+    amount = f"{report.amount['max_new_tokens']} tokens, {report.amount['repeats']} turns"
+    say(f"{report.model}, {report.dtype}, {report.device}; prompts: {counts}; {amount}")
     say(_fitness(report))
     for table in report.tables:
         say(f"\n{table.title}")

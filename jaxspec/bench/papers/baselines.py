@@ -105,7 +105,7 @@ def generating(
 
 
 def early_exits(lm: LanguageModel) -> list[int]:
-    """The exits that are tried: about an eighth, a quarter and half of the layers; none of a model of one layer."""
+    """The exits that are tried: about an eighth, a quarter and half of the layers."""
     depth = lm.config.num_layers
     return sorted({max(1, depth // share) for share in _SHARES} - {depth})
 

@@ -91,6 +91,7 @@ class Report:
       fitness: names of the checks that the model fails, by the fitness report beside it; None where there is no
         report, so that nothing is known of its depth.
       prompts: how many of the tuning and reporting prompts there were, the most of any table.
+      amount: `max_new_tokens`, `repeats` and `seed` of the measurement.
       tables, claims: see there.
       format: of the JSON that `dataclasses.asdict` gives.
     """
@@ -101,6 +102,7 @@ class Report:
     dtype: str
     fitness: tuple[str, ...] | None
     prompts: Mapping[str, int]
+    amount: Mapping[str, int]
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
     format: str = FORMAT

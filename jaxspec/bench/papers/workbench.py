@@ -15,7 +15,7 @@ from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
 from jaxspec.bench.speed import Taken
-from jaxspec.bench.suite import Peer, Suite, encoded
+from jaxspec.bench.suite import Peer, Suite, check_tokenizer, encoded
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
@@ -130,11 +130,19 @@ class Workbench:
     Attributes:
       lm, options, on_progress: as given.
       directory: for records and whatever methods read, that of the options, made if missing, or a temporary one.
+
+    Raises:
+      ValueError: the model has no tokenizer, or one layer, of which a draft can leave out nothing.
     """
 
     def __init__(
         self, lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None
     ) -> None:
+        check_tokenizer(lm)
+        if lm.config.num_layers == 1:
+            raise ValueError(
+                f"{lm.name} has one layer, and the papers' drafts leave layers out; choose another model"
+            )
         self.lm, self.options, self.on_progress = lm, options, on_progress
         self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
         self.directory = options.directory or Path(self._temporary.name if self._temporary else "")
@@ -159,8 +167,20 @@ class Workbench:
     def encoded(
         self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS, most: int | None = None
     ) -> list[list[int]]:
-        """The same in tokens, at most so many."""
-        return [encoded(self.lm, task) for task in self.tasks(split, kinds)[:most]]
+        """The same in tokens, at most so many, as far as they fit into the context with their texts.
+
+        Raises:
+          ValueError: none of them fits.
+        """
+        room = self.lm.config.context_length - self.options.max_new_tokens
+        read = [encoded(self.lm, task) for task in self.tasks(split, kinds)]
+        fitting = [tokens for tokens in read if len(tokens) <= room][:most]
+        if not fitting:
+            raise ValueError(
+                f"none of the prompts fits into the context of {self.lm.config.context_length} tokens with "
+                f"max_new_tokens={self.options.max_new_tokens}; give fewer"
+            )
+        return fitting
 
     def _known(self, split: prompts.Split, kinds: Sequence[str]) -> list[Task]:
         if not self.options.prompt_file:
@@ -255,6 +275,7 @@ class Workbench:
             lm.dtype,
             failed,
             dict(self._prompts),
+            {name: getattr(self.options, name) for name in ("max_new_tokens", "repeats", "seed")},
             tuple(tables),
             tuple(claims),
         )
