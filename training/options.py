@@ -78,6 +78,8 @@ class JobOptions:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
       start: a Hugging Face directory or a GGUF file to start from, or `scratch`.
       start_layers: keep only this many first layers of the given model; all if not given.
+      widen: make the given model this many times as wide, without changing what it computes; see
+        `training.loop.widening`.
       run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
         runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
@@ -92,6 +94,7 @@ class JobOptions:
     output: Path | None = None
     start: str = SCRATCH
     start_layers: int | None = None
+    widen: int | None = None
     run: Path | None = None
     seed: int = 0
     remat: bool = False
@@ -109,6 +112,10 @@ class JobOptions:
             )
         if self.start == SCRATCH and self.start_layers is not None:
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
+        if self.start == SCRATCH and self.widen is not None:
+            raise ValueError("widen is for a given model; name one with --start DIR, or give --hidden-size")
+        if self.widen is not None and self.widen < 2:
+            raise ValueError(f"widen is {self.widen}; give a whole number of at least 2, or leave it out")
         shape = [name for name, value in vars(self.model).items() if value != getattr(ModelOptions, name)]
         if self.start != SCRATCH and shape:
             raise ValueError(

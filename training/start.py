@@ -18,6 +18,7 @@ from jaxspec.model.llama import Params
 from training import induction
 from training.data import conversations, tokenizer
 from training.data.sources import Kinds
+from training.loop import widening
 from training.losses.base import Loss
 from training.options import SCRATCH, JobOptions
 
@@ -55,7 +56,7 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
       ValueError: the shape is impossible, or the given model lacks what training needs.
     """
     if options.start != SCRATCH:
-        return _given_model(Path(options.start), options.start_layers)
+        return _given_model(Path(options.start), options)
     shape = options.model
     if shape.tokenizer is not None:
         words = tokenizer.load(shape.tokenizer)
@@ -82,12 +83,15 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
     return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
 
 
-def _given_model(source: Path, layers: int | None) -> Start:
+def _given_model(source: Path, options: JobOptions) -> Start:
     words = tokenizer.load(source)
     config = checkpoint.read_config(source)
-    if layers is not None:
-        config = config.truncated(layers)
-    return Start(config, checkpoint.load_params(source, config, jnp.float32), words)
+    if options.start_layers is not None:
+        config = config.truncated(options.start_layers)
+    params = checkpoint.load_params(source, config, jnp.float32)
+    if options.widen is not None:
+        config, params = widening.widen(config, params, options.widen, options.seed)
+    return Start(config, params, words)
 
 
 def init_params(config: LlamaConfig, seed: int) -> Params:
