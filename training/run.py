@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
         "job": module,
         "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
         "exits": list(aim.judged),
+        "freeze_embeddings": options.freeze_embeddings,
+        "draft_vocab": None if aim.part is None else hashlib.sha256(aim.part.tobytes()).hexdigest()[:16],
         "vocab_size": options.model.vocab_size if given_tokenizer(options) is None else None,
         "seed": options.seed,
         "held_out": options.data.held_out,

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.io import checkpoint
+from jaxspec.io import checkpoint, vocabulary_file
 from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -20,7 +21,7 @@ from training.data import conversations, tokenizer
 from training.data.sources import Kinds
 from training.loop import widening
 from training.losses.base import Loss
-from training.options import SCRATCH, JobOptions
+from training.options import SCRATCH, DraftOptions, JobOptions
 
 
 class Objective(NamedTuple):
@@ -32,6 +33,7 @@ class Objective(NamedTuple):
       judged: the exits whose mean held-out loss says which checkpoint is best; () for the last layer.
       target: the model that is to accept what the exits draft; None for the model's own last layer.
       extra: what config.json says under `jaxspec`.
+      part: int32[N], the tokens among which the model chooses, rising; None for all.
     """
 
     loss: Loss
@@ -39,6 +41,7 @@ class Objective(NamedTuple):
     judged: Sequence[int] = ()
     target: tuple[LlamaConfig, Params] | None = None
     extra: dict[str, Any] | None = None
+    part: np.ndarray | None = None
 
 
 class Start(NamedTuple):
@@ -56,7 +59,7 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
       ValueError: the shape is impossible, or the given model lacks what training needs.
     """
     if options.start != SCRATCH:
-        return _given_model(Path(options.start), options)
+        return _given_model(checkpoint.resolve(options.start), options)
     shape = options.model
     if shape.tokenizer is not None:
         words = tokenizer.load(shape.tokenizer)
@@ -106,7 +109,7 @@ def init_params(config: LlamaConfig, seed: int) -> Params:
 
 def given_tokenizer(options: JobOptions) -> Path | None:
     """The directory or GGUF file whose tokenizer is used; None where one is learned."""
-    return options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+    return options.model.tokenizer if options.start == SCRATCH else checkpoint.resolve(options.start)
 
 
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
@@ -122,6 +125,17 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     # A model that learns conversations is used in the form in which it has read them.
     talks = any(document.chat for part in kinds.values() for document in part)
     tokenizer.save(words, run, options.model.context, conversations.CHAT_TEMPLATE if talks else None)
+
+
+def draft_tokens(options: DraftOptions, config: LlamaConfig) -> np.ndarray | None:
+    """Reads the tokens among which a draft chooses, int32[N], rising; None for all.
+
+    Raises:
+      FileNotFoundError, ValueError: the ranking cannot be read, or is of another vocabulary.
+    """
+    if options.draft_vocab is None:
+        return None
+    return vocabulary_file.read_vocabulary(options.draft_vocab, None, config.vocab_size).first()
 
 
 def chat_of(options: JobOptions) -> conversations.Chat:
