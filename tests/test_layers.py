@@ -39,7 +39,7 @@ LAYERS = (
     "training.probes",
     "training.options",
     "training.parsing training.induction",
-    "training.command training.start",
+    "training.command training.start training.prompts",
     "training.run",
     "training.export",
     "training.job",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.prompt_files import read_tasks
-from training import prompts
+from training import tasks as task_command
 from training.data import conversations, formats, packing, reading, sources, tasks, tokenizer
 from training.data.tasks import code, edits, sums
 from training.data.tasks import task as task_words
@@ -251,10 +251,10 @@ def test_a_kind_that_is_not_named_is_the_family():
 def test_prompts_to_measure_on_are_none_that_are_trained_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "USUAL_COUNT", 30)
     file = tmp_path / "tasks.jsonl"
-    assert prompts.main(["--output", str(file), "--count", "4", "--families", "sums", "edits"]) == 0
+    assert task_command.main(["--output", str(file), "--count", "4", "--families", "sums", "edits"]) == 0
     read = read_tasks([file])
     assert [task.category for task in read] == ["sums"] * 4 + ["edits"] * 4
     for task in read:
         assert task.turns[0] not in {other.prompt for other in tasks.tasks(task.category, 30)}
-    assert prompts.main(["--output", str(file), "--families", "sum"]) == 2
+    assert task_command.main(["--output", str(file), "--families", "sum"]) == 2
     assert "--families is 'sum'; choose some of sums, code" in capsys.readouterr().err

@@ -71,6 +71,42 @@ def test_of_a_conversation_only_the_answers_are_learned(tmp_path):
     assert document.text == "USER: Hi ASSISTANT: Hello!</s>USER: Bye ASSISTANT: See you.</s>"
 
 
+def test_questions_and_instructions_become_conversations(tmp_path):
+    records = [
+        {"question": "1 + 1?", "answer": "2"},
+        {"prompt": "Say yes. ", "completion": "Yes."},
+        {"text": "Add.", "code": "def f():\r\n\treturn 1 \r\n"},
+        {"instruction": "Sort.", "input": "b a", "output": "a b"},
+        {"instruction": "Count.", "instances": [{"input": "", "output": "1"}, {"input": "x", "output": "2"}]},
+    ]
+    found = read(write_lines(tmp_path / "a.jsonl", records), "chat")
+    assert [[(span.text, span.learn) for span in document.spans] for document in found] == [
+        [(f"USER: {asked} ASSISTANT:", False), (f" {answered}</s>", True)]
+        for asked, answered in (
+            ("1 + 1?", "2"),
+            ("Say yes.", "Yes."),
+            ("Add.", "def f():\n    return 1"),
+            ("Sort.\n\nb a", "a b"),
+            ("Count.", "1"),
+            ("Count.\n\nx", "2"),
+        )
+    ]
+    assert texts(read(write_lines(tmp_path / "b.jsonl", records[3:4]))) == [found[3].text]
+
+
+def test_the_end_of_a_completion_that_was_cut_off_is_not_learned(tmp_path):
+    words = tokenizer.train(["Say yes. Yes."], 270)
+    record = {"prompt": "Say", "completion": " yes"}
+    learned = []
+    for more in ({}, {"ended": True}, {"ended": False}):
+        documents = read(write_lines(tmp_path / "a.jsonl", [record | more]))
+        (encoded,) = tokenizer.encode_documents(words, documents, 0, 1)
+        learned.append(encoded.learn.tolist())
+        assert encoded.tokens[-1] == 1
+    assert learned[0] == learned[1] == [*learned[2][:-1], True]
+    assert learned[2][-2:] == [True, False]
+
+
 def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_path):
     talk = conversation(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello!"))
     file = write_lines(tmp_path / "a.jsonl", [talk])
@@ -103,6 +139,7 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         ({"question": "x", "answer": 3}, "`answer` is not a text"),
         (conversation(("robot", "x")), "a turn is not from"),
         ({"conversations": []}, "no list `conversations`"),
+        ({"instruction": "x", "instances": ["y"]}, "`instances` is not a list of objects"),
     ],
 )
 def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_asked(tmp_path, line, said):

@@ -15,7 +15,7 @@ from jaxspec.io import huggingface, method_files
 from jaxspec.model import llama
 from jaxspec.model.numerics import rms_norm
 from tests import tiny
-from training import probe
+from training import probe, prompts
 from training.data import formats, reading, sources, tokenizer
 from training.losses import base
 from training.probes import estimates, fit, gather
@@ -242,7 +242,7 @@ def test_the_prompt_of_an_answer_is_its_whole_question(directory):
         (formats.Document((formats.Span(STORIES[0]),), ""), lm.encode(STORIES[0])[:3]),
         (formats.Document((formats.Span(question * 9, learn=False), spans[1]), ""), lm.encode(question)[:3]),
     ):
-        assert probe.prompt_ids({"x": [document]}, given, lm, 1) == [expected]
+        assert prompts.beginning(document, given, lm) == expected
 
 
 def arguments(directory, *more: str) -> list[str]:

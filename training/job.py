@@ -120,12 +120,12 @@ def _run_loop(
     windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
     console.print(run.record(options, begun.config, aim, same, windows, held_out, documents[0], typed))
 
-    transform = optimizer.make_optimizer(options.optimizer, options.loop.steps)
-    loss = base.in_dtype(aim.loss, jnp.dtype(options.compute_dtype))
+    transform = optimizer.make_optimizer(options.optimizer, options.loop.steps, options.held)
+    loss = base.in_dtype(base.holding(aim.loss, options.held), jnp.dtype(options.compute_dtype))
     mesh = sharding.make_mesh()
     step_fn = step.make_step(loss, transform, options.seed)
     target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
-    measure = evaluation.make_measure(begun.config, aim.exits, aim.judged, aim.target)
+    measure = evaluation.make_measure(begun.config, aim.exits, aim.judged, aim.target, aim.part)
     judged = {
         kind: packing.fixed_batches(part, options.data.batch, options.data.held_out_rows)
         for kind, part in held_out.items()

@@ -17,6 +17,8 @@ from training.loop.loop import LoopOptions
 from training.loop.optimizer import OptimizerOptions
 
 SCRATCH = "scratch"
+# The parameters that belong to words: what `freeze_embeddings` holds.
+_OF_WORDS = ("embed", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +78,12 @@ class JobOptions:
 
     Attributes:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
-      start: a Hugging Face directory or a GGUF file to start from, or `scratch`.
+      start: a Hugging Face directory, a GGUF file or a hub id to start from, or `scratch`.
       start_layers: keep only this many first layers of the given model; all if not given.
+      widen: make the given model this many times as wide, without changing what it computes; see
+        `training.loop.widening`.
+      freeze_embeddings: leave embedding and head of the given model as they are: of a model with a large vocabulary
+        they are most of what would have to be kept and moved.
       run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
         runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
@@ -92,6 +98,8 @@ class JobOptions:
     output: Path | None = None
     start: str = SCRATCH
     start_layers: int | None = None
+    widen: int | None = None
+    freeze_embeddings: bool = False
     run: Path | None = None
     seed: int = 0
     remat: bool = False
@@ -109,6 +117,12 @@ class JobOptions:
             )
         if self.start == SCRATCH and self.start_layers is not None:
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
+        if self.start == SCRATCH and self.freeze_embeddings:
+            raise ValueError("freeze_embeddings is for a given model; name one with --start DIR")
+        if self.start == SCRATCH and self.widen is not None:
+            raise ValueError("widen is for a given model; name one with --start DIR, or give --hidden-size")
+        if self.widen is not None and self.widen < 2:
+            raise ValueError(f"widen is {self.widen}; give a whole number of at least 2, or leave it out")
         shape = [name for name, value in vars(self.model).items() if value != getattr(ModelOptions, name)]
         if self.start != SCRATCH and shape:
             raise ValueError(
@@ -144,6 +158,11 @@ class JobOptions:
         return dataclasses.replace(self, **changed), {n: sizes[n] for n in found if n not in given}
 
     @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the parameters that are not trained."""
+        return _OF_WORDS if self.freeze_embeddings else ()
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype in which products are computed."""
         if self.compute != "auto":
@@ -159,3 +178,15 @@ class JobOptions:
         output, here = self.output.resolve(), Path.cwd().resolve()
         inside = output.relative_to(here if output.is_relative_to(here) else output.anchor)
         return Path("runs") / "-".join(inside.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftOptions(JobOptions):
+    """The options that the jobs share whose model may be a draft.
+
+    Attributes:
+      draft_vocab: a ranking of tokens, made by `jaxspec vocab` for the target: the draft learns to choose among these,
+        as it is to do with the decoder's option of that name. Positions whose next token is another are left out.
+    """
+
+    draft_vocab: Path | None = None

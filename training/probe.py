@@ -3,117 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec.cli.options import SamplingOptions
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import method_files
+from jaxspec.io import checkpoint, method_files
 from jaxspec.io.files import write_json
-from training import command
-from training.data import conversations, formats, sources
-from training.data.sources import HELD_OUT, DataOptions, SourceArgument
+from training import command, prompts
 from training.loop.progress import Pace, Progress, duration
 from training.parsing import parse, plain
 from training.probes import fit, gather
+from training.prompts import PromptOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(PromptOptions):
     """Trains a linear probe for each exit layer, for one setting of sampling, and reports how good it is.
 
     Beside the probe stand, on the same held-out tokens: the base rate (the share accepted in training, for every
     token), the draft's own probability, and that probability with Platt scaling (two numbers).
 
     Attributes:
-      model: a Hugging Face directory.
       exit_layers: layers after which the draft exits; one probe each.
-      data: sources of prompts, as of the other training commands; weights say how many of each kind.
-      prompts: how many texts to learn from.
       held_out_prompts: how many texts, of held-out documents, to report on.
-      held_out: N, for one of N documents is held out, chosen by its hash; as in the model's training.
-      prompt_tokens: longest prompt; it is the first half of a document. Where only an answer is learned, the
-        prompt is the whole question, however long.
-      new_tokens: generated after each prompt.
       num_draft_tokens: K while gathering and for the report.
-      batch: prompts at once.
-      sampling: of the texts, greedy where nothing is said; its seed is that of the choice of prompts too.
       output: a directory for the probes; beside the model if not given.
-      skip_malformed: report and leave out records that do not fit their format, instead of ending.
     """
 
-    model: Path
     exit_layers: tuple[int, ...]
-    data: tuple[SourceArgument, ...]
-    prompts: int = 400
     held_out_prompts: int = 60
-    held_out: int = HELD_OUT
-    prompt_tokens: int = 96
-    new_tokens: int = 64
     num_draft_tokens: int = 8
-    batch: int = 4
-    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
     output: Path | None = None
-    skip_malformed: bool = False
 
     def __post_init__(self):
-        for name in (
-            "prompts",
-            "held_out_prompts",
-            "prompt_tokens",
-            "new_tokens",
-            "num_draft_tokens",
-            "batch",
-        ):
+        super().__post_init__()
+        for name in ("held_out_prompts", "num_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
         if not self.exit_layers:
             raise ValueError("exit_layers is empty; give at least one layer, such as --exit-layers 3 6")
-
-    @property
-    def law(self) -> dict[str, Any]:
-        """The sampling settings: `temperature`, and the others that are not off."""
-        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        return {name: value for name, value in self.sampling.numbers().items() if value != off[name]}
-
-    @property
-    def law_name(self) -> str:
-        """The name of the sampling settings in the probe's file name."""
-        return method_files.law_name(**self.law)
-
-
-def prompt_ids(
-    documents: dict[str, list[formats.Document]], options: Options, lm: LanguageModel, count: int
-) -> list[list[int]]:
-    """Tokenises the beginnings of `count` documents, or of all there are, of each kind as many as its weight says."""
-    rng = np.random.default_rng(options.sampling.seed)
-    weights = DataOptions(options.data).weights
-    total = sum(weights.values())
-    chosen: list[list[int]] = []
-    for kind, part in documents.items():
-        share = max(1, round(count * weights[kind] / total))
-        for index in rng.permutation(len(part))[:share]:
-            chosen.append(_prompt(part[index], options, lm))
-    return [chosen[index] for index in rng.permutation(len(chosen))[:count]]
-
-
-def _prompt(document: formats.Document, options: Options, lm: LanguageModel) -> list[int]:
-    """The whole question where only an answer is learned, and the context has room for it; else the first half."""
-    asked = itertools.takewhile(lambda span: not span.learn, document.spans)
-    question = lm.encode("".join(span.text for span in asked))
-    if not document.spans[0].learn and len(question) + options.new_tokens <= lm.config.context_length:
-        return question
-    ids = lm.encode(document.text)
-    return ids[: max(2, min(options.prompt_tokens, len(ids) // 2))]
 
 
 def decoded(
@@ -187,7 +122,11 @@ def train_probe(
 
     training, held_out = gathered(0, "training"), gathered(1, "held-out")
     v, b = fit.fit(training)
-    path = method_files.probe_path(options.output or options.model, exit_layer, options.law_name)
+    path = method_files.probe_path(
+        options.output or checkpoint.directory_of(checkpoint.resolve(options.model)),
+        exit_layer,
+        options.law_name,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
 
@@ -259,11 +198,11 @@ def train(options: Options, console: Console) -> None:
       ValueError: something given does not fit; the message says what to do.
     """
     lm = jaxspec.load(options.model)
-    given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    documents = sources.read_kinds(given, conversations.chat_of(Path(options.model)), console.print)
+    documents = prompts.read(options, console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
-        prompt_ids(part, options, lm, count) for part, count in zip(documents, counts, strict=True)
+        [prompts.beginning(one, options, lm) for one in prompts.choose(part, options, count)]
+        for part, count in zip(documents, counts, strict=True)
     )
     for exit_layer in options.exit_layers:
         path, report = train_probe(lm, exit_layer, (training, held_out), options, console)

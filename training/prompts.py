@@ -1,77 +1,99 @@
-"""Tasks with certain answers as a prompt set: `python -m training.prompts --output FILE`.
-
-    python -m training.prompts --output tasks.jsonl
-    jaxspec bench --model checkpoints/small --prompt-file tasks.jsonl --chat off
-
-The embedded targets are trained on tasks that are made by rule (`training.data.tasks`). Here are others, those that
-come after the last one that a training takes, in the form of Spec-Bench: one category for each family.
-"""
+"""Prompts made of documents, for the commands in which a model writes: which ones, how they begin, how it goes on."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 
-from jaxspec.io.files import write_atomic
-from training import command
-from training.data import tasks
-from training.parsing import parse_plain
+from jaxspec.cli.options import SamplingOptions
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import checkpoint, method_files
+from training.data import conversations, tokenizer
+from training.data.formats import Document
+from training.data.sources import HELD_OUT, DataOptions, Kinds, SourceArgument, read_kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Writes prompts that ask for a sum, a piece of code, an edit or a look-up, as JSON lines.
+class PromptOptions:
+    """The options of the commands in which a model writes.
 
     Attributes:
-      output: the file, for `jaxspec bench --prompt-file`.
-      families: which tasks. Default: all.
-      count: prompts of each.
+      model: a Hugging Face directory, a GGUF file or a hub id.
+      data: sources of prompts, as of the other training commands; weights say how many of each kind.
+      prompts: how many texts to learn from.
+      held_out: N, for one of N documents is held out, chosen by its hash; as in the model's training.
+      prompt_tokens: longest prompt; it is the first half of a document. Where only an answer is learned, the
+        prompt is the whole question, however long.
+      new_tokens: generated after each prompt.
+      batch: prompts at once.
+      sampling: of the texts, greedy where nothing is said; its seed is that of the choice of prompts too.
+      skip_malformed: report and leave out records that do not fit their format, instead of ending.
     """
 
-    output: Path
-    families: tuple[str, ...] = tuple(tasks.FAMILIES)
-    count: int = 20
+    model: Path
+    data: tuple[SourceArgument, ...]
+    prompts: int = 400
+    held_out: int = HELD_OUT
+    prompt_tokens: int = 96
+    new_tokens: int = 64
+    batch: int = 4
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
+    skip_malformed: bool = False
 
     def __post_init__(self):
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; give at least 1")
-        for family in self.families:
-            if family not in tasks.FAMILIES:
-                raise ValueError(f"families is {family!r}; choose some of {', '.join(tasks.FAMILIES)}")
+        for name in ("prompts", "prompt_tokens", "new_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+
+    @property
+    def law(self) -> dict[str, Any]:
+        """The sampling settings: `temperature`, and the others that are not off."""
+        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return {name: value for name, value in self.sampling.numbers().items() if value != off[name]}
+
+    @property
+    def law_name(self) -> str:
+        """The name of the sampling settings in file names."""
+        return method_files.law_name(**self.law)
 
 
-def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
-    """Prompts of tasks that no training takes, unless it asks for more than the usual number of a family.
+def read(options: PromptOptions, report: Callable[[str], None]) -> tuple[Kinds, Kinds]:
+    """Reads the sources, conversations in the model's own chat template: training and held-out documents by kind.
 
-    Examples:
-      >>> [entry["category"] for entry in prompts(["sums"], 1)]
-      ['sums']
+    Raises:
+      ValueError: see `training.data.sources.read_kinds`.
     """
-    for family in families:
-        made = tasks.tasks(family, tasks.USUAL_COUNT + count)
-        for number, task in enumerate(itertools.islice(made, tasks.USUAL_COUNT, None), 1):
-            yield {"question_id": f"{family}/{number}", "category": family, "turns": [task.prompt]}
+    given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
+    with tokenizer.files_of(checkpoint.resolve(options.model)) as directory:
+        return read_kinds(given, conversations.chat_of(directory), report)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the file; returns the exit status."""
+def choose(documents: Kinds, options: PromptOptions, count: int) -> list[Document]:
+    """Chooses `count` documents, or all there are, of each kind as many as its weight says."""
+    rng = np.random.default_rng(options.sampling.seed)
+    weights = DataOptions(options.data).weights
+    total = sum(weights.values())
+    chosen: list[Document] = []
+    for kind, part in documents.items():
+        share = max(1, round(count * weights[kind] / total))
+        chosen += [part[index] for index in rng.permutation(len(part))[:share]]
+    return [chosen[index] for index in rng.permutation(len(chosen))[:count]]
 
-    def work(given: list[str], program: str, console: Console) -> int:
-        options = parse_plain(Options, given, program)
-        entries = list(prompts(options.families, options.count))
-        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in entries))
-        console.print(f"wrote {len(entries)} prompts to {options.output}", markup=False)
-        return 0
 
-    return command.run("training.prompts", Options, work, arguments)
+def beginning(document: Document, options: PromptOptions, lm: LanguageModel) -> list[int]:
+    """The whole question where only an answer is learned, and the context has room for it; else the first half."""
+    question = lm.encode(question_of(document))
+    if not document.spans[0].learn and len(question) + options.new_tokens <= lm.config.context_length:
+        return question
+    ids = lm.encode(document.text)
+    return ids[: max(2, min(options.prompt_tokens, len(ids) // 2))]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def question_of(document: Document) -> str:
+    """The text before the first that is learned."""
+    return "".join(span.text for span in itertools.takewhile(lambda span: not span.learn, document.spans))

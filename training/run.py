@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from training.data.sources import Kinds
 from training.loop.progress import counted
 from training.options import SCRATCH, JobOptions
 from training.parsing import plain, to_yaml
-from training.start import Objective, Start, given_tokenizer
+from training.start import Objective, Start
 
 RUN_FILE = "run.json"
 OPTIONS_FILE = "options.yaml"
@@ -23,11 +24,14 @@ OPTIONS_FILE = "options.yaml"
 def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
     """Lists what must be the same where a run is resumed, for run.json; all else, as its length, may change."""
     scratch = options.start == SCRATCH
+    learned = scratch and options.model.tokenizer is None
     return {
         "job": module,
         "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
         "exits": list(aim.judged),
-        "vocab_size": options.model.vocab_size if given_tokenizer(options) is None else None,
+        "freeze_embeddings": options.freeze_embeddings,
+        "draft_vocab": None if aim.part is None else hashlib.sha256(aim.part.tobytes()).hexdigest()[:16],
+        "vocab_size": options.model.vocab_size if learned else None,
         "seed": options.seed,
         "held_out": options.data.held_out,
         "data": key[:16],

@@ -8,18 +8,19 @@ from collections.abc import Sequence
 
 from training import job
 from training.losses.base import next_token
-from training.options import JobOptions
-from training.start import Objective, Start
+from training.options import DraftOptions
+from training.start import Objective, Start, draft_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(JobOptions):
+class Options(DraftOptions):
     """Trains a Llama by next-token prediction and writes the best checkpoint as a Hugging Face directory."""
 
 
 def objective(options: Options, start: Start) -> Objective:
     """Makes the loss: cross-entropy of the last layer alone."""
-    return Objective(next_token(start.config, options.remat))
+    part = draft_tokens(options, start.config)
+    return Objective(next_token(start.config, options.remat, part), part=part)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,12 +16,12 @@ from training import job
 from training.data import tokenizer
 from training.data.sizing import Auto
 from training.losses.exits import soft_loss
-from training.options import SCRATCH, JobOptions
-from training.start import Objective, Start
+from training.options import SCRATCH, DraftOptions
+from training.start import Objective, Start, draft_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(JobOptions):
+class Options(DraftOptions):
     """Sorted fine-tuning: one draft whose exits can all draft, for several targets (SoFT, of the S2D paper).
 
     The draft is the first layers of a given model (`--start TARGET`), another pretrained model, or trained
@@ -89,16 +89,18 @@ def objective(options: Options, start: Start) -> Objective:
     """Makes the loss: the mean over the exits."""
     target = None
     if options.target is not None:
-        target = load_target(options.target, start)
+        target = load_target(checkpoint.resolve(options.target), start)
+    part = draft_tokens(options, start.config)
     loss = soft_loss(
         start.config,
         options.exits,
         options.remat,
         None if target is None else target[0],
         options.distil_weight,
+        part,
     )
     extra = {"exits": list(options.exits)}
-    return Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra)
+    return Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra, part=part)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

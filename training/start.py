@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.io import checkpoint
+from jaxspec.io import checkpoint, vocabulary_file
 from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -18,8 +19,9 @@ from jaxspec.model.llama import Params
 from training import induction
 from training.data import conversations, tokenizer
 from training.data.sources import Kinds
+from training.loop import widening
 from training.losses.base import Loss
-from training.options import SCRATCH, JobOptions
+from training.options import SCRATCH, DraftOptions, JobOptions
 
 
 class Objective(NamedTuple):
@@ -31,6 +33,7 @@ class Objective(NamedTuple):
       judged: the exits whose mean held-out loss says which checkpoint is best; () for the last layer.
       target: the model that is to accept what the exits draft; None for the model's own last layer.
       extra: what config.json says under `jaxspec`.
+      part: int32[N], the tokens among which the model chooses, rising; None for all.
     """
 
     loss: Loss
@@ -38,6 +41,7 @@ class Objective(NamedTuple):
     judged: Sequence[int] = ()
     target: tuple[LlamaConfig, Params] | None = None
     extra: dict[str, Any] | None = None
+    part: np.ndarray | None = None
 
 
 class Start(NamedTuple):
@@ -55,7 +59,7 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
       ValueError: the shape is impossible, or the given model lacks what training needs.
     """
     if options.start != SCRATCH:
-        return _given_model(Path(options.start), options.start_layers)
+        return _given_model(checkpoint.resolve(options.start), options)
     shape = options.model
     if shape.tokenizer is not None:
         words = tokenizer.load(shape.tokenizer)
@@ -82,12 +86,15 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
     return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
 
 
-def _given_model(source: Path, layers: int | None) -> Start:
+def _given_model(source: Path, options: JobOptions) -> Start:
     words = tokenizer.load(source)
     config = checkpoint.read_config(source)
-    if layers is not None:
-        config = config.truncated(layers)
-    return Start(config, checkpoint.load_params(source, config, jnp.float32), words)
+    if options.start_layers is not None:
+        config = config.truncated(options.start_layers)
+    params = checkpoint.load_params(source, config, jnp.float32)
+    if options.widen is not None:
+        config, params = widening.widen(config, params, options.widen, options.seed)
+    return Start(config, params, words)
 
 
 def init_params(config: LlamaConfig, seed: int) -> Params:
@@ -102,7 +109,7 @@ def init_params(config: LlamaConfig, seed: int) -> Params:
 
 def given_tokenizer(options: JobOptions) -> Path | None:
     """The directory or GGUF file whose tokenizer is used; None where one is learned."""
-    return options.model.tokenizer if options.start == SCRATCH else Path(options.start)
+    return options.model.tokenizer if options.start == SCRATCH else checkpoint.resolve(options.start)
 
 
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
@@ -118,6 +125,17 @@ def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     # A model that learns conversations is used in the form in which it has read them.
     talks = any(document.chat for part in kinds.values() for document in part)
     tokenizer.save(words, run, options.model.context, conversations.CHAT_TEMPLATE if talks else None)
+
+
+def draft_tokens(options: DraftOptions, config: LlamaConfig) -> np.ndarray | None:
+    """Reads the tokens among which a draft chooses, int32[N], rising; None for all.
+
+    Raises:
+      FileNotFoundError, ValueError: the ranking cannot be read, or is of another vocabulary.
+    """
+    if options.draft_vocab is None:
+        return None
+    return vocabulary_file.read_vocabulary(options.draft_vocab, None, config.vocab_size).first()
 
 
 def chat_of(options: JobOptions) -> conversations.Chat:

@@ -69,8 +69,10 @@ def write_vocabulary(
     write_json(path, content)
 
 
-def read_vocabulary(path: str | os.PathLike[str], model: str, vocab_size: int) -> Ranking:
+def read_vocabulary(path: str | os.PathLike[str], model: str | None, vocab_size: int) -> Ranking:
     """The ranking in a file, checked to be for the model of this fingerprint and number of tokens.
+
+    A draft that is being made has no fingerprint yet, and tokens like its target's: None takes any model's ranking.
 
     Raises:
       FileNotFoundError, ValueError: one line that says what is wrong and what to do.
@@ -78,7 +80,8 @@ def read_vocabulary(path: str | os.PathLike[str], model: str, vocab_size: int) -
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{no_file(path)}; make one with `{_COMMAND}`")
     content = read_format(path, VOCABULARY_FORMAT, "a ranking of tokens")
-    check_model(path, content.get("model"), model, _COMMAND)
+    if model is not None:
+        check_model(path, content.get("model"), model, _COMMAND)
     if content.get("vocab_size") != vocab_size:
         raise ValueError(
             f"{path} ranks a vocabulary of {shown(content.get('vocab_size'))} tokens, the model has {vocab_size}; "

@@ -1,4 +1,4 @@
-"""Records become documents: text, prompt and completion, GSM8K, MBPP, ShareGPT, copy-and-edit tasks.
+"""Records become documents: text, prompt and completion, GSM8K, MBPP, ShareGPT, instructions, copy-and-edit tasks.
 
 A document is a row of spans, some of which are to be learned and some only read.
 """
@@ -66,13 +66,17 @@ def _from_text(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Only the completion is learned; records of the same `origin`, if it is there, are held out together."""
+    """Only the completion is learned; records of the same `origin`, if it is there, are held out together.
+
+    A completion with `ended` false was cut off: what would have followed, the end of text too, is not learned.
+    """
     del chat
     prompt, completion = _string(record, "prompt"), _string(record, "completion")
     if not completion:
         raise ValueError("`completion` is empty; give the text to be learned")
     origin = _string(record, "origin") if "origin" in record else prompt
-    return [Document((Span(prompt, learn=False), Span(completion)), origin)]
+    cut = () if record.get("ended", True) else (Span("", learn=False),)
+    return [Document((Span(prompt, learn=False), Span(completion), *cut), origin)]
 
 
 def _from_gsm8k(record: Mapping[str, Any], chat: Chat) -> list[Document]:
@@ -82,9 +86,12 @@ def _from_gsm8k(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 def _from_mbpp(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     del chat
+    return plain(mbpp_prompt(_string(record, "text")) + _code(record))
+
+
+def _code(record: Mapping[str, Any]) -> str:
     code = _string(record, "code").replace("\r\n", "\n").expandtabs(4)
-    lines = "\n".join(line.rstrip() for line in code.split("\n"))
-    return plain(mbpp_prompt(_string(record, "text")) + lines)
+    return "\n".join(line.rstrip() for line in code.split("\n"))
 
 
 def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
@@ -95,7 +102,6 @@ def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Only the answers are learned, with the end that the template gives each."""
     turns = record.get("conversations")
     if not isinstance(turns, list) or not turns:
         raise ValueError("no list `conversations`")
@@ -104,6 +110,37 @@ def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
         if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
             raise ValueError(f"a turn is not from {' or '.join(_ROLES)}")
         messages.append({"role": _ROLES[turn["from"]], "content": _string(turn, "value")})
+    return _conversation(messages, chat)
+
+
+def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
+    """A question and its answer as messages, whatever they are called; of instructions each case."""
+    pairs: list[tuple[str, str]] = []
+    if "instruction" in record:
+        cases = record.get("instances", [record])
+        if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
+            raise ValueError("`instances` is not a list of objects")
+        for case in cases:
+            asked = [_string(record, "instruction"), _string(case, "input") if "input" in case else ""]
+            pairs.append(("\n\n".join(filter(None, asked)), _string(case, "output")))
+    elif "code" in record:
+        pairs.append((_string(record, "text"), _code(record)))
+    else:
+        names = ("prompt", "completion") if "completion" in record else ("question", "answer")
+        asked, answered = (_string(record, name) for name in names)
+        pairs.append((asked, answered))
+    roles = ("user", "assistant")
+    return [
+        document
+        for pair in pairs
+        for document in _conversation(
+            [{"role": role, "content": text.strip()} for role, text in zip(roles, pair, strict=True)], chat
+        )
+    ]
+
+
+def _conversation(messages: list[dict[str, str]], chat: Chat) -> list[Document]:
+    """Only the answers are learned, with the end that the template gives each."""
     spans: list[Span] = []
     done = ""
     for count, message in enumerate(messages, start=1):
@@ -137,6 +174,7 @@ FORMATS: dict[str, Convert] = {
     "gsm8k": _from_gsm8k,
     "mbpp": _from_mbpp,
     "sharegpt": _from_sharegpt,
+    "chat": _from_chat,
     "copy-edit": _from_copy_edit,
 }
 # By which keys `auto` knows the format of a record, the most special first.
@@ -145,6 +183,7 @@ _KEYS = {
     "gsm8k": ("question", "answer"),
     "mbpp": ("text", "code"),
     "sharegpt": ("conversations",),
+    "chat": ("instruction",),
     "text": ("text",),
 }
 AUTO = "auto"

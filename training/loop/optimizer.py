@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -103,8 +104,16 @@ def orthogonalised(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
-def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """Makes the optimiser: clipping, then AdamW or Muon on the schedule of `steps` steps."""
+def make_optimizer(
+    options: OptimizerOptions, steps: int, held: Sequence[str] = ()
+) -> optax.GradientTransformation:
+    """Makes the optimiser: clipping, then AdamW or Muon on the schedule of `steps` steps.
+
+    Args:
+      options: which.
+      steps: the last step.
+      held: names of parameters that stay as they are and have no moments; their gradients are 0.
+    """
     rate = schedule(options, steps)
     if options.kind == "muon":
         moving = contrib.muon(
@@ -122,7 +131,10 @@ def make_optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTrans
         moving = optax.adamw(
             rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay, mask=decayed
         )
-    return optax.chain(optax.clip_by_global_norm(options.clip), moving)
+    chain = optax.chain(optax.clip_by_global_norm(options.clip), moving)
+    if not held:
+        return chain
+    return optax.masked(chain, lambda params: {name: name not in held for name in params})
 
 
 def _sparing_norms(moving: optax.GradientTransformation) -> optax.GradientTransformation:

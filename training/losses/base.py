@@ -2,6 +2,12 @@
 
 Sums, not means, so that accumulated micro-batches give exactly the gradient of one large batch. The number of
 layers is that of the parameters, so that one loss serves a model whose depth grows.
+
+A draft may choose among a part of the vocabulary only, tokens `part`. Its law q is then 0 elsewhere, and a token of
+the target is accepted with Σ min(p, q) ≤ p(part): outside the part nothing can be won, inside q should follow p. So
+a position whose next token lies outside is left out, and the target's law is cut to the part and keeps its weight
+p(part). Both are the same loss, for E[1(x in part) · −log q(x)] = p(part) · cross-entropy(p given part, q), where x
+follows p. Acceptance counts such positions: there the draft misses.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.model import llama
@@ -80,6 +87,28 @@ def next_token_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
     return jnp.roll(tokens, -1, axis=1), mask
 
 
+def among(part: np.ndarray | None, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Says where targets stand in a part of the vocabulary, and which are left to predict.
+
+    Args:
+      part: int32[N], the tokens of the part, rising; None for the whole vocabulary.
+      targets: int32[B, T], tokens.
+      mask: bool[B, T].
+
+    Returns:
+      int32[B, T], numbers of tokens of the part; and the mask, False where the target is none of them too.
+
+    Examples:
+      >>> among(np.array([2, 5]), jnp.array([[5, 4, 2]]), jnp.array([[True, True, False]]))[1].tolist()
+      [[True, False, False]]
+    """
+    if part is None:
+        return targets, mask
+    tokens = jnp.asarray(part)
+    number = jnp.minimum(jnp.searchsorted(tokens, targets), len(part) - 1)
+    return number, mask & (tokens[number] == targets)
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
     """Sum over the masked positions of −log softmax(logits)[target], in nats, float32[].
 
@@ -92,21 +121,33 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax
     return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
 
-def divergence(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
+def divergence(
+    wanted: jax.Array, logits: jax.Array, mask: jax.Array, part: np.ndarray | None = None
+) -> jax.Array:
     """Sum over the masked positions of KL(softmax(wanted) ‖ softmax(logits)), in nats, float32[].
 
     Args:
       wanted: float32[B, T, V], the target's logits.
-      logits: float32[B, T, V].
+      logits: float32[B, T, V], or [B, T, N] with a part.
       mask: bool[B, T].
+      part: int32[N], the tokens that `logits` are of; the sum is then of p(part) · KL(p given part ‖ softmax(logits)).
     """
     law, other = jax.nn.log_softmax(wanted, axis=-1), jax.nn.log_softmax(logits, axis=-1)
-    return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(law) * (law - other), axis=-1), 0.0))
+    within = law
+    if part is not None:
+        law = law[..., part]
+        within = law - jax.nn.logsumexp(law, axis=-1, keepdims=True)
+    return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(law) * (within - other), axis=-1), 0.0))
 
 
-def head_of(params: Params) -> Params:
-    """Selects the parameters that turn a residual stream into logits: final norm and head (or tied embedding)."""
-    return {name: params[name] for name in ("norm", "head" if "head" in params else "embed")}
+def head_of(params: Params, part: np.ndarray | None = None) -> Params:
+    """Selects the parameters that turn a residual stream into logits: final norm and head (or tied embedding).
+
+    Of a `part` of the vocabulary, int32[N], only the rows of its tokens.
+    """
+    name = "head" if "head" in params else "embed"
+    head = params[name]
+    return {"norm": params["norm"], name: head if part is None else head[part]}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,18 +192,34 @@ def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
     return cast
 
 
+def holding(loss: Loss, names: Sequence[str]) -> Loss:
+    """Makes a loss take the named parameters as they are: their gradient is 0, and costs nothing."""
+
+    def held(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
+        still = {name: jax.lax.stop_gradient(params[name]) for name in names if name in params}
+        return loss({**params, **still}, batch, given)
+
+    return held
+
+
 def num_targets(mask: jax.Array) -> jax.Array:
     """Counts the positions that have something to predict, float32[]."""
     return jnp.sum(mask, dtype=jnp.float32)
 
 
-def next_token(config: LlamaConfig, remat: bool = False) -> Loss:
-    """Makes the ordinary language-model loss: cross-entropy of every next token within its document."""
+def next_token(config: LlamaConfig, remat: bool = False, part: np.ndarray | None = None) -> Loss:
+    """Makes the ordinary language-model loss: cross-entropy of every next token within its document.
+
+    Args:
+      config: the model.
+      remat: see `layer_outputs`.
+      part: int32[N], the tokens among which the model chooses, rising; None for all.
+    """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         del given
-        targets, mask = next_token_targets(batch)
+        targets, mask = among(part, *next_token_targets(batch))
         hidden = layer_outputs(config, params, batch, remat)[-1]
-        return head_loss(config, head_of(params), hidden, targets, mask), num_targets(mask)
+        return head_loss(config, head_of(params, part), hidden, targets, mask), num_targets(mask)
 
     return loss

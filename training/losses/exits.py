@@ -21,6 +21,7 @@ from training.losses.base import (
     Batch,
     Given,
     Loss,
+    among,
     divergence,
     head_loss,
     head_of,
@@ -36,6 +37,7 @@ def soft_loss(
     remat: bool = False,
     target: LlamaConfig | None = None,
     distil_weight: float = 0.0,
+    part: np.ndarray | None = None,
 ) -> Loss:
     """Makes the loss of sorted fine-tuning: the mean over the exits of their cross-entropy (S2D paper, section 3.1).
 
@@ -46,12 +48,14 @@ def soft_loss(
       target: the config of `given.target`, from which the exits may be distilled too.
       distil_weight: the share of the divergence from the target's law in each exit's loss; the rest is the
         cross-entropy with the text.
+      part: int32[N], the tokens among which the exits choose, rising; None for all.
     """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         outputs = layer_outputs(config, params, batch, remat)
-        targets, mask = next_token_targets(batch)
-        head = head_of(params)
+        learned = next_token_targets(batch)
+        targets, mask = among(part, *learned)
+        head = head_of(params, part)
         total = jnp.float32(0)
         if distil_weight < 1:
             losses = [head_loss(config, head, outputs[layers - 1], targets, mask) for layers in exits]
@@ -63,7 +67,7 @@ def soft_loss(
             wanted = jax.lax.stop_gradient(llama.logits(target, head_of(given.target), last))
             for layers in exits:
                 logits = llama.logits(config, head, outputs[layers - 1])
-                total += distil_weight * divergence(wanted, logits, mask) / len(exits)
+                total += distil_weight * divergence(wanted, logits, learned[1], part) / len(exits)
         return total, num_targets(mask)
 
     return loss

@@ -3,6 +3,9 @@
 Acceptance is measured on held-out text: at each position the exit's most likely token is compared with the
 target's. That is greedy drafting with the text as context, in one forward pass; the decoder's own figure on
 generated text is a little different, and far dearer to take at every checkpoint.
+
+Of a model that chooses among a part of the vocabulary, the losses are those of positions whose next token is in it;
+acceptance is of all positions.
 """
 
 from __future__ import annotations
@@ -11,16 +14,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training.data.packing import Windows
-from training.losses.base import Batch, cross_entropy, head_of, layer_outputs, next_token_targets, num_targets
+from training.losses.base import (
+    Batch,
+    among,
+    cross_entropy,
+    head_of,
+    layer_outputs,
+    next_token_targets,
+    num_targets,
+)
 
 # Draft tokens per round for which mean acceptance length is reported; the default of `generate`.
 NUM_DRAFT_TOKENS = 5
-# (params, batch [B, T]) -> sums over the batch, float32[] by name; `tokens` and `rounds` divide the others.
+# (params, batch [B, T]) -> sums over the batch, float32[] by name; `tokens` divides losses, `rounds` acceptance
+# lengths, `positions` the other figures of acceptance.
 Measure = Callable[[Params, Batch], dict[str, jax.Array]]
 
 
@@ -29,6 +42,7 @@ def make_measure(
     exits: Sequence[int] = (),
     judged: Sequence[int] = (),
     target: tuple[LlamaConfig, Params] | None = None,
+    part: np.ndarray | None = None,
 ) -> Callable[[Params, Mapping[str, Sequence[Windows]], Mapping[str, float]], dict[str, float]]:
     """Makes the measurement taken at each checkpoint.
 
@@ -37,6 +51,7 @@ def make_measure(
       exits: how many layers each exit runs; those beyond the present depth are left out.
       judged: the exits over whose losses `held_out_loss` is the mean; () for the last layer alone.
       target: the model that is to accept what the exits draft; None for this model's own last layer.
+      part: int32[N], the tokens among which the model chooses, rising; None for all.
 
     Returns:
       (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats
@@ -47,28 +62,31 @@ def make_measure(
     """
     target_config, target_params = target if target is not None else (config, None)
 
+    def best(logits: jax.Array) -> jax.Array:
+        number = jnp.argmax(logits, axis=-1)
+        return number if part is None else jnp.asarray(part)[number]
+
     @jax.jit
     def measure(params: Params, given: Params | None, batch: Batch) -> dict[str, jax.Array]:
         outputs = layer_outputs(config, params, batch)
-        targets, mask = next_token_targets(batch)
+        following, mask = next_token_targets(batch)
+        targets, inside = among(part, following, mask)
         live = sorted({*exits, *judged, len(outputs)} & set(range(1, len(outputs) + 1)))
-        logits = {n: llama.logits(config, head_of(params), outputs[n - 1]) for n in live}
-        losses = {n: cross_entropy(logits[n], targets, mask) for n in live}
+        logits = {n: llama.logits(config, head_of(params, part), outputs[n - 1]) for n in live}
+        losses = {n: cross_entropy(logits[n], targets, inside) for n in live}
         wanted = [losses[n] for n in judged] or [losses[len(outputs)]]
-        sums = {"held_out_loss": jnp.mean(jnp.stack(wanted)), "tokens": num_targets(mask)}
+        sums = {"held_out_loss": jnp.mean(jnp.stack(wanted)), "tokens": num_targets(inside)}
         if not exits:
             return sums
-        accepting = logits[len(outputs)]
+        chosen = best(logits[len(outputs)])
         if given is not None:
             last = layer_outputs(target_config, given, batch)[-1]
-            accepting = llama.logits(target_config, head_of(given), last)
-        chosen = jnp.argmax(accepting, axis=-1)
+            chosen = jnp.argmax(llama.logits(target_config, head_of(given), last), axis=-1)
         rounds = _windows(mask)
-        sums["rounds"] = num_targets(rounds)
+        sums |= {"rounds": num_targets(rounds), "positions": num_targets(mask)}
         for layers in sorted(set(exits) & set(live)):
             sums[f"exit_loss/{layers}"] = losses[layers]
-            drafted = jnp.argmax(logits[layers], axis=-1)
-            agrees = (drafted == chosen) & mask
+            agrees = (best(logits[layers]) == chosen) & mask
             sums[f"acceptance/{layers}"] = num_targets(agrees)
             # Emitted in a round that begins here: the drafts accepted in a row, and one more.
             run, accepted = jnp.ones_like(mask), jnp.zeros(mask.shape)
@@ -87,8 +105,9 @@ def make_measure(
             sums = [measure(params, target_params, batch) for batch in batches]
             total = {name: sum(float(one[name]) for one in sums) for name in sums[0]}
             tokens, rounds = max(total.pop("tokens"), 1.0), total.pop("rounds", 0.0)
+            counts = {"acceptance": max(total.pop("positions", 0.0), 1.0), "mean_acceptance_length": rounds}
             for name, value in total.items():
-                count = rounds if name.startswith("mean_acceptance_length") else tokens
+                count = counts.get(name.partition("/")[0], tokens)
                 if not count:  # no text of this kind is as long as a round
                     continue
                 result[f"{name}/{kind}"] = value / count

@@ -1,0 +1,94 @@
+"""A model's own texts: as the decoder writes them, read by the trainer, resumed, and refused where options changed."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.io import huggingface
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from training import own_text
+from training.data import conversations, packing, reading, tokenizer
+
+QUESTIONS = [f"Who had a {thing} and gave it to {name}?" for thing in "uvwxyz" for name in "abc"]
+STORIES = [f"{number} {question}" for number, question in enumerate(QUESTIONS)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("writer")
+    words = tokenizer.train(QUESTIONS, 280)
+    config = LlamaConfig(words.get_vocab_size(), 16, 24, 1, 2, 1, 8, 64, bos_token_id=0, eos_token_ids=(1,))
+    huggingface.save(folder, config, llama.init_params(config, jax.random.key(0), scale=3.0), np.float32)
+    tokenizer.save(words, folder, 64, conversations.CHAT_TEMPLATE)
+    lines = [json.dumps({"question": question, "answer": "Tim."}) for question in QUESTIONS]
+    (folder / "asked.jsonl").write_text("\n".join(lines))
+    (folder / "story.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
+    return folder
+
+
+def arguments(directory, name: str, *more: str) -> list[str]:
+    sources = [f"{directory}/asked.jsonl,format=chat", f"{directory}/story.txt"]
+    sizes = "--prompts 6 --new-tokens 6 --held-out 3 --batch 2"
+    return [
+        *("--model", str(directory), "--data", *sources, "--output", str(directory / name)),
+        *(*sizes.split(), *more),
+    ]
+
+
+def records(directory, name: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def test_texts_are_the_decoders_and_the_trainer_reads_them(directory):
+    assert own_text.main(arguments(directory, "a.jsonl")) == 0
+    found, lm = records(directory, "a.jsonl"), jaxspec.load(directory)
+    assert len(found) == 6
+    for record in found:
+        result = lm.generate(record["prompt"], max_new_tokens=6)
+        assert record["completion"] == result.text
+        assert record["ended"] == (result.finish_reason == "eos")
+    asked = [record["prompt"] for record in found if record["prompt"].startswith("USER: ")]
+    assert 0 < len(asked) < 6
+    assert all(prompt.endswith(" ASSISTANT:") for prompt in asked)
+    # Held out as the documents that the prompts are of.
+    documents = reading.read(str(directory / "a.jsonl"), "auto", conversations.Chat(), False)
+    sources = reading.read(str(directory / "asked.jsonl"), "chat", conversations.chat_of(directory), False)
+    origins = {document.origin: packing.is_held_out(document.origin, 3) for document in sources}
+    assert all(document.origin in origins or document.origin in STORIES for document in documents)
+    assert (directory / "a.txt").read_text() == "\n\n".join(record["completion"] for record in found) + "\n"
+
+
+@pytest.mark.parametrize("law", [[], ["--temperature", "0.8"]])
+def test_what_is_written_is_not_written_again(directory, law, monkeypatch, capsys):
+    name = f"b{len(law)}.jsonl"
+    assert own_text.main(arguments(directory, f"whole-{name}", *law)) == 0
+    stopped = own_text.LineLog.add
+
+    def killed(log, entry):
+        stopped(log, entry)
+        if len(log.entries) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(own_text.LineLog, "add", killed)
+    assert own_text.main(arguments(directory, name, *law)) == 130
+    first = records(directory, name)
+    monkeypatch.setattr(own_text.LineLog, "add", stopped)
+    assert len(first) == 3
+    assert own_text.main(arguments(directory, name, *law)) == 0
+    got, wanted = records(directory, name), records(directory, f"whole-{name}")
+    assert got[:3] == first
+    assert {one["prompt"]: one for one in got} == {one["prompt"]: one for one in wanted}
+    capsys.readouterr()
+    assert own_text.main(arguments(directory, name, *law, "--new-tokens", "5")) == 1
+    assert "its new tokens is 6, now 5" in capsys.readouterr().err
+
+
+def test_the_file_is_one_of_records(directory, capsys):
+    assert own_text.main(arguments(directory, "a.txt")) == 2
+    assert "--output" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Width grown before training: every unit several times, and exactly the function of the narrow model.
+
+Net2WiderNet of Chen, Goodfellow and Shlens 2016, "Net2Net: Accelerating Learning via Knowledge Transfer" (section
+2.2), for a whole transformer: the residual stream h becomes [h, h, …], and the units of each MLP, the query heads and
+the key/value heads are repeated with it. What a product writes is repeated; what it reads is divided among the
+copies, in shares that add up to 1. The root mean square of [h, h] is that of h, so norms stay as they are. A tied
+embedding cannot divide what it reads and repeat what it writes: the final norm is divided instead.
+
+The shares are random and differ for every single weight. The paper replicates units at random and adds noise where
+nothing else breaks the symmetry; equal shares would keep the copies of a unit equal for ever, since they would get
+the same gradient. Shares of whole units would give the copies gradients of one direction and different length, a
+difference that Adam and Muon divide away again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+
+# A weight's share is drawn from 1 ± SPREAD, over the sum of those of its copies: .25 to .75 of two.
+SPREAD = 0.5
+# The axis along which a leaf says what it writes, where it writes units that are repeated. Key/value heads are whole:
+# each copy brings the query heads of its group.
+_WRITES = dict.fromkeys(("norm", "qkv", "qkv_bias", "out", "out_bias", "down", "down_bias"), 0)
+_WRITES |= dict.fromkeys(("embed", "gate_up", "gate_up_bias"), 1)
+# Products that read such units, along their last axis.
+_READS = ("qkv", "out", "gate_up", "down", "head")
+
+
+def widen(config: LlamaConfig, params: Params, factor: int, seed: int) -> tuple[LlamaConfig, Params]:
+    """Makes a model `factor` times as wide that computes the same: hidden size, MLP, heads and key/value heads.
+
+    Args:
+      config: the narrow model.
+      params: its float32 parameters.
+      factor: how many copies of each unit there are then, at least 2.
+      seed: of the shares; the same seed gives the same weights on every machine.
+
+    Returns:
+      config and parameters of the wide model. Its logits, after every layer, are those of the narrow one up to
+      rounding.
+
+    Raises:
+      ValueError: `factor` is below 2.
+
+    Examples:
+      >>> from jaxspec.model import llama
+      >>> narrow = LlamaConfig(11, 8, 12, 1, num_heads=2, num_kv_heads=1, head_dim=4)
+      >>> wide, params = widen(narrow, llama.init_params(narrow, jax.random.key(0)), 3, seed=0)
+      >>> wide.hidden_size, wide.num_heads, wide.num_kv_heads, params["layers"][0]["mlp"]["down"].shape
+      (24, 6, 3, (24, 36))
+    """
+    if factor < 2:
+        raise ValueError(f"factor is {factor}; give a whole number of at least 2")
+    rng = np.random.default_rng(seed)
+
+    def wider(path: Any, leaf: jax.Array) -> jax.Array:
+        name, weight = path[-1].key, np.asarray(leaf)
+        if name in _WRITES:
+            weight = np.concatenate([weight] * factor, axis=_WRITES[name])
+        if name in _READS:
+            shares = rng.uniform(1 - SPREAD, 1 + SPREAD, (factor, *weight.shape))
+            parts = (shares / shares.sum(axis=0) * weight).astype(weight.dtype)
+            weight = np.concatenate(list(parts), axis=-1)
+        return jnp.asarray(weight)
+
+    wide: Params = jax.tree_util.tree_map_with_path(wider, params)
+    if config.tie_embeddings:
+        wide["norm"] = wide["norm"] / factor
+    larger = dataclasses.replace(
+        config,
+        hidden_size=factor * config.hidden_size,
+        intermediate_size=factor * config.intermediate_size,
+        num_heads=factor * config.num_heads,
+        num_kv_heads=factor * config.num_kv_heads,
+    )
+    return larger, wide

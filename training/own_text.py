@@ -1,0 +1,143 @@
+"""Lets a model write what a draft of it is to learn from: `python -m training.own_text --model DIR --data FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import jaxspec
+from jaxspec.io.files import write_atomic
+from jaxspec.io.line_log import LineLog
+from training import command, prompts
+from training.data.formats import Document
+from training.loop.progress import Progress
+from training.parsing import parse
+from training.prompts import PromptOptions
+
+FORMAT = "jaxspec.own-text/1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(PromptOptions):
+    """Writes a model's own texts after prompts, as records that all training commands read.
+
+    A draft is to say what its target says: the target's own text is its data, better than text that others wrote.
+    Each record has the `prompt`, the `completion`, whether it `ended` by itself, and the `origin` by which it is held
+    out: as the document that the prompt is of. A .txt file beside has the completions alone, for `jaxspec vocab` to
+    count. The same command goes on where it was stopped, and with more --prompts where it had ended.
+
+    Attributes:
+      output: the .jsonl file to write.
+      resume: go on with the texts that are there.
+    """
+
+    output: Path
+    prompts: int = 1000
+    new_tokens: int = 256
+    batch: int = 8
+    resume: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.output.suffix != ".jsonl":
+            raise ValueError(f"output is {self.output}; give a name that ends in .jsonl")
+
+
+def write_texts(options: Options, console: Console) -> int:
+    """Generates, and writes the file; returns how many texts it holds.
+
+    Raises:
+      ValueError: something given does not fit, or the file's log is of other options.
+    """
+    lm = jaxspec.load(options.model)
+    training, held_out = prompts.read(options, console.print)
+    documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
+    begun = {}
+    for document in prompts.choose(documents, options, options.prompts):
+        ids = prompts.beginning(document, options, lm)
+        if len(ids) + options.new_tokens <= lm.config.context_length:
+            begun[_prompt(document, ids, lm)] = (ids, document.origin)
+    header = {
+        "format": FORMAT,
+        "model": lm.fingerprint,
+        "sampling": options.law_name,
+        "seed": options.sampling.seed,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    log = LineLog(options.output.with_suffix(".log"), header, of="set of texts", resume=options.resume)
+    done = {entry["prompt"] for entry in log.entries}
+    left = [prompt for prompt in begun if prompt not in done]
+    try:
+        if left:
+            _generate(lm, options, {prompt: begun[prompt] for prompt in left}, log, console)
+    finally:
+        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in log.entries))
+        completions = "\n\n".join(entry["completion"] for entry in log.entries)
+        write_atomic(options.output.with_suffix(".txt"), completions + "\n")
+    return len(log.entries)
+
+
+def _prompt(document: Document, ids: Sequence[int], lm: Any) -> str:
+    """The text of a prompt; that of a question has the special tokens of its chat template."""
+    question = prompts.question_of(document)
+    return question if question and lm.encode(question) == list(ids) else lm.tokenizer.decode(ids)
+
+
+def _generate(
+    lm: Any, options: Options, begun: dict[str, tuple[list[int], str]], log: LineLog, console: Console
+) -> None:
+    law: dict[str, Any] = options.law
+    ids = [one for one, _ in begun.values()]
+    tokens, since = 0, time.monotonic()
+    with Progress(console, "text", len(begun)) as progress:
+        progress.doing("compiling")
+        pieces = lm.stream(
+            ids,
+            max_new_tokens=options.new_tokens,
+            max_batch=options.batch,
+            # Of the prompt alone, so that a text is the same whatever was written before.
+            seed=[zlib.crc32(np.array(one, np.int32).tobytes()) // 2 + options.sampling.seed for one in ids],
+            **law,
+        )
+        written = list(begun)
+        done = 0
+        for piece in pieces:
+            if piece.result is None:
+                continue
+            done += 1
+            if piece.result.error is not None:
+                raise ValueError(piece.result.error)
+            if piece.result.text:
+                prompt = written[piece.index]
+                ended = piece.result.finish_reason == "eos"
+                record = {"prompt": prompt, "completion": piece.result.text, "ended": ended}
+                log.add(record | {"origin": begun[prompt][1]})
+            tokens += len(piece.result.tokens)
+            rate = tokens / (time.monotonic() - since)
+            progress.update(done, f"{tokens:,} tokens, {rate:,.1f} tokens/s with compilation")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+
+    def work(given: list[str], prog: str, console: Console) -> int:
+        options = parse(Options, given, prog)
+        console.print(f"wrote {write_texts(options, console):,} texts to {options.output}")
+        return 0
+
+    return command.run("training.own_text", Options, work, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
