@@ -38,6 +38,17 @@ def test_every_rule_is_tried_and_a_settled_threshold_beside(cases):
     assert all(0 <= case.number <= 1 for case in cases if case.settled)
 
 
+def test_texts_are_greedy_whatever_the_model_usually_does(lm, cases):
+    usual = {"temperature": 5.0}
+    drawn = LanguageModel(lm.config, lm.params, lm.tokenizer, directory=lm.directory, defaults=usual)
+    assert (
+        drawn.generate(PROMPTS[0], max_new_tokens=NEW).tokens
+        != lm.generate(PROMPTS[0], max_new_tokens=NEW).tokens
+    )
+    mine, its = (rules.record(model, PROMPTS, [1], NEW)[1] for model in (drawn, lm))
+    assert [one.right.tolist() for one in mine] == [one.right.tolist() for one in its]
+
+
 @pytest.mark.parametrize("rule", ["constant", *rules.THRESHOLDS])
 def test_a_case_counts_what_its_method_does(lm, cases, rule):
     number = 3 if rule == "constant" else 0.3
@@ -97,3 +108,7 @@ def test_a_ratio_of_sums_has_an_interval_over_texts():
     ratio, (low, high) = rules.ratio(above, np.ones(4))
     assert ratio == 3.0
     assert 1.0 <= low < 3.0 < high <= 6.0
+    # A text that ended with its first token: draws of it alone have no ratio.
+    ratio, interval = rules.ratio(np.array([0.0, 4.0]), np.array([0.0, 2.0]))
+    assert (ratio, interval) == (2.0, (2.0, 2.0))
+    assert rules.ratio(np.array([4.0]), np.array([2.0])) == (2.0, None)

@@ -68,7 +68,7 @@ def round_prices(
 
     def run(method: Any) -> Callable[[Any, int], Result]:
         return lambda prompt, turn: lm.generate(
-            prompt, method=method, max_new_tokens=max_new_tokens, ignore_eos=True
+            prompt, method=method, max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
         )
 
     runs = {"autoregressive": run("autoregressive")} | {

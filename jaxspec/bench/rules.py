@@ -137,7 +137,10 @@ def record(
 ) -> dict[int, list[replay.Record]]:
     """Writes the greedy texts after some prompts, and records what each exit would say along them."""
     on_progress(f"writing {len(prompts)} texts")
-    texts = [lm.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True).tokens for prompt in prompts]
+    texts = [
+        lm.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True).tokens
+        for prompt in prompts
+    ]
     longest = max(LONGEST, *CONSTANTS)
     found: dict[int, list[replay.Record]] = {}
     for layer in exits:
@@ -217,13 +220,26 @@ def resamples(count: int, size: int = 2000) -> np.ndarray:
     return np.random.default_rng(0).integers(count, size=(size, count))
 
 
-def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, tuple[float, float]]:
+def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
     """The ratio of two sums over texts, and its 95 % interval by the bootstrap over texts.
+
+    Returns:
+      Both; None where there is nothing to divide by, no interval where there is one text.
 
     Examples:
       >>> ratio(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
       (2.0, (2.0, 2.0))
+      >>> ratio(np.array([0.0]), np.array([0.0]))
+      (None, None)
     """
+    if not below.sum():
+        return None, None
+    found = float(above.sum() / below.sum())
+    if len(above) == 1:
+        return found, None
     drawn = resamples(len(above))
-    low, high = np.quantile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), (0.025, 0.975))
-    return float(above.sum() / below.sum()), (float(low), float(high))
+    sums = np.stack([above[drawn].sum(axis=1), below[drawn].sum(axis=1)])
+    # Texts that end with their first token take no time; a draw of nothing else says nothing.
+    over, under = sums[:, sums[1] > 0]
+    low, high = np.quantile(over / under, (0.025, 0.975))
+    return found, (float(low), float(high))
