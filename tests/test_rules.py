@@ -38,8 +38,8 @@ def test_every_rule_is_tried_and_a_settled_threshold_beside(cases):
     assert all(0 <= case.number <= 1 for case in cases if case.settled)
 
 
-def test_texts_are_greedy_whatever_the_model_usually_does(lm, cases):
-    usual = {"temperature": 5.0}
+def test_texts_are_greedy_whatever_the_model_usually_does(lm):
+    usual = {"do_sample": True, "temperature": 5.0}
     drawn = LanguageModel(lm.config, lm.params, lm.tokenizer, directory=lm.directory, defaults=usual)
     assert (
         drawn.generate(PROMPTS[0], max_new_tokens=NEW).tokens
