@@ -208,6 +208,15 @@ def test_costs_are_measured():
     assert told[-2:] == [f"measuring the costs of a round's parts, turn {turn} of 2" for turn in (1, 2)]
 
 
+def test_given_costs_are_not_measured_again(deep, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "measure_costs", lambda *args, **options: pytest.fail("measured"))
+    options = SearchOptions(max_new_tokens=6, trials=1)
+    found = search(deep, PROMPTS[:1], options, tmp_path / "log", costs=COSTS)
+    assert found.costs == COSTS
+    # They are written down, so another session goes by them too.
+    assert search(deep, PROMPTS[:1], options, tmp_path / "log").costs == COSTS
+
+
 def test_texts_are_counted_as_they_come(deep):
     told = []
     texts = continuations(deep, PROMPTS, 6, told.append)

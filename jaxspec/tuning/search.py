@@ -97,6 +97,7 @@ def search(
     log: Path,
     *,
     resume: bool = True,
+    costs: Costs | None = None,
     on_progress: OnProgress = lambda what: None,
     on_trial: Watcher = lambda kind, done, budget, best: None,
 ) -> Search:
@@ -111,6 +112,8 @@ def search(
       options: what is searched for.
       log: the file of trials.
       resume: whether to continue the log; else it starts empty.
+      costs: of a round's parts, where they were measured before, as by another search that this one is compared with;
+        None to measure them where the objective is agreement.
       on_progress: called with what is being done.
       on_trial: called after each trial.
 
@@ -127,6 +130,8 @@ def search(
     trials = {kind: found.trials(kind) for kind in kinds}
     seconds = {kind: found.seconds(kind) for kind in kinds}
     interrupted = False
+    if costs is not None and found.costs is None and options.objective == "agreement":
+        found.add_costs(costs)
     try:
         evaluate: Callable[[LayerPlan], dict[str, Any]] | None = None
         for kind in kinds:

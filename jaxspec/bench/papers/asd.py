@@ -60,7 +60,7 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
     require("search", "bayes_opt")
     with Workbench(lm, options, on_progress) as bench:
         cosines = asd_runs.cosines(bench)
-        found = {run: asd_runs.search_mask(bench, *kinds) for run, kinds in asd_runs.SEARCHES.items()}
+        found = asd_runs.search_masks(bench)
         grid = asd_runs.tune_numbers(bench)
         tuned = ASDNumbers(**{name: grid["best"][name] for name in ("alpha", "every", "keep_last")})
         chosen = asd_runs.chosen(bench, tuned)

@@ -24,6 +24,7 @@ from jaxspec.methods import ASD, DraftVerify, Method
 from jaxspec.protocol import Drafter
 from jaxspec.tuning.agreement import proposed
 from jaxspec.tuning.asd import ablation, tune_asd
+from jaxspec.tuning.costs import Costs
 from jaxspec.tuning.inspect import inspect_model
 from jaxspec.tuning.options import ASDGrid, SearchOptions, Sweep
 from jaxspec.tuning.search import found_by, search
@@ -54,22 +55,32 @@ class Found:
       method: Draft & Verify with it.
       trials: masks that were tried.
       seconds: that it took.
+      costs: by which it judged masks.
     """
 
     method: Method
     trials: int
     seconds: float
+    costs: Costs | None
 
 
 # Which kinds of tuning prompts a mask is searched on, and the name of its files.
-SEARCHES: dict[str, tuple[str, tuple[str, ...]]] = {
+_SEARCHES: dict[str, tuple[str, tuple[str, ...]]] = {
     SEARCHED: ("search", KINDS),
     THERE: (f"search-{CALIBRATED}", (CALIBRATED,)),
     ELSEWHERE: (f"search-{SHIFTED}", (SHIFTED,)),
 }
 
 
-def search_mask(bench: Workbench, name: str, kinds: Sequence[str]) -> Found:
+def search_masks(bench: Workbench) -> dict[str, Found]:
+    """What the searches find, by the name of their run; they judge by the same costs, so that only prompts differ."""
+    found: dict[str, Found] = {}
+    for run, (name, kinds) in _SEARCHES.items():
+        found[run] = _search(bench, name, kinds, next((one.costs for one in found.values()), None))
+    return found
+
+
+def _search(bench: Workbench, name: str, kinds: Sequence[str], costs: Costs | None) -> Found:
     """What `jaxspec search` finds in few trials; the plan lies in the workbench's directory."""
     lm = bench.lm
     options = SearchOptions(
@@ -84,6 +95,7 @@ def search_mask(bench: Workbench, name: str, kinds: Sequence[str]) -> Found:
         options,
         bench.directory / f"{name}.trials.jsonl",
         resume=bench.options.resume,
+        costs=costs,
         on_progress=lambda what: bench.on_progress(f"{name}: {what}"),
         on_trial=lambda kind, done, budget, best: bench.on_progress(
             f"{name}: {kind} search, {done} of {budget}"
@@ -94,7 +106,7 @@ def search_mask(bench: Workbench, name: str, kinds: Sequence[str]) -> Found:
     path = bench.directory / f"{name}.plan.json"
     write_plan(path, lm.fingerprint, found.best.plan, found_by(found, options))
     trials = sum(map(len, found.trials.values()))
-    return Found(DraftVerify(plan=path, num_draft_tokens=K), trials, sum(found.seconds.values()))
+    return Found(DraftVerify(plan=path, num_draft_tokens=K), trials, sum(found.seconds.values()), found.costs)
 
 
 def tune_numbers(bench: Workbench) -> dict[str, Any]:
