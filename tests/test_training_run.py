@@ -599,7 +599,7 @@ def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(f
     [
         (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--kv-heads", "3"], "not a multiple"),
-        (["--start", "nowhere"], "no tokenizer.json in nowhere"),
+        (["--start", "nowhere"], "no directory 'nowhere'"),
         (["--batch", "5000"], "give more data or a smaller batch"),
         (["--vocab-size", "200"], "--vocab-size is 200"),
     ],
@@ -648,15 +648,18 @@ def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):
     assert cli.main(["convert", str(source), str(tmp_path / "converted")]) == 0
     places = ["--data", "a", "--run", str(tmp_path / "run"), "--start-layers", "1"]
     starts = []
-    for given in (source, tmp_path / "converted"):
+    (tmp_path / "as-hub").mkdir()
+    (tmp_path / "as-hub" / "m.gguf").hardlink_to(source)
+    for given in (source, tmp_path / "as-hub", tmp_path / "converted"):
         options = parsing.parse(sft.Options, [*places, "--start", str(given)], "sft")
         starts.append((start_model(options, {}, resumed=False), chat_of(options)))
-    (ours, our_chat), (theirs, their_chat) = starts
-    assert ours.config == theirs.config
-    assert ours.config.num_layers == 1
-    assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
-    assert ours.words.to_str() == theirs.words.to_str()
-    assert our_chat == their_chat != conversations.Chat()
+    *ours_of_each, (theirs, their_chat) = starts
+    for ours, our_chat in ours_of_each:
+        assert ours.config == theirs.config
+        assert ours.config.num_layers == 1
+        assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
+        assert ours.words.to_str() == theirs.words.to_str()
+        assert our_chat == their_chat != conversations.Chat()
 
 
 def test_training_goes_on_from_a_gguf_file(folder, tmp_path):
