@@ -78,7 +78,7 @@ class JobOptions:
 
     Attributes:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
-      start: a Hugging Face directory, a GGUF file or a hub id to start from, or `scratch`.
+      start: a Hugging Face directory, a GGUF file, a hub id or the name of an embedded model, or `scratch`.
       start_layers: keep only this many first layers of the given model; all if not given.
       widen: make the given model this many times as wide, without changing what it computes; see
         `training.loop.widening`.

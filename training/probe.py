@@ -14,6 +14,7 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, method_files
 from jaxspec.io.files import write_json
 from training import command, prompts
@@ -123,7 +124,7 @@ def train_probe(
     training, held_out = gathered(0, "training"), gathered(1, "held-out")
     v, b = fit.fit(training)
     path = method_files.probe_path(
-        options.output or checkpoint.directory_of(checkpoint.resolve(options.model)),
+        options.output or checkpoint.directory_of(find_model(options.model)),
         exit_layer,
         options.law_name,
     )

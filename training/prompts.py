@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxspec.cli.options import SamplingOptions
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import checkpoint, method_files
+from jaxspec.engine.loading import find_model
+from jaxspec.io import method_files
 from training.data import conversations, tokenizer
 from training.data.formats import Document
 from training.data.sources import HELD_OUT, DataOptions, Kinds, SourceArgument, read_kinds
@@ -23,7 +24,7 @@ class PromptOptions:
     """The options of the commands in which a model writes.
 
     Attributes:
-      model: a Hugging Face directory, a GGUF file or a hub id.
+      model: a Hugging Face directory, a GGUF file, a hub id or the name of an embedded model.
       data: sources of prompts, as of the other training commands; weights say how many of each kind.
       prompts: how many texts to learn from.
       held_out: N, for one of N documents is held out, chosen by its hash; as in the model's training.
@@ -69,7 +70,7 @@ def read(options: PromptOptions, report: Callable[[str], None]) -> tuple[Kinds, 
       ValueError: see `training.data.sources.read_kinds`.
     """
     given = DataOptions(options.data, held_out=options.held_out, skip_malformed=options.skip_malformed)
-    with tokenizer.files_of(checkpoint.resolve(options.model)) as directory:
+    with tokenizer.files_of(find_model(options.model)) as directory:
         return read_kinds(given, conversations.chat_of(directory), report)
 
 

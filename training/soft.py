@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -89,7 +90,7 @@ def objective(options: Options, start: Start) -> Objective:
     """Makes the loss: the mean over the exits."""
     target = None
     if options.target is not None:
-        target = load_target(checkpoint.resolve(options.target), start)
+        target = load_target(find_model(options.target), start)
     part = draft_tokens(options, start.config)
     loss = soft_loss(
         start.config,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, vocabulary_file
 from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
@@ -59,7 +60,7 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
       ValueError: the shape is impossible, or the given model lacks what training needs.
     """
     if options.start != SCRATCH:
-        return _given_model(checkpoint.resolve(options.start), options)
+        return _given_model(find_model(options.start), options)
     shape = options.model
     if shape.tokenizer is not None:
         words = tokenizer.load(shape.tokenizer)
@@ -109,7 +110,7 @@ def init_params(config: LlamaConfig, seed: int) -> Params:
 
 def given_tokenizer(options: JobOptions) -> Path | None:
     """The directory or GGUF file whose tokenizer is used; None where one is learned."""
-    return options.model.tokenizer if options.start == SCRATCH else checkpoint.resolve(options.start)
+    return options.model.tokenizer if options.start == SCRATCH else find_model(options.start)
 
 
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:

@@ -121,8 +121,8 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
         if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
             raise ValueError("`instances` is not a list of objects")
         for case in cases:
-            asked = [_string(record, "instruction"), _string(case, "input") if "input" in case else ""]
-            pairs.append(("\n\n".join(filter(None, asked)), _string(case, "output")))
+            given = [_string(record, "instruction"), _string(case, "input") if "input" in case else ""]
+            pairs.append(("\n\n".join(filter(None, given)), _string(case, "output")))
     elif "code" in record:
         pairs.append((_string(record, "text"), _code(record)))
     else:
