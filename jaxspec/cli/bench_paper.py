@@ -104,7 +104,8 @@ def show(report: Report) -> None:
 
     say(report.paper)
     counts = ", ".join(f"{count} {split}" for split, count in report.prompts.items() if count)
-    amount = f"{report.amount['max_new_tokens']} tokens, {report.amount['repeats']} turns"
+    turns = report.amount["repeats"]
+    amount = f"{report.amount['max_new_tokens']} tokens, {turns} {'turn' if turns == 1 else 'turns'}"
     say(f"{report.model}, {report.dtype}, {report.device}; prompts: {counts}; {amount}")
     say(_fitness(report))
     for table in report.tables:
