@@ -154,16 +154,28 @@ def test_answers_to_questions_follow_from_the_facts():
 
 
 def test_labels_are_asked_for_in_another_order():
-    orders = 0
+    orders, forms = 0, dict.fromkeys((": ", "Whose", " = "), 0)
     for task in made("labels"):
         *lines, end = task.prompt.split("\n")
-        asked = end.removeprefix("In this order: ").split(", ")
-        label = dict(line.split(": ") for line in lines)
+        form = "Whose" if end.startswith("Whose") else " = " if " = " in lines[0] else ": "
+        asked = end.partition("n this order: ")[2].split(", ")
+        # First and last word of a line, whatever terms stand between them.
+        label = {line.split()[0].removesuffix(":"): line.split()[-1] for line in lines}
+        if form == "Whose":
+            assert len(set(label.values())) == len(label)
+            label = {value: key for key, value in label.items()}
+        mark = " = " if form == " = " else ": "
         assert 2 <= len(label) == len(lines) <= 14
         assert sorted(asked) == sorted(label)
-        assert task.completion == "".join(f"\n{key}: {label[key]}" for key in asked)
+        assert task.completion == "".join(f"\n{key}{mark}{label[key]}" for key in asked)
+        for line in lines:
+            if line.count(" = ") == 2:
+                _, terms, value = line.split(" = ")
+                assert eval(terms) == int(value)
         orders += asked != list(label)
+        forms[form] += 1
     assert orders > COUNT / 2
+    assert min(forms.values()) > COUNT / 6
 
 
 def test_of_a_task_only_the_completion_is_learned(tmp_path):

@@ -1,7 +1,9 @@
-"""A list of labelled words, then the same words again, asked for in another order.
+"""A list in which each word has another beside it, then the same words again, asked for in another order.
 
 Nothing but look-ups, a dozen in one answer: what a small model must be able to do before it answers questions about
-facts, and does not learn from them alone, where one token in ten is looked up.
+facts or follows a program, and does not learn from them alone, where one token in ten is looked up. There are three
+forms, since each has to be learned for itself: the word behind a word, the word before a word, and the value at the end
+of an assignment.
 """
 
 from __future__ import annotations
@@ -11,14 +13,65 @@ import random
 from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
 
 MOST = 14
+_VARIABLES = "abcdefghijkmnpqxyz"
 
 
 def make(chance: random.Random) -> Task:
-    """Draws a list of 2 to 14 words with a word beside each, and asks for all of them in another order."""
+    """Draws a list of 2 to 14 entries, and asks for all of them in another order."""
+    (form,) = chance.choices((_behind, _before, _assigned), (0.35, 0.4, 0.25))
+    return form(chance)
+
+
+def _behind(chance: random.Random) -> Task:
+    """The word behind a word."""
+    pairs = _pairs(chance)
+    asked = chance.sample(pairs, len(pairs))
+    lines = "\n".join(f"{key}: {value}" for key, value in pairs)
+    order = ", ".join(key for key, _ in asked)
+    return Task(
+        f"{lines}\nIn this order: {order}", "".join(f"\n{key}: {value}" for key, value in asked), lines
+    )
+
+
+def _before(chance: random.Random) -> Task:
+    """The word before a word."""
+    pairs = _pairs(chance)
+    asked = chance.sample(pairs, len(pairs))
+    lines = "\n".join(f"{key}: {value}" for key, value in pairs)
+    order = ", ".join(value for _, value in asked)
+    return Task(
+        f"{lines}\nWhose, in this order: {order}",
+        "".join(f"\n{value}: {key}" for key, value in asked),
+        lines,
+    )
+
+
+def _assigned(chance: random.Random) -> Task:
+    """The value at the end of an assignment, of a number or of a sum with its result."""
+    lines, values = [], {}
+    for name in chance.sample(_VARIABLES, chance.randint(2, MOST)):
+        left, right = chance.randint(2, 60), chance.randint(2, 9)
+        terms, values[name] = chance.choice(
+            (
+                ("", left),
+                (f"{left} + {right} = ", left + right),
+                (f"{left} - {right} = ", left - right),
+                (f"{left} * {right} = ", left * right),
+            )
+        )
+        lines.append(f"{name} = {terms}{values[name]}")
+    asked = chance.sample(list(values), len(values))
+    listed = "\n".join(lines)
+    return Task(
+        f"{listed}\nIn this order: {', '.join(asked)}",
+        "".join(f"\n{name} = {values[name]}" for name in asked),
+        listed,
+    )
+
+
+def _pairs(chance: random.Random) -> list[tuple[str, str]]:
+    """Words of one kind, each with a word of another kind; none is there twice."""
     keys, values = chance.sample((NAMES, THINGS, ANIMALS, COLORS, PLACES, range(2, 100)), 2)
     count = min(chance.randint(2, MOST), len(keys), len(values))
-    label = dict(zip(chance.sample(keys, count), chance.sample(values, count), strict=True))
-    asked = chance.sample(list(label), count)
-    lines = "\n".join(f"{key}: {value}" for key, value in label.items())
-    order = ", ".join(map(str, asked))
-    return Task(f"{lines}\nIn this order: {order}", "".join(f"\n{key}: {label[key]}" for key in asked), lines)
+    rows = zip(chance.sample(keys, count), chance.sample(values, count), strict=True)
+    return [(str(key), str(value)) for key, value in rows]
