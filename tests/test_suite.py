@@ -18,7 +18,7 @@ from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.suite_page import page
 from jaxspec.bench.suite_report import cells, columns, report
 from jaxspec.cli import bench, main
-from jaxspec.cli.bench import parse_run
+from jaxspec.cli.runs import parse_run
 from jaxspec.console import terminal
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras

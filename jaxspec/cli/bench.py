@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,12 +17,12 @@ from jaxspec.cli.options import (
     SamplingOptions,
     usual_methods,
 )
+from jaxspec.cli.runs import parse_run
 from jaxspec.console.output import check_directory
-from jaxspec.console.parsing import parse_as
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
 from jaxspec.methods import Method, registry
-from jaxspec.methods.flat import flat_options, given_options
+from jaxspec.methods.flat import given_options
 
 if TYPE_CHECKING:
     from jaxspec.bench.prompt_files import Task
@@ -170,22 +169,6 @@ class Bench:
         write_atomic(Path(self.output) / REPORT, json.dumps(report, indent=2) + "\n")
         write_atomic(Path(self.output) / PAGE, page(report))
         print(f"jaxspec: wrote {Path(self.output) / REPORT} and {PAGE}", file=sys.stderr)
-
-
-def parse_run(words: str) -> Method:
-    """A run as typed → the method with its options.
-
-    Raises:
-      ValueError: an unknown method or option, or a value that is none; one line.
-    """
-    try:
-        name, *rest = shlex.split(words) or [""]
-        options = flat_options([registry.find(name)])
-        return registry.make(
-            name, given_options(parse_as(options, f"jaxspec generate --method {name}", rest))
-        )
-    except ValueError as error:
-        raise ValueError(f"`runs` {words!r}: {error}") from None
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.papers import TAKES, PaperName, find
 from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.cli.runs import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
@@ -45,8 +46,6 @@ def run(command: Bench, paper: PaperName) -> int:
         )
     if command.output is not None:
         check_directory(Path(command.output))
-    from jaxspec.cli.bench import parse_run
-
     suite = command.suite
     options = PaperOptions(
         suite.limit,

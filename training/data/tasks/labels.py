@@ -25,25 +25,21 @@ def make(chance: random.Random) -> Task:
 def _behind(chance: random.Random) -> Task:
     """The word behind a word."""
     pairs = _pairs(chance)
-    asked = chance.sample(pairs, len(pairs))
-    lines = "\n".join(f"{key}: {value}" for key, value in pairs)
-    order = ", ".join(key for key, _ in asked)
-    return Task(
-        f"{lines}\nIn this order: {order}", "".join(f"\n{key}: {value}" for key, value in asked), lines
-    )
+    return _asked(pairs, chance.sample(pairs, len(pairs)), "In this order")
 
 
 def _before(chance: random.Random) -> Task:
     """The word before a word."""
     pairs = _pairs(chance)
-    asked = chance.sample(pairs, len(pairs))
-    lines = "\n".join(f"{key}: {value}" for key, value in pairs)
-    order = ", ".join(value for _, value in asked)
-    return Task(
-        f"{lines}\nWhose, in this order: {order}",
-        "".join(f"\n{value}: {key}" for key, value in asked),
-        lines,
+    return _asked(
+        pairs, [(value, key) for key, value in chance.sample(pairs, len(pairs))], "Whose, in this order"
     )
+
+
+def _asked(listed: list[tuple[str, str]], asked: list[tuple[str, str]], words: str) -> Task:
+    lines = "\n".join(f"{key}: {value}" for key, value in listed)
+    order = ", ".join(word for word, _ in asked)
+    return Task(f"{lines}\n{words}: {order}", "".join(f"\n{word}: {found}" for word, found in asked), lines)
 
 
 def _assigned(chance: random.Random) -> Task:
