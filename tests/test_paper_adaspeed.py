@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -67,6 +68,19 @@ def test_adaspeed(lm, tmp_path, monkeypatch):
     assert [claim.holds for claim in found.claims][-1] is False  # one exit is not lower than itself
     records = [json.loads(line) for line in (tmp_path / "greedy.jsonl").read_text().splitlines()[1:]]
     assert len(records) == 2
+    # Priced again, the clock would choose other cases, which the records are not of.
+    monkeypatch.setattr(counts, "round_prices", lambda *given, **options: pytest.fail("priced again"))
+    again = papers.find("adaspeed")(lm, options, print)
+    assert dataclasses.asdict(again) == dataclasses.asdict(found)
+
+
+def test_the_ideal_stop_may_draft_as_much_as_the_rules(lm, monkeypatch):
+    asked = []
+    monkeypatch.setattr(adaspeed.baselines, "ideal_exit", lambda bench, *given: asked.append(given))
+    with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
+        monkeypatch.setattr(bench, "measure", lambda *given, **options: None)
+        adaspeed._greedy(bench, {"oracle": Case("oracle", 1)})
+    assert asked == [(1, rules.LONGEST)]
 
 
 def counted(speedups: dict[Case, float]) -> counts.Counted:

@@ -70,7 +70,8 @@ def _greedy(bench: Workbench, chosen: Mapping[str, Case]) -> Measured:
     methods: dict[str, Method] = {
         NAMES[rule]: case.method() for rule, case in chosen.items() if rule != "oracle"
     }
-    peers = dict(short.peers) | {baselines.ORACLE: baselines.ideal_exit(bench, chosen["oracle"].exit_layer)}
+    ideal = baselines.ideal_exit(bench, chosen["oracle"].exit_layer, rules.LONGEST)
+    peers = dict(short.peers) | {baselines.ORACLE: ideal}
     return bench.measure("greedy", "reporting", methods, peers=peers, models=short.models)
 
 
