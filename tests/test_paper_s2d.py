@@ -15,7 +15,7 @@ from jaxspec.bench.prompt_files import Task
 from jaxspec.bench.suite import Suite
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.io import huggingface
-from jaxspec.methods import DraftModel
+from jaxspec.methods import DraftModel, DraftVerify
 from jaxspec.testing.models import TARGET, params
 from tests import tiny
 
@@ -114,6 +114,13 @@ def test_another_draft_in_the_same_place_has_records_of_its_own(lm, draft, tmp_p
 
     assert header(3) == header(3)
     assert header(3)["drafts"]["x"] != header(4)["drafts"]["x"]
+
+
+def test_a_run_that_cannot_be_is_refused_before_anything_is_tuned(lm, draft, monkeypatch):
+    monkeypatch.setattr(Workbench, "measure", lambda *given, **options: pytest.fail("tuned"))
+    runs = {"x": DraftVerify(plan="no/plan.json")}
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        papers.find("s2d")(lm, PaperOptions(draft=draft, runs=runs), print)
 
 
 def test_a_draft_is_needed(lm, monkeypatch):

@@ -12,6 +12,7 @@ instead, where that is faster on tuning prompts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,13 +68,16 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
 
     Raises:
       ValueError: the draft has no sorted exits or other tokens than the model, or what `Suite` raises.
-      FileNotFoundError: there is no such draft.
+      FileNotFoundError: there is no such draft, or a run lacks a file.
     """
     name = options.draft or (USUAL_DRAFT if USUAL_DRAFT in embedded_names() else None)
     if name is None:
         raise ValueError("the paper needs a sorted draft; give draft=DIR, made by `python -m training.soft`")
     with Workbench(lm, options, on_progress) as bench:
         found = sorted_draft(lm, name)
+        # Before an hour of tuning: whatever is wrong with them.
+        for at, method in itertools.product(TEMPERATURES, options.runs.values()):
+            lm.drafter(method, laws=(method_files.law_name(at),))
         thresholds = _tuned_thresholds(bench, name, found)
         best = max(thresholds, key=thresholds.__getitem__)
         drafts = [
