@@ -150,7 +150,8 @@ class Suite:
         models: Sequence[LanguageModel] = (),
     ) -> None:
         self._models = [lm, *models]
-        self._lm, self._options, self._law, self._seed = lm, options, dict(law), seed
+        self._lm, self._options, self._seed = lm, options, seed
+        self._law: dict[str, Any] = dict(law)
         self._methods: dict[str, Method] = {BASELINE: registry.find(BASELINE)(), **methods}
         self._peers = dict(peers or {})
         if self._peers and options.batch > 1:
@@ -172,7 +173,7 @@ class Suite:
     @property
     def sampling(self) -> bool:
         """Whether tokens are drawn at random, so that texts differ."""
-        return self._law["temperature"] > 0
+        return bool(self._law["temperature"] > 0)
 
     def header(self) -> dict[str, Any]:
         """What every record depends on."""

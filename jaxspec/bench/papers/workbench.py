@@ -155,7 +155,7 @@ class Workbench:
         self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
         self.directory = options.directory or Path(self._temporary.name if self._temporary else "")
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._prompts = dict.fromkeys(SPLITS, 0)
+        self._prompts: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def __enter__(self) -> Workbench:
         return self
