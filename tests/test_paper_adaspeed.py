@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jaxspec.bench import papers, prompts, rules
 from jaxspec.bench.papers import adaspeed
 from jaxspec.bench.papers import adaspeed_counts as counts
 from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.rules import Case, Rounds
 from jaxspec.engine.language_model import LanguageModel
@@ -64,9 +67,39 @@ def test_adaspeed(lm, tmp_path, monkeypatch):
     assert [row.name for row in exits.rows] == [*adaspeed.NAMES.values()]
     assert [row.name for row in gammas.rows] == ["γ0 0.1", "γ0 0.3", "γ0 0.6", "γ0 0.8", "γ0 0.95", "settled"]
     assert all(len(row.cells) == 3 for row in gammas.rows)
-    assert [claim.holds for claim in found.claims][-1] is False  # one exit is not lower than itself
+    assert [claim.holds for claim in found.claims][-1] is None  # one exit cannot be lower than itself
     records = [json.loads(line) for line in (tmp_path / "greedy.jsonl").read_text().splitlines()[1:]]
     assert len(records) == 2
+    # Priced again, the clock would choose other cases, which the records are not of.
+    monkeypatch.setattr(counts, "round_prices", lambda *given, **options: pytest.fail("priced again"))
+    again = papers.find("adaspeed")(lm, options, print)
+    assert dataclasses.asdict(again) == dataclasses.asdict(found)
+
+
+def test_the_ideal_stop_may_draft_as_much_as_the_rules(lm, monkeypatch):
+    asked = []
+    monkeypatch.setattr(adaspeed.baselines, "ideal_exit", lambda bench, *given: asked.append(given))
+    with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
+        monkeypatch.setattr(bench, "measure", lambda *given, **options: None)
+        adaspeed._greedy(bench, {"oracle": Case("oracle", 1)})
+    assert asked == [(1, rules.LONGEST)]
+
+
+def test_drawn_texts_are_tuned_at_the_same_exits_by_all_rules(lm, monkeypatch):
+    chosen = {rule: Case(rule, 2, 1) for rule in ("constant", "confidence", "product")}
+    tried = []
+
+    def measure(name, split, methods, **options):
+        tried.extend(methods if split == "tuning" else ())
+        return SimpleNamespace(ratio=lambda run: Cell(ours=1.0))
+
+    with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
+        monkeypatch.setattr(bench, "measure", measure)
+        adaspeed._drawn(bench, [1, 2, 3], chosen)
+    both = ("exit 1", "exit 2")  # the probe's, and the one chosen
+    assert {run.rpartition(",")[0] for run in tried if not run.startswith("probe")} == {
+        f"{rule}, {layer}" for rule in chosen for layer in both
+    }
 
 
 def counted(speedups: dict[Case, float]) -> counts.Counted:

@@ -145,6 +145,8 @@ def test_models_that_cannot_be_measured_are_refused():
         lengths = [len(bench.lm.encode(task.text([]))) for task in bench.tasks("tuning")]
         assert min(lengths) <= 7 < max(lengths)
         assert list(map(len, bench.encoded("tuning"))) == [one for one in lengths if one <= 7]
+        # What did not fit was not measured.
+        assert bench.report("A paper", [], []).prompts["tuning"] == sum(one <= 7 for one in lengths)
     with (
         pytest.raises(ValueError, match="none of the prompts fits into the context of 64 tokens"),
         Workbench(short, PaperOptions(max_new_tokens=64)) as bench,

@@ -71,6 +71,9 @@ class Fake:
         self.checked.append((method.name, len(prompts), options))
         return iter(())
 
+    def drafter(self, method, *, laws):
+        return method.name, None
+
     def generate(self, prompts, *, method, seed, **options):
         if len(self.calls) == self._stopped_at:
             raise KeyboardInterrupt

@@ -9,6 +9,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.margins import first_difference, margin
 from jaxspec.bench.prompt_files import Task, in_turn
@@ -18,9 +22,12 @@ from jaxspec.bench.timing import OnProgress, measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.io.line_log import LineLog
+from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method, registry
 
 FORMAT = "jaxspec.bench/1"
+# Numbers of an array up to which all of them tell what a method was made of; of a larger one its first and last row do.
+_SAMPLED = 4096
 # Another way to generate, such as another program's: token ids of one prompt and a seed → the text.
 Peer = Callable[[Sequence[int], int], Result]
 
@@ -83,6 +90,27 @@ def encoded(
     return lm.encode(task.messages(said) if chats else task.text(said))
 
 
+def _digest(made: Any) -> str:
+    """Names a drafter and its parameters by their numbers, of large arrays by a sample."""
+    numbers = [
+        leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, (int, float, jax.Array, np.ndarray))
+    ]
+    digest = hashlib.sha256()
+    for sample in jax.device_get(_samples(numbers)):
+        digest.update(np.ascontiguousarray(sample).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@jax.jit
+def _samples(leaves: list[jax.Array]) -> list[jax.Array]:
+    arrays = map(jnp.asarray, leaves)
+    ends = (0, -1)
+    return [
+        one if one.size <= _SAMPLED else jnp.stack([one[(at,) * (one.ndim - 1)][:_SAMPLED] for at in ends])
+        for one in arrays
+    ]
+
+
 class Suite:
     """Generates after each prompt by plain decoding and by every method, in turns.
 
@@ -122,13 +150,15 @@ class Suite:
         models: Sequence[LanguageModel] = (),
     ) -> None:
         self._models = [lm, *models]
-        self._lm, self._options, self._law, self._seed = lm, options, dict(law), seed
+        self._lm, self._options, self._seed = lm, options, seed
+        self._law: dict[str, Any] = dict(law)
         self._methods: dict[str, Method] = {BASELINE: registry.find(BASELINE)(), **methods}
         self._peers = dict(peers or {})
         if self._peers and options.batch > 1:
             raise ValueError(f"batch is {options.batch}, and peers generate one prompt at a time; give 1")
         self._log: LineLog | None = None
         self._said: dict[str, list[str]] = {}
+        self._made: dict[str, str] = {}
         self.records: list[Record] = []
         self.left_out: dict[str, int] = {}
         self.units = plan(tasks, options)
@@ -143,7 +173,7 @@ class Suite:
     @property
     def sampling(self) -> bool:
         """Whether tokens are drawn at random, so that texts differ."""
-        return self._law["temperature"] > 0
+        return bool(self._law["temperature"] > 0)
 
     def header(self) -> dict[str, Any]:
         """What every record depends on."""
@@ -157,6 +187,8 @@ class Suite:
             "dtype": self._lm.dtype,
             "device": self._lm.device.device_kind,
             "runs": {name: str(method) for name, method in self._methods.items()},
+            # What the options do not say: the draft, plan, thresholds or probe that lay where a method looks.
+            "drafts": self._made,
             "peers": list(self._peers),
             "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
             **dataclasses.asdict(self._options),
@@ -230,8 +262,9 @@ class Suite:
                 f"none of the prompts fits into the context of {self._lm.config.context_length} tokens with "
                 f"max_new_tokens={self._options.max_new_tokens}; give shorter ones"
             )
-        for method in self._methods.values():
+        for name, method in self._methods.items():
             self._lm.stream(first, method=method, **self._given())
+            self._made[name] = _digest(self._lm.drafter(method, laws=(law_name(**self._law),)))
 
     def _given(self) -> dict[str, Any]:
         return {

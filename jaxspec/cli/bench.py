@@ -49,7 +49,8 @@ class Bench:
     after the last prompt, or turn of its conversation, that is written down.
 
     With --paper the tables of one paper instead: its figures, this model's beside them, and which of its claims hold.
-    Prompts and runs are the paper's then; --limit holds for the tuning and the reporting prompts each.
+    Prompts and runs are the paper's then (adaspeed and s2d take --prompt-file); --limit holds for the tuning and the
+    reporting prompts each.
 
     Attributes:
       paper: measure the tables of one paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d

@@ -430,11 +430,17 @@ class LanguageModel:
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds), single
 
     def drafter(
-        self, method: str | Method, *, beside: bool = True, **method_options: Any
+        self,
+        method: str | Method,
+        *,
+        beside: bool = True,
+        laws: tuple[str, ...] = ("greedy",),
+        **method_options: Any,
     ) -> tuple[Drafter, Any]:
-        """Returns the drafter of a method's name and its parameters: what `generate` makes of them for greedy texts.
+        """Returns the drafter of a method's name and its parameters: what `generate` makes of them.
 
-        `beside`: whether the files that lie beside the model count.
+        `beside`: whether the files that lie beside the model count; `laws`: of the texts, by their names (see
+        `io.method_files.law_name`).
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
@@ -446,7 +452,7 @@ class LanguageModel:
           (10, None)
         """
         directory = self.directory if beside else None
-        drafter, weights = self._method(method, method_options, ("greedy",), directory)
+        drafter, weights = self._method(method, method_options, laws, directory)
         return drafter, weights.drafter
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:

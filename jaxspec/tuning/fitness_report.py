@@ -82,7 +82,7 @@ def beside(lm: LanguageModel) -> dict[str, Any] | None:
     if path is None or not path.is_file():
         return None
     report = read_format(path, FORMAT, "a report of the fitness test")
-    check_model(path, report["model"], lm.fingerprint, "python -m training.export")
+    check_model(path, report.get("model"), lm.fingerprint, "python -m training.export")
     return report
 
 

@@ -70,21 +70,26 @@ def _greedy(bench: Workbench, chosen: Mapping[str, Case]) -> Measured:
     methods: dict[str, Method] = {
         NAMES[rule]: case.method() for rule, case in chosen.items() if rule != "oracle"
     }
-    peers = dict(short.peers) | {baselines.ORACLE: baselines.ideal_exit(bench, chosen["oracle"].exit_layer)}
+    ideal = baselines.ideal_exit(bench, chosen["oracle"].exit_layer, rules.LONGEST)
+    peers = dict(short.peers) | {baselines.ORACLE: ideal}
     return bench.measure("greedy", "reporting", methods, peers=peers, models=short.models)
 
 
 def _drawn(
     bench: Workbench, exits: Sequence[int], chosen: Mapping[str, Case]
 ) -> tuple[dict[str, Case], Measured]:
-    """Each rule tuned on drawn texts, near the exits that were best for greedy ones, and measured on others."""
-    near = sorted({chosen[rule].exit_layer for rule in ("constant", "confidence", "product")})
+    """Each rule tuned on drawn texts, and measured on others.
+
+    At the exits that were best for greedy texts, and at those with a probe for drawn ones: all rules at all of them, so
+    that none has more to choose from.
+    """
+    near = {chosen[rule].exit_layer for rule in ("constant", "confidence", "product")}
+    probed = {layer for layer in exits if rules.probe_file(bench.lm, layer, law_name(**TOP_P)) is not None}
     cases = [
         Case(rule, layer, number)
         for rule in NAMES
         if rule != "oracle"
-        for layer in (exits if rule == "probe" else near)
-        if rule != "probe" or rules.probe_file(bench.lm, layer, law_name(**TOP_P)) is not None
+        for layer in sorted(probed if rule == "probe" else near | probed)
         for number in (DRAWN_CONSTANTS if rule == "constant" else DRAWN_GAMMAS)
     ]
     tried = bench.measure(
@@ -216,14 +221,16 @@ def _claims(
         faster(
             "With top-p, AdaSPEED is faster with a probe than without.", "probe", "product", sampled, best
         ),
-        _lower_exit(chosen),
+        _lower_exit(counted, chosen),
     )
 
 
-def _lower_exit(chosen: Mapping[str, Case]) -> Claim:
+def _lower_exit(counted: Counted, chosen: Mapping[str, Case]) -> Claim:
     says = "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
     exits = {rule: chosen[rule].exit_layer for rule in ("product", "constant", "confidence")}
     found = ", ".join(f"{NAMES[rule]} {layer}" for rule, layer in exits.items())
+    if len({case.exit_layer for case in counted.rounds}) == 1:
+        return Claim(says, None, f"exits: {found}, the only one of this model that was tried")
     return Claim(says, exits["product"] < min(exits["constant"], exits["confidence"]), f"exits: {found}")
 
 

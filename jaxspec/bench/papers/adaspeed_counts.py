@@ -76,29 +76,47 @@ def count(bench: Workbench, exits: Sequence[int]) -> Counted:
     for layer in exits:
         bench.on_progress(f"replaying exit {layer}")
         rounds |= rules.replayed(lm, layer, tuning[layer], reporting[layer])
+    # Written down, as they are the clock's: with other prices another case may be the best, and what was measured of
+    # the first would be lost.
+    priced = bench.once(
+        "prices",
+        lambda: _prices(bench, exits),
+        exits=list(exits),
+        lengths=[LENGTHS, CONSTANT_LENGTHS],
+        repeats=options.repeats,
+    )
+    return Counted(
+        rounds,
+        {layer: {n: priced[_name("rule", layer, n)] for n in LENGTHS} for layer in exits},
+        {layer: {n: priced[_name("constant", layer, n)] for n in CONSTANT_LENGTHS} for layer in exits},
+        {layer: _share(lm, layer) for layer in exits},
+    )
+
+
+def _name(kind: str, layer: int, length: int) -> str:
+    return f"{kind}, exit {layer}, {length}"
+
+
+def _prices(bench: Workbench, exits: Sequence[int]) -> dict[str, float]:
+    """What a round costs, by `_name`."""
+    lm, options = bench.lm, bench.options
     drafters = {
-        ("rule", layer, length): EarlyExit(lm.config, layer, fixed_length(length), rules.LONGEST)
+        _name("rule", layer, length): EarlyExit(lm.config, layer, fixed_length(length), rules.LONGEST)
         for layer in exits
         for length in LENGTHS
     } | {
-        ("constant", layer, length): EarlyExit(lm.config, layer, num_draft_tokens=length)
+        _name("constant", layer, length): EarlyExit(lm.config, layer, num_draft_tokens=length)
         for layer in exits
         for length in CONSTANT_LENGTHS
     }
     tokens = min(PRICED_TOKENS, options.max_new_tokens)
-    priced = round_prices(
+    return round_prices(
         lm,
         drafters,
         _of_one_capacity(bench.encoded("tuning"), tokens)[:PRICED],
         max_new_tokens=tokens,
         repeats=options.repeats,
         on_progress=lambda what: bench.on_progress(f"prices: {what}"),
-    )
-    return Counted(
-        rounds,
-        {layer: {n: priced["rule", layer, n] for n in LENGTHS} for layer in exits},
-        {layer: {n: priced["constant", layer, n] for n in CONSTANT_LENGTHS} for layer in exits},
-        {layer: _share(lm, layer) for layer in exits},
     )
 
 

@@ -50,7 +50,7 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
 
     Whoever reports a speed-up of a model that does not need its depth must beat this one.
     """
-    lm, fitness = bench.lm, fitness_report.beside(bench.lm)
+    lm, fitness = bench.lm, bench.fitness
     if fitness is None:
         return Cut(
             None,
@@ -159,12 +159,18 @@ def fastest(bench: Workbench, name: str, candidates: Mapping[str, M], **options:
     return best, candidates[best]
 
 
-def ideal_exit(bench: Workbench, exit_layer: int) -> Peer:
-    """Greedy drafts by the model's first layers under a stop rule that knows the text; see `oracle`."""
+def ideal_exit(bench: Workbench, exit_layer: int, longest: int = ORACLE_TOKENS) -> Peer:
+    """Greedy drafts by the model's first layers under a stop rule that knows the text; see `oracle`.
+
+    Args:
+      bench: generates.
+      exit_layer: how many layers draft.
+      longest: the most tokens of a draft, K: at least that of the rules that it is compared with.
+    """
 
     def drafter(prompt: Sequence[int], text: Sequence[int]) -> Drafter:
         rule = oracle(bench.lm, prompt, text, exit_layer, bench.options.max_new_tokens)
-        return EarlyExit(bench.lm.config, exit_layer, rule, ORACLE_TOKENS)
+        return EarlyExit(bench.lm.config, exit_layer, rule, longest)
 
     return ideal(bench, drafter)
 

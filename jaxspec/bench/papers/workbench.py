@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.line_log import LineLog
 from jaxspec.methods import Method
 from jaxspec.tuning import fitness_report
+
+SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")
 
 
 def law(temperature: float = 0.0) -> dict[str, Any]:
@@ -129,10 +133,12 @@ class Workbench:
 
     Attributes:
       lm, options, on_progress: as given.
+      fitness: the report of the fitness test that lies beside the model; None where there is none.
       directory: for records and whatever methods read, that of the options, made if missing, or a temporary one.
 
     Raises:
-      ValueError: the model has no tokenizer, or one layer, of which a draft can leave out nothing.
+      ValueError: the model has no tokenizer, or one layer, of which a draft can leave out nothing, or the fitness
+        report beside it is none of its own.
     """
 
     def __init__(
@@ -144,10 +150,12 @@ class Workbench:
                 f"{lm.name} has one layer, and the papers' drafts leave layers out; choose another model"
             )
         self.lm, self.options, self.on_progress = lm, options, on_progress
+        # Before hours of measurement: whatever is wrong with it.
+        self.fitness = fitness_report.beside(lm)
         self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
         self.directory = options.directory or Path(self._temporary.name if self._temporary else "")
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._prompts = dict.fromkeys(("tuning", "reporting"), 0)
+        self._prompts: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def __enter__(self) -> Workbench:
         return self
@@ -160,9 +168,7 @@ class Workbench:
 
     def tasks(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
         """The prompts of a split, of each kind in turn, as many as the options say."""
-        found = in_turn(self._known(split, kinds), lambda task: task.category)[: self.options.limit]
-        self._prompts[split] = max(self._prompts[split], len(found))
-        return found
+        return in_turn(self._known(split, kinds), lambda task: task.category)[: self.options.limit]
 
     def encoded(
         self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS, most: int | None = None
@@ -180,9 +186,14 @@ class Workbench:
                 f"none of the prompts fits into the context of {self.lm.config.context_length} tokens with "
                 f"max_new_tokens={self.options.max_new_tokens}; give fewer"
             )
+        self._count(split, len(fitting))
         return fitting
 
-    def _known(self, split: prompts.Split, kinds: Sequence[str]) -> list[Task]:
+    def _count(self, split: prompts.Split, measured: int) -> None:
+        """Notes how many prompts there were that fit."""
+        self._prompts[split] = max(self._prompts[split], measured)
+
+    def _known(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
         if not self.options.prompt_file:
             return own_tasks(split, kinds)
         if kinds is not prompts.KINDS:
@@ -195,7 +206,9 @@ class Workbench:
         begin = 0 if split == "tuning" else 1
         found = [task for some in first.values() for task in some[begin::2]]
         if not found:
-            raise ValueError("prompt_file has one prompt, and tuning and reporting need one each; give more")
+            raise ValueError(
+                "prompt_file has no category of two prompts, and tuning and reporting need one each; give more"
+            )
         return found
 
     def measure(
@@ -240,6 +253,7 @@ class Workbench:
         )
         suite.resume(log)
         suite.measure(lambda what: self.on_progress(f"{name}: {what}"))
+        self._count(split, len({record.id for record in suite.records}))
         return Measured(suite)
 
     def once(self, name: str, compute: Callable[[], dict[str, Any]], **given: Any) -> dict[str, Any]:
@@ -250,11 +264,13 @@ class Workbench:
           compute: gives what JSON can hold.
           **given: what it depends on, besides the model and the options.
         """
+        prompts_read = [[dataclasses.asdict(task) for task in self._known(split)] for split in SPLITS]
         header = {
             "format": f"{FORMAT}/{name}",
             "model": self.lm.fingerprint,
             "dtype": self.lm.dtype,
             "device": self.lm.device.device_kind,
+            "all_prompts": hashlib.sha256(json.dumps(prompts_read).encode()).hexdigest()[:16],
             **{field: getattr(self.options, field) for field in ("limit", "max_new_tokens", "seed")},
             **given,
         }
@@ -266,7 +282,7 @@ class Workbench:
 
     def report(self, paper: str, tables: Sequence[Table], claims: Sequence[Claim]) -> Report:
         """What was measured, with what is known of the model."""
-        lm, fitness = self.lm, fitness_report.beside(self.lm)
+        lm, fitness = self.lm, self.fitness
         failed = None if fitness is None else tuple(c["name"] for c in fitness["checks"] if not c["passed"])
         return Report(
             paper,
