@@ -18,7 +18,6 @@ import jaxspec
 from jaxspec.io.files import write_atomic
 from jaxspec.io.line_log import LineLog
 from training import command, prompts
-from training.data.formats import Document
 from training.loop.progress import Progress
 from training.parsing import parse
 from training.prompts import PromptOptions
@@ -61,11 +60,24 @@ def write_texts(options: Options, console: Console) -> int:
     lm = jaxspec.load(options.model)
     training, held_out = prompts.read(options, console.print)
     documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
-    begun = {}
-    for document in prompts.choose(documents, options, options.prompts):
-        ids = prompts.beginning(document, options, lm)
-        if len(ids) + options.new_tokens <= lm.config.context_length:
-            begun[_prompt(document, ids, lm)] = (ids, document.origin)
+    begun, context = {}, lm.config.context_length
+    chosen = prompts.choose(documents, options, options.prompts)
+    too_long = 0
+    for document in chosen:
+        ids, question = prompts.beginning(document, options, lm), prompts.question_of(document)
+        # A question is asked whole or not at all: half of one has no place for an answer.
+        if len(ids) + options.new_tokens <= context and (not question or lm.encode(question) == ids):
+            begun[question or lm.tokenizer.decode(ids)] = (ids, document.origin)
+        else:
+            too_long += 1
+    if too_long:
+        said = (
+            f"{too_long} of {len(chosen)} prompts leave no room for new_tokens {options.new_tokens} in the context of "
+            f"{context} tokens"
+        )
+        if not begun:
+            raise ValueError(f"{said}; give fewer")
+        console.print(f"{said}, and are left out")
     header = {
         "format": FORMAT,
         "model": lm.fingerprint,
@@ -86,12 +98,6 @@ def write_texts(options: Options, console: Console) -> int:
         completions = "\n\n".join(entry["completion"] for entry in log.entries)
         write_atomic(options.output.with_suffix(".txt"), completions + "\n")
     return len(log.entries)
-
-
-def _prompt(document: Document, ids: Sequence[int], lm: Any) -> str:
-    """The text of a prompt; that of a question has the special tokens of its chat template."""
-    question = prompts.question_of(document)
-    return question if question and lm.encode(question) == list(ids) else lm.tokenizer.decode(ids)
 
 
 def _generate(
