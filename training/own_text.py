@@ -32,7 +32,8 @@ class Options(PromptOptions):
     A draft is to say what its target says: the target's own text is its data, better than text that others wrote.
     Each record has the `prompt`, the `completion`, whether it `ended` by itself, and the `origin` by which it is held
     out: as the document that the prompt is of. A .txt file beside has the completions alone, for `jaxspec vocab` to
-    count. The same command goes on where it was stopped, and with more --prompts where it had ended.
+    count. The same command goes on where it was stopped, and with more --prompts where it had ended;
+    texts of prompts that are no longer asked for stay in the .log file only.
 
     Attributes:
       output: the .jsonl file to write.
@@ -94,10 +95,13 @@ def write_texts(options: Options, console: Console) -> int:
         if left:
             _generate(lm, options, {prompt: begun[prompt] for prompt in left}, log, console)
     finally:
-        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in log.entries))
-        completions = "\n\n".join(entry["completion"] for entry in log.entries)
+        # In the order of the prompts, and of these alone: so it does not matter how often it was stopped.
+        written = {entry["prompt"]: entry for entry in log.entries}
+        entries = [written[prompt] for prompt in begun if prompt in written]
+        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in entries))
+        completions = "\n\n".join(entry["completion"] for entry in entries)
         write_atomic(options.output.with_suffix(".txt"), completions + "\n")
-    return len(log.entries)
+    return len(entries)
 
 
 def _generate(
