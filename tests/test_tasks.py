@@ -261,12 +261,15 @@ def test_a_kind_that_is_not_named_is_the_family():
 
 
 def test_prompts_to_measure_on_are_none_that_are_trained_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tasks, "USUAL_COUNT", 30)
+    """Not in other words either: with other names, say."""
+    monkeypatch.setattr(tasks, "USUAL_COUNT", 2000)
     file = tmp_path / "tasks.jsonl"
-    assert task_command.main(["--output", str(file), "--count", "4", "--families", "sums", "edits"]) == 0
+    assert task_command.main(["--output", str(file), "--count", "40", "--families", "sums", "edits"]) == 0
     read = read_tasks([file])
-    assert [task.category for task in read] == ["sums"] * 4 + ["edits"] * 4
-    for task in read:
-        assert task.turns[0] not in {other.prompt for other in tasks.tasks(task.category, 30)}
+    assert [task.category for task in read] == ["sums"] * 40 + ["edits"] * 40
+    for family in ("sums", "edits"):
+        learned = {task.origin for task in tasks.tasks(family, 2000)}
+        origins = {task.prompt: task.origin for task in tasks.tasks(family, 4000)}
+        assert not {origins[task.turns[0]] for task in read if task.category == family} & learned
     assert task_command.main(["--output", str(file), "--families", "sum"]) == 2
     assert "--families is 'sum'; choose some of sums, code" in capsys.readouterr().err

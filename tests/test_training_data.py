@@ -94,6 +94,18 @@ def test_questions_and_instructions_become_conversations(tmp_path):
     assert texts(read(write_lines(tmp_path / "b.jsonl", records[3:4]))) == [found[3].text]
 
 
+def test_conversations_are_held_out_by_origin_and_the_cases_of_an_instruction_together(tmp_path):
+    """Else a task that differs in names alone, or another case of what is judged, would be learned."""
+    records = [
+        {"instruction": "Count.", "instances": [{"input": "", "output": "1"}, {"input": "x", "output": "2"}]},
+        {"prompt": "Tim has 2.", "completion": "2", "origin": "has 2"},
+        {"prompt": "Say yes.", "completion": "Yes."},
+        {"instruction": "None.", "instances": []},
+    ]
+    found = read(write_lines(tmp_path / "a.jsonl", records), "chat")
+    assert [document.origin for document in found] == [found[0].text] * 2 + ["has 2", found[3].text]
+
+
 def test_the_end_of_a_completion_that_was_cut_off_is_not_learned(tmp_path):
     words = tokenizer.train(["Say yes. Yes."], 270)
     record = {"prompt": "Say", "completion": " yes"}

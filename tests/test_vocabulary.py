@@ -314,6 +314,20 @@ def test_long_texts_are_read_in_pieces_that_end_at_line_ends(tmp_path, monkeypat
     assert seen == ["abc\nde\n", "abcdeabc", "deabcde\n", "ab"]
 
 
+def test_of_records_the_texts_are_counted(tmp_path, monkeypatch):
+    """Not the names of their fields, nor backslashes for the ends of lines."""
+    seen = []
+    lm = tiny.language_model()
+    monkeypatch.setattr(lm, "encode", lambda text: seen.append(text) or [])
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a\\nb", "n": 3}\n\n{"turns": ["c", {"d": "\\u00e9"}]}\n')
+    list(vocabulary.encoded(lm, [str(file)]))
+    assert seen == ["a\nb\nc\né"]
+    file.write_text('{"text": "a"}\nabc\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 is not JSON; give one record a line, or plain text"):
+        list(vocabulary.encoded(lm, [str(file)]))
+
+
 def test_special_tokens_are_always_there():
     lm = tiny.language_model()
     assert vocabulary.always_there(lm) == [0, 10]

@@ -18,7 +18,6 @@ import jaxspec
 from jaxspec.io.files import write_atomic
 from jaxspec.io.line_log import LineLog
 from training import command, prompts
-from training.data.formats import Document
 from training.loop.progress import Progress
 from training.parsing import parse
 from training.prompts import PromptOptions
@@ -33,7 +32,8 @@ class Options(PromptOptions):
     A draft is to say what its target says: the target's own text is its data, better than text that others wrote.
     Each record has the `prompt`, the `completion`, whether it `ended` by itself, and the `origin` by which it is held
     out: as the document that the prompt is of. A .txt file beside has the completions alone, for `jaxspec vocab` to
-    count. The same command goes on where it was stopped, and with more --prompts where it had ended.
+    count. The same command goes on where it was stopped, and with more --prompts where it had ended;
+    texts of prompts that are no longer asked for stay in the .log file only.
 
     Attributes:
       output: the .jsonl file to write.
@@ -61,11 +61,24 @@ def write_texts(options: Options, console: Console) -> int:
     lm = jaxspec.load(options.model)
     training, held_out = prompts.read(options, console.print)
     documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
-    begun = {}
-    for document in prompts.choose(documents, options, options.prompts):
-        ids = prompts.beginning(document, options, lm)
-        if len(ids) + options.new_tokens <= lm.config.context_length:
-            begun[_prompt(document, ids, lm)] = (ids, document.origin)
+    begun, context = {}, lm.config.context_length
+    chosen = prompts.choose(documents, options, options.prompts)
+    too_long = 0
+    for document in chosen:
+        ids, question = prompts.beginning(document, options, lm), prompts.question_of(document)
+        # A question is asked whole or not at all: half of one has no place for an answer.
+        if len(ids) + options.new_tokens <= context and (not question or lm.encode(question) == ids):
+            begun[question or lm.tokenizer.decode(ids)] = (ids, document.origin)
+        else:
+            too_long += 1
+    if too_long:
+        said = (
+            f"{too_long} of {len(chosen)} prompts leave no room for new_tokens {options.new_tokens} in the context of "
+            f"{context} tokens"
+        )
+        if not begun:
+            raise ValueError(f"{said}; give fewer")
+        console.print(f"{said}, and are left out")
     header = {
         "format": FORMAT,
         "model": lm.fingerprint,
@@ -82,16 +95,13 @@ def write_texts(options: Options, console: Console) -> int:
         if left:
             _generate(lm, options, {prompt: begun[prompt] for prompt in left}, log, console)
     finally:
-        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in log.entries))
-        completions = "\n\n".join(entry["completion"] for entry in log.entries)
+        # In the order of the prompts, and of these alone: so it does not matter how often it was stopped.
+        written = {entry["prompt"]: entry for entry in log.entries}
+        entries = [written[prompt] for prompt in begun if prompt in written]
+        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in entries))
+        completions = "\n\n".join(entry["completion"] for entry in entries)
         write_atomic(options.output.with_suffix(".txt"), completions + "\n")
-    return len(log.entries)
-
-
-def _prompt(document: Document, ids: Sequence[int], lm: Any) -> str:
-    """The text of a prompt; that of a question has the special tokens of its chat template."""
-    question = prompts.question_of(document)
-    return question if question and lm.encode(question) == list(ids) else lm.tokenizer.decode(ids)
+    return len(entries)
 
 
 def _generate(

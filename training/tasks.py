@@ -50,13 +50,18 @@ class Options:
 def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
     """Prompts of tasks that no training takes, unless it asks for more than the usual number of a family.
 
+    Nor does it take them in other words: tasks whose origin is that of one before are left out.
+
     Examples:
       >>> [entry["category"] for entry in prompts(["sums"], 1)]
       ['sums']
     """
     for family in families:
-        made = tasks.tasks(family, tasks.USUAL_COUNT + count)
-        for number, task in enumerate(itertools.islice(made, tasks.USUAL_COUNT, None), 1):
+        # More than are taken, for those that are left out: nearly half of the sums.
+        made = tasks.tasks(family, 2 * tasks.USUAL_COUNT + 20 * count)
+        learned = {task.origin for task in itertools.islice(made, tasks.USUAL_COUNT)}
+        others = (task for task in made if task.origin not in learned)
+        for number, task in enumerate(itertools.islice(others, count), 1):
             yield {"question_id": f"{family}/{number}", "category": family, "turns": [task.prompt]}
 
 

@@ -25,7 +25,7 @@ class Vocab:
     chat template writes, come first, however rare.
 
     Attributes:
-      data: a text file to count.
+      data: a text file to count; of a .jsonl file the texts in its records.
       generate: count what the model itself writes after prompts.
       prompt_file: [--generate] a file that holds one prompt. Default: a few short ones.
       max_new_tokens: [--generate] how many tokens the model writes at most after each prompt. Default 128.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.files import read_text
+from jaxspec.io.files import parse_json, read_text
 from jaxspec.io.vocabulary_file import Ranking
 
 # Characters that are encoded at once: a tokenizer needs many times their memory.
@@ -18,13 +19,15 @@ _CONVERSATION = tuple({"role": role, "content": ""} for role in ("user", "assist
 
 
 def encoded(lm: LanguageModel, paths: Sequence[str]) -> Iterator[list[int]]:
-    """The token ids of text files, in pieces that end at line ends.
+    """The token ids of text files, in pieces that end at line ends; of a .jsonl file the texts in its records.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing, empty or no text, or the model has no tokenizer.
     """
     for path in paths:
         text = read_text(path, "`data` must be text files")
+        if path.endswith(".jsonl"):
+            text = "\n".join(_texts_of_lines(path, text))
         if not text:
             raise ValueError(f"{path} is empty; `data` must be text files")
         begin = 0
@@ -33,6 +36,26 @@ def encoded(lm: LanguageModel, paths: Sequence[str]) -> Iterator[list[int]]:
             end = line_end if line_end and begin + _PIECE < len(text) else begin + _PIECE
             yield lm.encode(text[begin:end])
             begin = end
+
+
+def _texts_of_lines(path: str, content: str) -> Iterator[str]:
+    """The texts in the records of a file: names of fields and escapes are nothing that a model writes."""
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield from _texts(parse_json(line))
+            except ValueError:
+                raise ValueError(
+                    f"{path}:{number} is not JSON; give one record a line, or plain text"
+                ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def always_there(lm: LanguageModel) -> list[int]:

@@ -114,7 +114,10 @@ def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """A question and its answer as messages, whatever they are called; of instructions each case."""
+    """A question and its answer as messages, whatever they are called; of instructions each case.
+
+    All cases are held out together, with the records of the same `origin` if it is there.
+    """
     pairs: list[tuple[str, str]] = []
     if "instruction" in record:
         cases = record.get("instances", [record])
@@ -130,13 +133,17 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
         asked, answered = (_string(record, name) for name in names)
         pairs.append((asked, answered))
     roles = ("user", "assistant")
-    return [
+    documents = [
         document
         for pair in pairs
         for document in _conversation(
             [{"role": role, "content": text.strip()} for role, text in zip(roles, pair, strict=True)], chat
         )
     ]
+    if not documents:
+        return []
+    origin = _string(record, "origin") if "origin" in record else documents[0].origin
+    return [dataclasses.replace(document, origin=origin) for document in documents]
 
 
 def _conversation(messages: list[dict[str, str]], chat: Chat) -> list[Document]:
