@@ -59,6 +59,8 @@ def write_texts(options: Options, console: Console) -> int:
       ValueError: something given does not fit, or the file's log is of other options.
     """
     lm = jaxspec.load(options.model)
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.name} has no tokenizer, and prompts are texts; give a model that has one")
     training, held_out = prompts.read(options, console.print)
     documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
     begun, context = {}, lm.config.context_length
