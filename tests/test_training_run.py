@@ -245,6 +245,23 @@ def test_models_of_one_shape_are_told_apart(params, words):
     assert first == again != another
 
 
+def test_runs_with_other_teachers_are_told_apart(params, words):
+    given = ["--data", "a", "--run", "r", "--start", "s", "--exits", "1", "--target", "t"]
+    options = parsing.parse(soft.Options, given, "soft")
+    start, loss = Start(CONFIG, params, words), base.next_token(CONFIG)
+    others = [(CONFIG, params), (CONFIG, llama.init_params(CONFIG, jax.random.key(1)))]
+
+    def identity(target, weight):
+        return run_record.identity(
+            options, start, Objective(loss, target=target, distil_weight=weight), "training.soft", ""
+        )
+
+    # A target that only measures may change.
+    assert identity(others[0], 0.0) == identity(others[1], 0.0) == identity(None, 0.0)
+    assert identity(others[0], 0.5) != identity(others[1], 0.5)
+    assert identity(others[0], 0.5) != identity(others[0], 1.0) != identity(others[0], 0.0)
+
+
 def test_a_first_command_that_failed_can_be_corrected(folder, capsys):
     """It had learned and kept a tokenizer already."""
     assert sft.main(arguments(folder, "corrected", "--batch", "5000")) == 1

@@ -25,12 +25,16 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
     """Lists what must be the same where a run is resumed, for run.json; all else, as its length, may change."""
     scratch = options.start == SCRATCH
     learned = scratch and options.model.tokenizer is None
+    # A target that only measures may be another one; one that is learned from makes another run.
+    teacher = aim.target if aim.distil_weight else None
     return {
         "job": module,
         "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
         "exits": list(aim.judged),
         "freeze_embeddings": options.freeze_embeddings,
         "draft_vocab": None if aim.part is None else hashlib.sha256(aim.part.tobytes()).hexdigest()[:16],
+        "distil_weight": aim.distil_weight,
+        "target": None if teacher is None else method_files.fingerprint(*teacher),
         "vocab_size": options.model.vocab_size if learned else None,
         "seed": options.seed,
         "held_out": options.data.held_out,

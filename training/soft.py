@@ -101,7 +101,15 @@ def objective(options: Options, start: Start) -> Objective:
         part,
     )
     extra = {"exits": list(options.exits)}
-    return Objective(loss, exits=options.exits, judged=options.exits, target=target, extra=extra, part=part)
+    return Objective(
+        loss,
+        exits=options.exits,
+        judged=options.exits,
+        target=target,
+        extra=extra,
+        part=part,
+        distil_weight=options.distil_weight,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

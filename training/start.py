@@ -35,6 +35,7 @@ class Objective(NamedTuple):
       target: the model that is to accept what the exits draft; None for the model's own last layer.
       extra: what config.json says under `jaxspec`.
       part: int32[N], the tokens among which the model chooses, rising; None for all.
+      distil_weight: the share of the target's law in the loss.
     """
 
     loss: Loss
@@ -43,6 +44,7 @@ class Objective(NamedTuple):
     target: tuple[LlamaConfig, Params] | None = None
     extra: dict[str, Any] | None = None
     part: np.ndarray | None = None
+    distil_weight: float = 0.0
 
 
 class Start(NamedTuple):
