@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -18,8 +19,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 import jaxspec
 from jaxspec.cli import main
@@ -40,26 +39,13 @@ from jaxspec.io import tokenizer as tokenizers
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.tokenizer import load_tokenizer
 from jaxspec.methods.flat import all_options
-from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import num_params
 from jaxspec.testing import reference
 from tests import caching
+from tests.commands import CONFIG, PROMPT, called, one_error, write_model, write_tiny, write_tokenizer
 from tests.test_tokenizer import tokenizer
 
 ROOT = Path(__file__).parents[1]
-PROMPT = "Once upon a time"
-CONFIG = LlamaConfig(
-    vocab_size=300,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_ids=(1,),
-)
 STATISTICS = {field.name for field in dataclasses.fields(Statistics)} | {
     "mean_acceptance_length",
     "draft_acceptance_rate",
@@ -68,34 +54,9 @@ STATISTICS = {field.name for field in dataclasses.fields(Statistics)} | {
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def write_model(directory: Path, config: LlamaConfig = CONFIG, seed: int = 1) -> Path:
-    huggingface.save(directory, config, jax.tree.map(np.float32, reference.random_params(config, seed)))
-    return directory
-
-
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE: a token may be part of a character."""
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([PROMPT] * 3, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    backend.save(str(directory / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(names))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,13 +72,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def run(capsys):
     """Runs a command in this process; returns status, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return functools.partial(called, capsys)
 
 
 def process(*arguments: object, **options) -> subprocess.CompletedProcess:
@@ -479,14 +434,6 @@ WRONG_MODELS = {
     "no_tokenizer": (no_tokenizer, "no tokenizer"),
     "nowhere": (lambda m, d: d, "no directory"),
 }
-
-
-def one_error(run, *arguments: object) -> str:
-    """The error of a wrong use: one line, and nothing else."""
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert re.fullmatch(r"jaxspec: error: [^\n]+\n", err), err
-    return err
 
 
 @pytest.mark.parametrize("kind", WRONG_MODELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from tests.test_cli import CONFIG, write_model, write_tokenizer
+from tests.commands import CONFIG, write_model, write_tokenizer
 from training import depth
 
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cli import main
 from jaxspec.cli.inspect import _marks
 from jaxspec.console import terminal
 from jaxspec.engine import compilation_cache
@@ -34,7 +33,7 @@ from jaxspec.tuning.figures import save_figures
 from jaxspec.tuning.fitness_report import read_texts
 from jaxspec.tuning.inspect import inspect_model, sublayer_ms, weights_read
 from tests import tiny
-from tests.test_cli import one_error, write_model, write_tokenizer
+from tests.commands import called, one_error, write_tiny
 
 # Three layers, so that a mask and an early exit have something to choose; dynamic RoPE, whose base depends on
 # where the prompt ends.
@@ -338,9 +337,7 @@ def test_marks_of_a_mask():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory)
 
 
 @pytest.fixture
@@ -349,13 +346,7 @@ def run(capsys, monkeypatch):
     monkeypatch.setattr(compilation_cache, "enable", lambda: None)
     monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)
     monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return functools.partial(called, capsys)
 
 
 def test_json(run, model, tmp_path, monkeypatch):

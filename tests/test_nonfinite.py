@@ -17,7 +17,7 @@ from jaxspec.model import cache as kv
 from jaxspec.sampling import Sampling
 from jaxspec.testing import reference
 from tests import tiny
-from tests.test_cli import CONFIG, write_tokenizer
+from tests.commands import CONFIG, write_tokenizer
 
 PROMPTS = ((1, 3, 1, 3, 1, 4), (5, 2), (7, 7, 6, 1))
 BUDGET = 12

@@ -13,7 +13,6 @@ from jaxspec.bench import papers, prompts, rules
 from jaxspec.bench.papers import adaspeed
 from jaxspec.bench.papers import adaspeed_counts as counts
 from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.rules import Case, Rounds
 from jaxspec.engine.language_model import LanguageModel
@@ -91,8 +90,9 @@ def test_drawn_texts_are_tuned_at_the_same_exits_by_all_rules(lm, monkeypatch):
 
     def measure(name, split, methods, **options):
         tried.extend(methods if split == "tuning" else ())
-        return SimpleNamespace(ratio=lambda run: Cell(ours=1.0))
+        return SimpleNamespace(best=lambda names: names[0])
 
+    monkeypatch.setattr(adaspeed.rules, "probe", lambda lm, layer, law: "probe" if layer == 1 else None)
     with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
         monkeypatch.setattr(bench, "measure", measure)
         adaspeed._drawn(bench, [1, 2, 3], chosen)

@@ -20,7 +20,7 @@ from jaxspec.tuning import fitness_report, inspect, search
 from jaxspec.tuning.costs import Costs
 from jaxspec.tuning.options import ASDGrid
 from tests import tiny
-from tests.test_cli import write_model, write_tokenizer
+from tests.commands import called, write_tiny
 
 SPLITS = {
     "tuning": {
@@ -283,9 +283,7 @@ def test_asd(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory)
 
 
 @pytest.fixture
@@ -302,9 +300,7 @@ def run(capsys, monkeypatch, model):
         return call.found
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        status = main(["bench", "--paper", "sampling", "--model", str(model), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        return called(capsys, "bench", "--paper", "sampling", "--model", model, *arguments)
 
     monkeypatch.setattr(bench_paper, "find", lambda name: measure)
     call.found, call.asked = REPORT, asked

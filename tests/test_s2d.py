@@ -26,7 +26,7 @@ from jaxspec.sampling import Greedy
 from jaxspec.stopping import AdaptiveLength, Constant
 from jaxspec.testing import reference
 from tests import tiny
-from tests.test_cli import CONFIG, write_model, write_tokenizer
+from tests.commands import CONFIG, write_model, write_tokenizer
 
 CAPACITY, ROUNDS, K = 64, 7, 4
 DRAFT = dataclasses.replace(tiny.TARGET, num_layers=4)

@@ -33,7 +33,7 @@ from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
 from jaxspec.tuning.search import search
 from jaxspec.tuning.texts import continuations, prepare_texts
 from tests import tiny
-from tests.test_cli import CONFIG, write_model, write_tokenizer
+from tests.commands import CONFIG, write_tiny
 
 DEEP = dataclasses.replace(tiny.TARGET, num_layers=4)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
@@ -381,9 +381,7 @@ def test_wrong_options(options, message):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = write_model(tmp_path_factory.mktemp("model"), dataclasses.replace(CONFIG, num_layers=4))
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory, dataclasses.replace(CONFIG, num_layers=4))
 
 
 def command(model, tmp_path, *more):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -17,14 +18,14 @@ from jaxspec.bench.suite import Suite, plan
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.suite_page import page
 from jaxspec.bench.suite_report import cells, columns, report
-from jaxspec.cli import bench, main
+from jaxspec.cli import bench
 from jaxspec.cli.runs import parse_run
 from jaxspec.console import terminal
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras
 from jaxspec.io.line_log import LineLog
 from tests import tiny
-from tests.test_cli import write_model, write_tokenizer
+from tests.commands import called, write_tiny
 
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 TASKS = [Task("a/1", "a", ("Once",)), Task("a/2", "a", ("Upon",)), Task("b/1", "b", ("def f",))]
@@ -415,9 +416,7 @@ def test_a_run_is_a_method_in_the_words_of_the_command_line():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory)
 
 
 @pytest.fixture
@@ -426,13 +425,7 @@ def run(capsys, monkeypatch):
     monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
     monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
     monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main(["bench", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return functools.partial(called, capsys, "bench")
 
 
 def test_the_command_on_a_model(run, model, tmp_path):

@@ -22,7 +22,7 @@ from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
 from jaxspec.tuning.s2d import s2d_grid, tune_s2d
 from jaxspec.tuning.texts import prepare_texts
 from tests import tiny
-from tests.test_cli import CONFIG, write_model, write_tokenizer
+from tests.commands import CONFIG, write_model, write_tiny, write_tokenizer
 
 DEEP = dataclasses.replace(tiny.TARGET, num_layers=6)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -213,9 +213,7 @@ def test_no_setting_compiles(deep):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = write_model(tmp_path_factory.mktemp("model"), dataclasses.replace(CONFIG, num_layers=4))
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory, dataclasses.replace(CONFIG, num_layers=4))
 
 
 def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd):

@@ -25,8 +25,8 @@ from jaxspec.stopping import AnyOf, ConfidenceBelow, Constant, FixedGamma, Produ
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
 from jaxspec.tuning import vocabulary
 from tests import tiny
+from tests.commands import PROMPT, write_tiny
 from tests.test_bad_files import JUNK
-from tests.test_cli import CONFIG, PROMPT, write_model, write_tokenizer
 
 DEEP = tiny.engine_config(tiny.DEEP)
 # Letters of `tiny.tokenizer`, the specials of which are 0 and 10.
@@ -349,9 +349,7 @@ def test_special_tokens_are_always_there():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = write_model(tmp_path_factory.mktemp("models") / "tiny", CONFIG)
-    write_tokenizer(directory)
-    return directory
+    return write_tiny(tmp_path_factory)
 
 
 def test_the_command_counts_and_the_methods_find_its_file(model, tmp_path, capsys):

@@ -8,9 +8,7 @@ exit with many numbers, and ratios between rules have no noise but that of price
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,9 +17,9 @@ import numpy as np
 from jaxspec.bench import replay
 from jaxspec.bench.oracle import Oracle
 from jaxspec.bench.prices import price_of
+from jaxspec.bench.speed import ratio_of_counts
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import method_files
 from jaxspec.methods import AdaSPEED, AdaSPEEDProbe, LayerSkip
 from jaxspec.model import llama
 from jaxspec.protocol import StopRule
@@ -31,7 +29,6 @@ from jaxspec.stopping import (
     Constant,
     DraftProbability,
     Estimate,
-    Probe,
     ProductBelow,
 )
 
@@ -78,7 +75,7 @@ class Case(NamedTuple):
         number = f"K {self.number:g}" if self.rule == "constant" else f"γ {self.number:.3g}"
         return f"{words}, {number}{' (settled)' if self.settled else ''}"
 
-    def method(self, longest: int = LONGEST) -> LayerSkip:
+    def method(self) -> LayerSkip:
         """The case as `generate` takes it.
 
         Raises:
@@ -94,8 +91,8 @@ class Case(NamedTuple):
             return LayerSkip(exit_layer=self.exit_layer, num_draft_tokens=int(self.number))
         given: dict[str, Any] = {
             "exit_layer": self.exit_layer,
-            "num_draft_tokens": longest,
-            "gamma": float(np.clip(self.number, 0.0, 1.0)),
+            "num_draft_tokens": LONGEST,
+            "gamma": self.number,
         }
         if self.rule == "confidence":
             return LayerSkip(stop_rule=("confidence",), **given)
@@ -122,10 +119,16 @@ class Rounds:
         return price_of(self.by_length, prices)
 
 
-def probe_file(lm: LanguageModel, exit_layer: int, law: str = "greedy") -> Path | None:
-    """The file of an exit's probe for a law, if one lies beside the model."""
-    path = None if lm.directory is None else method_files.probe_path(lm.directory, exit_layer, law)
-    return path if path is not None and path.is_file() else None
+def probe(lm: LanguageModel, exit_layer: int, law: str = "greedy") -> Estimate | None:
+    """The probe of an exit for a law, wherever `adaspeed-probe` finds it; None where there is none."""
+    if lm.directory is None:
+        return None
+    try:
+        drafter, _ = lm.drafter(AdaSPEEDProbe(exit_layer=exit_layer), laws=(law,))
+    except FileNotFoundError:
+        return None
+    found: Estimate = drafter.rule.estimate  # type: ignore[attr-defined]
+    return found
 
 
 def record(
@@ -158,21 +161,21 @@ def replayed(
 ) -> dict[Case, tuple[Rounds, Rounds]]:
     """Every rule with every number at one exit: its rounds on tuning texts and on reporting texts."""
 
-    def both(rule: Callable[[replay.Record], StopRule], longest: int, row: int, batch: int = 1) -> Any:
+    def both(rule: Callable[[replay.Record], StopRule], longest: int, batch: int = 1) -> Any:
         return tuple(
             [replay.replay(one, rule(one), longest, batch) for one in some] for some in (tuning, reporting)
         )
 
     found: dict[Case, tuple[Rounds, Rounds]] = {}
     for number in CONSTANTS:
-        found[Case("constant", layer, number)] = _rounds(both(lambda _: Constant(), number, 0))
-    found[Case("oracle", layer)] = _rounds(both(lambda one: Oracle(one.right), LONGEST, 0))
+        found[Case("constant", layer, number)] = _rounds(both(lambda _: Constant(), number))
+    found[Case("oracle", layer)] = _rounds(both(lambda one: Oracle(one.right), LONGEST))
     for name, make in THRESHOLDS.items():
-        if name == "probe" and probe_file(lm, layer) is None:
+        if name == "probe" and probe(lm, layer) is None:
             continue
         settled = _settled(make, tuning)
         gammas = jnp.asarray((*GAMMAS, settled), jnp.float32)
-        counts = both(lambda _, make=make, gammas=gammas: make(gammas), LONGEST, 0, len(gammas))  # type: ignore[misc]
+        counts = both(lambda _, make=make, gammas=gammas: make(gammas), LONGEST, len(gammas))  # type: ignore[misc]
         for row, gamma in enumerate(GAMMAS):
             found[Case(name, layer, gamma)] = _rounds(counts, row)
         found[Case(name, layer, settled, settled=True)] = _rounds(counts, len(GAMMAS))
@@ -206,22 +209,12 @@ def _rounds(counts: Any, row: int = 0) -> tuple[Rounds, Rounds]:
 
 def _estimates(lm: LanguageModel, exit_layer: int) -> tuple[Estimate, ...]:
     """The draft's own probability, and that of the exit's probe where the model has one for greedy texts."""
-    path = probe_file(lm, exit_layer)
-    if path is None:
-        return (DraftProbability(),)
-    read = method_files.read_probe(path, lm.fingerprint, lm.config.hidden_size, exit_layer, "greedy")
-    direction = jnp.asarray(read.v) * lm.params["norm"].astype(jnp.float32)
-    return DraftProbability(), Probe(direction, jnp.float32(read.b), jnp.float32(lm.config.rms_norm_eps))
-
-
-@functools.cache
-def resamples(count: int, size: int = 2000) -> np.ndarray:
-    """int[size, count], the texts that a bootstrap draws; the same ones for every ratio."""
-    return np.random.default_rng(0).integers(count, size=(size, count))
+    found = probe(lm, exit_layer)
+    return (DraftProbability(),) if found is None else (DraftProbability(), found)
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of two sums over texts, and its 95 % interval by the bootstrap over texts.
+    """The ratio of two sums over texts, and its 95 % interval by the bootstrap over texts, as of measured speeds.
 
     Returns:
       Both; None where there is nothing to divide by, no interval where there is one text.
@@ -232,14 +225,6 @@ def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float | None, tuple[flo
       >>> ratio(np.array([0.0]), np.array([0.0]))
       (None, None)
     """
-    if not below.sum():
-        return None, None
-    found = float(above.sum() / below.sum())
-    if len(above) == 1:
-        return found, None
-    drawn = resamples(len(above))
-    sums = np.stack([above[drawn].sum(axis=1), below[drawn].sum(axis=1)])
-    # Texts that end with their first token take no time; a draw of nothing else says nothing.
-    over, under = sums[:, sums[1] > 0]
-    low, high = np.quantile(over / under, (0.025, 0.975))
-    return found, (float(low), float(high))
+    mine, plain = (np.stack([above, taken], axis=-1)[:, None].astype(np.float64) for taken in (below, above))
+    found, interval = ratio_of_counts(mine, plain)
+    return found, interval if len(above) > 1 else None

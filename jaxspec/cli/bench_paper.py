@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.papers import TAKES, PaperName, find
 from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.suite_options import Amount
 from jaxspec.cli.runs import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
@@ -21,14 +22,9 @@ if TYPE_CHECKING:
     from jaxspec.cli.bench import Bench
 
 REPORT = "report.json"
-# What every paper leaves to the user.
-_TAKEN = {field.name for field in dataclasses.fields(PaperOptions)} - {
-    "directory",
-    "prompt_file",
-    "draft",
-    "runs",
-}
-_TAKEN |= {"paper", "model", "dtype", "device", "output", "json"}
+# The options that every paper leaves to the user; others stand in `TAKES`.
+_TAKEN = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
+_TAKEN |= {"paper", "model", "dtype", "device"}
 
 
 def run(command: Bench, paper: PaperName) -> int:
@@ -41,22 +37,18 @@ def run(command: Bench, paper: PaperName) -> int:
     foreign = [f"`{name}`" for name in _given(command) if name not in taken]
     if foreign:
         raise ValueError(
-            f"paper={paper} measures the paper's own runs and has no option "
-            f"{', '.join(foreign)}; leave it out"
+            f"paper={paper} measures the paper's own runs and has no option {', '.join(foreign)}; leave it out"
         )
     if command.output is not None:
         check_directory(Path(command.output))
-    suite = command.suite
     options = PaperOptions(
-        suite.limit,
-        suite.max_new_tokens,
-        suite.repeats,
-        command.sampling.seed,
-        command.prompt_file,
-        getattr(command.drafting, "draft", None),
-        {words: parse_run(words) for words in command.runs},
-        None if command.output is None else Path(command.output),
-        command.resume,
+        **{field.name: getattr(command.suite, field.name) for field in dataclasses.fields(Amount)},
+        seed=command.sampling.seed,
+        prompt_file=command.prompt_file,
+        draft=getattr(command.drafting, "draft", None),
+        runs={words: parse_run(words) for words in command.runs},
+        directory=None if command.output is None else Path(command.output),
+        resume=command.resume,
     )
     try:
         with Progress() as progress:
@@ -69,14 +61,14 @@ def run(command: Bench, paper: PaperName) -> int:
             kept = f"what was measured is in {command.output}, and the same command goes on from here"
         print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
-    found = json.dumps(dataclasses.asdict(report), indent=2)
+    found = dataclasses.asdict(report)
     if command.output is not None:
         from jaxspec.io.files import write_atomic
 
-        write_atomic(Path(command.output) / REPORT, found + "\n")
+        write_atomic(Path(command.output) / REPORT, json.dumps(found, indent=2) + "\n")
         print(f"jaxspec: wrote {Path(command.output) / REPORT}", file=sys.stderr)
     if command.json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print(json.dumps(found))
     else:
         show(report)
     return 0

@@ -97,7 +97,8 @@ def useful_exit(report: Mapping[str, Any], within: float = 0.02) -> int | None:
       The exit, in layers; None where every layer is needed.
     """
     loss = fitness.pooled(list(report["kinds"].values()), "loss")
-    found = next(layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= within)
+    near = (layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= within)
+    found = next(near, len(loss))
     return found if found < len(loss) else None
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from jaxspec.cli import main
-from tests.test_cli import CONFIG, write_model, write_tokenizer
+from tests.commands import CONFIG, write_model, write_tokenizer
 
 pytestmark = pytest.mark.peers
 

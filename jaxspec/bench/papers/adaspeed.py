@@ -1,4 +1,4 @@
-"""AdaSPEED: when should an early exit stop drafting? (`AdaSPEED: Adaptive Self-Speculative Early Exit Decoding`).
+"""AdaSPEED: Adaptive Self-Speculative Early-Exit Decoding (Liu et al.): when should an early exit stop drafting?
 
 Table I of the paper, its search for γ0 and its sweep of the exit layer. Greedy texts are tuned by replay: what each
 rule drafts at each exit with each number is counted exactly and priced (`bench.rules`, `bench.prices`), and the best of
@@ -24,7 +24,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method
 
-PAPER = "AdaSPEED (LayerSkip with stops on the draft's joint probability, and linear probes)"
+PAPER = "AdaSPEED: Adaptive Self-Speculative Early-Exit Decoding (Liu et al.)"
 # How LayerSkip's own evaluations draw, and AdaSPEED's after them.
 TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
 # Table I, the model of 1B: speed over LayerSkip's, greedy and top-p.
@@ -45,12 +45,10 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
     """Measures the stop rules of early exits, greedy and drawn, each tuned over exits and numbers.
 
     Raises:
-      ValueError: the model has one layer or no tokenizer, or what `Suite` raises.
+      ValueError: what `Workbench` and `Suite` raise.
     """
-    exits = adaspeed_counts.exit_layers(lm)
-    if not exits:
-        raise ValueError("the paper exits early, and the model has one layer; choose another model")
     with Workbench(lm, options, on_progress) as bench:
+        exits = adaspeed_counts.exit_layers(lm)
         counted = adaspeed_counts.count(bench, exits)
         chosen = {rule: case for rule in NAMES if (case := counted.best(rule)) is not None}
         greedy = _greedy(bench, chosen)
@@ -84,7 +82,7 @@ def _drawn(
     that none has more to choose from.
     """
     near = {chosen[rule].exit_layer for rule in ("constant", "confidence", "product")}
-    probed = {layer for layer in exits if rules.probe_file(bench.lm, layer, law_name(**TOP_P)) is not None}
+    probed = {layer for layer in exits if rules.probe(bench.lm, layer, law_name(**TOP_P)) is not None}
     cases = [
         Case(rule, layer, number)
         for rule in NAMES
@@ -92,13 +90,12 @@ def _drawn(
         for layer in sorted(probed if rule == "probe" else near | probed)
         for number in (DRAWN_CONSTANTS if rule == "constant" else DRAWN_GAMMAS)
     ]
+    named = {str(case): case for case in cases}
     tried = bench.measure(
-        "top-p-tuning", "tuning", {str(case): case.method() for case in cases}, sampling=TOP_P
+        "top-p-tuning", "tuning", {name: case.method() for name, case in named.items()}, sampling=TOP_P
     )
     best = {
-        rule: max(
-            (case for case in cases if case.rule == rule), key=lambda case: tried.ratio(str(case)).ours or 0
-        )
+        rule: named[tried.best([name for name, case in named.items() if case.rule == rule])]
         for rule in dict.fromkeys(case.rule for case in cases)
     }
     methods: dict[str, Method] = {NAMES[rule]: case.method() for rule, case in best.items()}

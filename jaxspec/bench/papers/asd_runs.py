@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec.bench.oracle import Oracle
 from jaxspec.bench.papers import baselines
-from jaxspec.bench.papers.workbench import Measured, Workbench
+from jaxspec.bench.papers.workbench import Measured, Workbench, law
 from jaxspec.bench.prompts import KINDS
 from jaxspec.drafting.asd import ASD as Drafting
 from jaxspec.drafting.asd import admg
@@ -192,7 +192,7 @@ def against_plain(
         "reporting",
         methods,
         kinds=kinds,
-        temperature=temperature,
+        sampling=law(temperature),
         carry_gamma=True,
         peers=peers,
         models=short.models,

@@ -19,7 +19,7 @@ from typing import Any
 from jaxspec.bench.papers import baselines
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
-from jaxspec.bench.papers.workbench import Measured, Workbench
+from jaxspec.bench.papers.workbench import Measured, Workbench, law
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
@@ -29,7 +29,10 @@ from jaxspec.methods.chain import ChainMethod
 from jaxspec.tuning.s2d import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
 PAPER = "S2D: Sorted Speculative Decoding (Kavehzadeh et al. 2024, arXiv:2407.01955)"
-# Table 2, Vicuna-7B: speed-up and mean accepted tokens at T = 0, then at T = 1. The draft has 12 of 32 layers.
+# The kind of a draft that the paper does not have.
+UNTRAINED = "untrained"
+# The paper's kinds of drafts, with its Table 2: Vicuna-7B, whose draft has 12 of 32 layers; speed-up and mean accepted
+# tokens at T = 0, then at T = 1.
 TABLE_2 = {
     "SFT": (1.19, 3.19, 1.16, 3.44),
     "first": (1.38, 2.43, 1.30, 2.53),
@@ -53,13 +56,13 @@ class Draft:
     Attributes:
       name: of the row.
       method: what drafts.
-      paper: which figures of the paper belong to it, a key of `TABLE_2`.
+      kind: `UNTRAINED`, or a key of `TABLE_2`; None for one that the paper does not have.
       tuning: its speed-up on tuning prompts; None where it was not measured there.
     """
 
     name: str
     method: Method
-    paper: str | None = None
+    kind: str | None = None
     tuning: float | None = None
 
 
@@ -90,7 +93,7 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
                 f"temperature-{at:g}",
                 "reporting",
                 {draft.name: draft.method for draft in drafts},
-                temperature=at,
+                sampling=law(at),
                 peers=short[at].peers,
                 models=short[at].models,
             )
@@ -124,7 +127,7 @@ def _drafts(bench: Workbench, name: str, found: SortedDraft, thresholds: tuple[f
     schedule: dict[str, Any] = {"stop_rule": ("adaptive-length",), "num_draft_tokens": LONGEST}
     own = [layer for layer in exits if layer < bench.lm.config.num_layers]
     drafts = [
-        Draft(f"the target's first {layer}, untrained", DraftModel(draft_exit=layer, **schedule))
+        Draft(f"the target's first {layer}, untrained", DraftModel(draft_exit=layer, **schedule), UNTRAINED)
         for layer in own
     ]
     for number, (words, method) in enumerate(bench.options.runs.items()):
@@ -160,7 +163,7 @@ def _with_best_length(bench: Workbench, draft: Draft, number: int) -> Draft:
     measured = bench.measure(f"length-{number}", "tuning", candidates)
     length = measured.best(list(candidates))
     name = draft.name if length == "schedule" else f"{draft.name}, {length}"
-    return Draft(name, candidates[length], draft.paper, measured.ratio(length).ours)
+    return Draft(name, candidates[length], draft.kind, measured.ratio(length).ours)
 
 
 def _shown(thresholds: tuple[float, ...]) -> str:
@@ -171,7 +174,8 @@ def _table_2(runs: Mapping[float, Measured], drafts: Sequence[Draft], note: str)
     columns = [f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("× plain", "MAT")]
     rows = [Row("plain", {column: Cell(1.0, 1.0) for column in columns})]
     for name in dict.fromkeys(run for one in runs.values() for run in one.suite.runs[1:]):
-        paper = next((TABLE_2[one.paper] for one in drafts if one.name == name and one.paper), (None,) * 4)
+        kind = next((one.kind for one in drafts if one.name == name), None)
+        paper = TABLE_2.get(kind or "", (None,) * 4)
         cells = {}
         for at, place in zip(TEMPERATURES, (0, 2), strict=True):
             speed, length = columns[place : place + 2]
@@ -203,9 +207,9 @@ def _figure_3(thresholds: Mapping[tuple[float, ...], float], best: tuple[float, 
 
 def _claims(runs: Mapping[float, Measured], drafts: Sequence[Draft]) -> tuple[Claim, ...]:
     greedy = runs[0.0]
-    mine = next(draft.name for draft in drafts if draft.paper == SORTED)
+    mine = next(draft.name for draft in drafts if draft.kind == SORTED)
     claims = [more_than("S2D speeds the target up.", "S2D ÷ plain", greedy.ratio(mine))]
-    known = {draft.paper: draft.name for draft in drafts}
+    known = {draft.kind: draft.name for draft in drafts}
     for exit_of, says in (
         ("last", "S2D is faster than its whole draft alone (1.34 against 1.17)."),
         ("middle", "S2D is faster than the middle exit of its draft alone (1.34 against 1.24)."),
@@ -222,14 +226,14 @@ def _claims(runs: Mapping[float, Measured], drafts: Sequence[Draft]) -> tuple[Cl
                 greedy.ratio(rival, mine),
             )
         )
-    untrained = [draft for draft in drafts if "untrained" in draft.name]
+    untrained = [draft for draft in drafts if draft.kind == UNTRAINED]
     if untrained:
         # Chosen on tuning prompts: the best of several on the others would be too good.
         rival = max(untrained, key=lambda draft: draft.tuning or 0.0).name
         claims.append(
             more_than("A trained draft is faster than none.", f"S2D ÷ {rival}", greedy.ratio(mine, rival))
         )
-    twin = next((draft.name for draft in drafts if draft.paper == "SFT"), None)
+    twin = next((draft.name for draft in drafts if draft.kind == "SFT"), None)
     says = "S2D is faster than a draft of the same layers without sorting."
     if twin is None:
         claims.append(Claim(says, None, "none was given; `runs` takes it first"))

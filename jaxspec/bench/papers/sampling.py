@@ -13,7 +13,7 @@ from typing import cast
 from jaxspec.bench.papers import baselines
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than, shown
-from jaxspec.bench.papers.workbench import Column, Measured, Workbench, speeds
+from jaxspec.bench.papers.workbench import Column, Measured, Workbench, law, speeds
 from jaxspec.bench.speed import every_text
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
@@ -93,7 +93,7 @@ def _measure(
         f"temperature-{temperature:g}",
         "reporting",
         methods,
-        temperature=temperature,
+        sampling=law(temperature),
         peers=peers,
         models=short.models,
     )

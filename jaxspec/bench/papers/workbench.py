@@ -147,7 +147,7 @@ class Workbench:
         check_tokenizer(lm)
         if lm.config.num_layers == 1:
             raise ValueError(
-                f"{lm.name} has one layer, and the papers' drafts leave layers out; choose another model"
+                "the model has one layer, and the papers' drafts leave layers out; choose another model"
             )
         self.lm, self.options, self.on_progress = lm, options, on_progress
         # Before hours of measurement: whatever is wrong with it.
@@ -218,7 +218,6 @@ class Workbench:
         methods: Mapping[str, Method],
         *,
         kinds: Sequence[str] = prompts.KINDS,
-        temperature: float = 0.0,
         sampling: Mapping[str, Any] | None = None,
         carry_gamma: bool = False,
         peers: Mapping[str, Peer] | None = None,
@@ -231,8 +230,7 @@ class Workbench:
           split: of the prompts. Numbers are chosen on tuning prompts, once round; speeds are reported on the others.
           methods: by the name of their run.
           kinds: of the prompts.
-          temperature: see `law`.
-          sampling: how tokens are drawn, all of what `law` gives, in place of a temperature.
+          sampling: how tokens are chosen, with all that `law` names; by default greedily.
           carry_gamma: start each text of a method from the γ that its last one ended with.
           peers: other ways to generate, by the name of their run; see `Suite`.
           models: those that peers generate with, besides the model itself.
@@ -243,7 +241,7 @@ class Workbench:
             self.tasks(split, kinds),
             methods,
             SuiteOptions(amount.limit, amount.max_new_tokens, amount.repeats, carry_gamma=carry_gamma),
-            law=law(temperature) if sampling is None else sampling,
+            law=sampling or law(),
             seed=self.options.seed,
             peers=peers,
             models=models,
