@@ -105,7 +105,10 @@ def _idiom(chance: random.Random) -> Task:
 
 
 def _trace(chance: random.Random) -> Task:
-    """Assignments, then each of them with the values that it reads, and the value that follows."""
+    """Assignments, then each of them with the values that it reads, and the value that follows.
+
+    A right side is written down before its values are: one look-up a step, where two at once are guessed.
+    """
     values: dict[str, int] = {}
     lines = []
     steps = []
@@ -113,9 +116,7 @@ def _trace(chance: random.Random) -> Task:
         expression, value = _expression(values, chance)
         lines.append(f"{name} = {expression}")
         read = " ".join(str(values.get(word, word)) for word in expression.split())
-        steps.append(
-            lines[-1] if expression.isdigit() else f"{name} = {read}" + f" = {value}" * (read != str(value))
-        )
+        steps.append(" = ".join(dict.fromkeys((name, expression, read, str(value)))))
         values[name] = value
     program = "\n".join(lines)
     return Task(f"{program}\n# step by step", "\n" + "\n".join(steps), program)

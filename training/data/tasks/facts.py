@@ -1,8 +1,9 @@
 """A few facts, then questions: look-ups, the same in two steps, and comparisons.
 
 Easy for an early exit: the form of an answer. What needs depth: the word that is looked up, above all where one fact
-leads to another. One fact in some tasks, five in others: with five from the first step on, a small model learned the
-form of the answers and put any word of the facts into it, for thousands of steps.
+leads to another. Every question gives a word and asks for one that stands behind it, and an answer in two steps writes
+both down: a target of 4M parameters guesses otherwise. One fact in some tasks, five in others: with five from the first
+step on, it learned the form of the answers and put any word of the facts into it, for thousands of steps.
 """
 
 from __future__ import annotations
@@ -46,8 +47,6 @@ def _owners(count: int, chance: random.Random) -> _Facts:
     for name, thing, color in rows:
         questions += [
             (f"What does {name} have?", f"{name} has a {color} {thing}."),
-            (f"Who has the {thing}?", f"{name} has the {thing}."),
-            (f"What color is the {thing}?", f"The {thing} is {color}."),
             (f"What color is the thing of {name}?", f"The thing of {name} is {color}."),
         ]
     return lines, questions
@@ -55,17 +54,16 @@ def _owners(count: int, chance: random.Random) -> _Facts:
 
 def _places(count: int, chance: random.Random) -> _Facts:
     """What lies in which box, and where the boxes are: two steps."""
-    # A box in a box would make two boxes, and a box lies in a place too: each question names what it asks for.
+    # A box in a box would make two boxes.
     rows = _rows(_half(count), chance, [thing for thing in THINGS if thing != "box"], COLORS, PLACES)
     lines = []
     questions = []
     for thing, color, place in rows:
         lines += [f"The {thing} is in the {color} box.", f"The {color} box is in the {place}."]
         questions += [
-            (f"In which place is the {thing}?", f"The {thing} is in the {place}."),
-            (f"In which place is the {color} box?", f"The {color} box is in the {place}."),
-            (f"Which thing is in the {color} box?", f"The {thing} is in the {color} box."),
-            (f"Which thing is in the {place}?", f"The {thing} is in the {place}."),
+            (f"Where is the {color} box?", f"The {color} box is in the {place}."),
+            (f"In which box is the {thing}?", f"The {thing} is in the {color} box."),
+            (f"In which place is the {thing}?", f"The {thing} is in the {color} box, in the {place}."),
         ]
     return lines, questions
 
@@ -79,18 +77,9 @@ def _ages(count: int, chance: random.Random) -> _Facts:
     if count > 1:
         for n in names:
             m = chance.choice([name for name in names if name != n])
-            older, younger = (n, m) if ages[n] > ages[m] else (m, n)
-            word, answer = chance.choice(
-                (
-                    ("older", f"{older} is older than {younger}."),
-                    ("younger", f"{younger} is younger than {older}."),
-                )
-            )
+            word, choose = chance.choice((("older", max), ("younger", min)))
+            answer = f"{n} is {ages[n]}, {m} is {ages[m]}: {choose(n, m, key=ages.__getitem__)} is {word}."
             questions.append((f"Who is {word}, {n} or {m}?", answer))
-        questions += [
-            ("Who is the oldest?", f"{max(names, key=ages.__getitem__)} is the oldest."),
-            ("Who is the youngest?", f"{min(names, key=ages.__getitem__)} is the youngest."),
-        ]
     return lines, questions
 
 
@@ -105,8 +94,7 @@ def _friends(count: int, chance: random.Random) -> _Facts:
         questions += [
             (f"Who is the friend of {n}?", f"The friend of {n} is {m}."),
             (f"What does {m} have?", f"{m} has a {animal}."),
-            (f"What does the friend of {n} have?", f"The friend of {n} has a {animal}."),
-            (f"Who has the {animal}?", f"{m} has the {animal}."),
+            (f"What does the friend of {n} have?", f"The friend of {n} is {m}: {m} has a {animal}."),
         ]
     return lines, questions
 

@@ -1,9 +1,10 @@
 """A list in which each word has another beside it, then the same words again, asked for in another order.
 
 Nothing but look-ups, a dozen in one answer: what a small model must be able to do before it answers questions about
-facts or follows a program, and does not learn from them alone, where one token in ten is looked up. There are three
-forms, since each has to be learned for itself: the word behind a word, the word before a word, and the value at the end
-of an assignment.
+facts or follows a program, and does not learn from them alone, where one token in ten is looked up. There are two
+forms, since each has to be learned for itself: the word behind a word, and the value at the end of an assignment. The
+word *before* a word is not asked for, here or in the facts: a target of 4M parameters guessed at it after 1,100 steps
+in which a third of all tokens were such lists (24 of 190 right; behind a word 196 of 203).
 """
 
 from __future__ import annotations
@@ -18,28 +19,17 @@ _VARIABLES = "abcdefghijkmnpqxyz"
 
 def make(chance: random.Random) -> Task:
     """Draws a list of 2 to 14 entries, and asks for all of them in another order."""
-    (form,) = chance.choices((_behind, _before, _assigned), (0.2, 0.6, 0.2))
-    return form(chance)
+    return chance.choice((_behind, _assigned))(chance)
 
 
 def _behind(chance: random.Random) -> Task:
     """The word behind a word."""
     pairs = _pairs(chance)
-    return _asked(pairs, chance.sample(pairs, len(pairs)), "In this order")
-
-
-def _before(chance: random.Random) -> Task:
-    """The word before a word."""
-    pairs = _pairs(chance)
-    return _asked(
-        pairs, [(value, key) for key, value in chance.sample(pairs, len(pairs))], "Whose, in this order"
-    )
-
-
-def _asked(listed: list[tuple[str, str]], asked: list[tuple[str, str]], words: str) -> Task:
-    lines = "\n".join(f"{key}: {value}" for key, value in listed)
-    order = ", ".join(word for word, _ in asked)
-    return Task(f"{lines}\n{words}: {order}", "".join(f"\n{word}: {found}" for word, found in asked), lines)
+    lines = "\n".join(f"{key}: {value}" for key, value in pairs)
+    asked = chance.sample(pairs, len(pairs))
+    order = ", ".join(key for key, _ in asked)
+    answers = "".join(f"\n{key}: {value}" for key, value in asked)
+    return Task(f"{lines}\nIn this order: {order}", answers, lines)
 
 
 def _assigned(chance: random.Random) -> Task:
