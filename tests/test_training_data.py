@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -11,8 +12,11 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, trainers
 
 from jaxspec.bench import prompts
+from jaxspec.io.tokenizer import load_tokenizer
+from tests.commands import CONFIG, write_model, write_tokenizer
 from training import parsing, sft
 from training.data import conversations, copy_edit, formats, reading, sources, tokenizer
+from training.start import document_marks
 
 STORY = (
     "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
@@ -340,6 +344,23 @@ def test_a_document_that_spells_out_its_marks_gets_no_second_ones():
     assert spelt.tokens.tolist() == plain.tokens.tolist()
     assert not spelt.learn.any()
     assert not plain.learn.any()
+
+
+def test_a_document_begins_as_a_prompt_does(tmp_path):
+    directory = write_model(tmp_path)
+    write_tokenizer(directory)
+    assert document_marks(CONFIG, directory) == (0, 1)
+    assert document_marks(CONFIG, None) == (0, 1)
+    # As SmolLM2's: its config names a BOS, and its tokenizer puts none before a text.
+    file = directory / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    marks = document_marks(CONFIG, directory)
+    assert marks == (None, 1)
+    document = formats.Document((formats.Span("Once"),), "x")
+    (encoded,) = tokenizer.encode_documents(tokenizer.load(directory), [document], *marks)
+    assert encoded.tokens.tolist() == [*load_tokenizer(directory).encode("Once"), 1]
+    with pytest.raises(ValueError, match="no EOS token"):
+        document_marks(dataclasses.replace(CONFIG, eos_token_ids=()), directory)
 
 
 def test_digits_are_tokens_of_their_own():

@@ -67,7 +67,7 @@ def held_out_texts(
 ) -> dict[str, Texts]:
     """Reads held-out texts by kind, packed as training packs them."""
     _, held_out = sources.read_kinds(options.data, conversations.chat_of(options.model), console.print)
-    marks = document_marks(lm.config)
+    marks = document_marks(lm.config, options.model)
     return {
         kind: Texts(
             **packing.spread(
@@ -79,7 +79,7 @@ def held_out_texts(
 
 
 def _packed(
-    documents: Sequence[formats.Document], words: Tokenizer, marks: tuple[int, int], options: Options
+    documents: Sequence[formats.Document], words: Tokenizer, marks: tokenizer.Marks, options: Options
 ) -> packing.Windows:
     return packing.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
 

@@ -109,7 +109,7 @@ def _run_loop(
         console.print(sizing.in_words(characters, chosen))
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
-    marks = start.document_marks(begun.config)
+    marks = start.document_marks(begun.config, start.given_tokenizer(options))
     key = sources.data_key(options.data, documents, begun.words, marks)
     same = run.identity(options, begun, aim, module, key)
     if resumed:

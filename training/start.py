@@ -150,12 +150,23 @@ def chat_of(options: JobOptions) -> conversations.Chat:
         return conversations.chat_of(directory)
 
 
-def document_marks(config: LlamaConfig) -> tuple[int, int]:
+def document_marks(config: LlamaConfig, source: Path | None) -> tokenizer.Marks:
     """Returns the tokens that begin and end every document, (BOS, EOS).
 
+    Args:
+      config: names both.
+      source: the directory or GGUF file of the model's tokenizer; None for one that is learned here.
+
+    Returns:
+      BOS is None where the tokenizer puts none before a text, as SmolLM2's: a draft that is trained with one would
+      not know how the texts begin that it drafts.
+
     Raises:
-      ValueError: the config does not name both.
+      ValueError: the config names no EOS, or the tokenizer cannot be read.
     """
-    if config.bos_token_id is None or not config.eos_token_ids:
-        raise ValueError("the model's config names no BOS or no EOS token; training marks documents by both")
-    return config.bos_token_id, config.eos_token_ids[0]
+    if not config.eos_token_ids:
+        raise ValueError("the model's config names no EOS token; training ends every document with it")
+    bos = config.bos_token_id
+    if source is not None and tokenizer_files.load_tokenizer(source).encode("")[:1] != [bos]:
+        bos = None
+    return bos, config.eos_token_ids[0]

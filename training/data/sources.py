@@ -138,7 +138,7 @@ def read_kinds(
 
 
 def data_key(
-    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tuple[int, int]
+    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tokenizer.Marks
 ) -> str:
     """Hashes all that the packed windows follow from: text, tokenizer, marks and window."""
     texts = hashlib.sha256()
@@ -156,7 +156,7 @@ def packed(
     run: Path,
     documents: tuple[Kinds, Kinds],
     words: Tokenizer,
-    marks: tuple[int, int],
+    marks: tokenizer.Marks,
     key: str,
 ) -> tuple[dict[str, packing.Windows], dict[str, packing.Windows]]:
     """Packs the documents into (training, held-out) windows by kind, once: they are kept in the run directory.

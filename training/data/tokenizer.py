@@ -21,6 +21,8 @@ from training.data.packing import Encoded
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
+# What begins a document, or None, and what ends it.
+Marks = tuple[int | None, int]
 # 256 bytes and the two special tokens: below this some text could not be written.
 SMALLEST_VOCABULARY = 258
 # Characters of each kind on which a tokenizer is learned, in proportion to the kinds' weights.
@@ -125,9 +127,9 @@ def files_of(source: Path) -> Iterator[Path]:
 
 
 def encode_documents(
-    tokenizer: Tokenizer, documents: Sequence[Document], bos: int, eos: int
+    tokenizer: Tokenizer, documents: Sequence[Document], bos: int | None, eos: int
 ) -> list[Encoded]:
-    """Tokenises documents, `bos` before and `eos` after each, and marks the tokens to be learned.
+    """Tokenises documents, `bos` (if any) before and `eos` after each, and marks the tokens to be learned.
 
     A document is encoded whole, as it will be read; a token that reaches over a span's border belongs to the
     span in which it ends. A document whose text spells out its beginning or its end gets no second one.
@@ -140,7 +142,7 @@ def encode_documents(
         last = [max(0, end - 1) for _, end in whole.offsets]
         learn = [document.spans[index].learn for index in np.searchsorted(borders, last, side="right")]
         # A chat template may spell out the marks that every document gets.
-        if ids[:1] != [bos]:
+        if bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
             learn.insert(0, document.spans[0].learn)
         if ids[-1] != eos:
