@@ -240,6 +240,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(drafter, acceptor):
 SAMPLED = [
     tiny.Combination("autoregressive", "-", "rejection"),
     tiny.Combination("ngram-random", "-", "block"),
+    tiny.Combination("suffix", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("asd", "product", "block"),
     tiny.Combination("draft-verify", "any_of", "rejection"),

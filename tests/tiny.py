@@ -21,8 +21,10 @@ from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
-from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.drafting.lookup import BREAK
+from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
+from jaxspec.drafting.suffix import Suffix
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -130,9 +132,19 @@ def _ngram(match: str = "latest", **changes: Any) -> Case:
     )
 
 
-def _referring(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
-    return NGram(jnp.asarray(tokens), num_draft_tokens=K), None
+def suffix(**changes: Any) -> Suffix:
+    """Along what most often followed."""
+    return Suffix(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
+
+
+def _referring(make: Callable[..., Any]) -> Case:
+    """N-gram or suffix with a reference."""
+
+    def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+        tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
+        return make(reference=jnp.asarray(tokens)), None
+
+    return Case(made, has_rule=False)
 
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -204,7 +216,9 @@ DRAFTERS: dict[str, Case] = {
     "ngram-earliest": _ngram("earliest"),
     "ngram-longest": _ngram("longest"),
     "ngram-random": _ngram("random"),
-    "ngram-reference": Case(_referring, has_rule=False),
+    "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K)),
+    "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), has_rule=False),
+    "suffix-reference": _referring(suffix),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
@@ -270,6 +284,7 @@ def pairwise() -> list[Combination]:
     for turn, acceptor in enumerate(ACCEPTORS):
         chosen.append(Combination("autoregressive", "-", acceptor))
         chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
+        chosen.append(Combination(("suffix", "suffix-reference", "suffix")[turn], "-", acceptor))
     acceptors = list(ACCEPTORS)
     for method, variants in enumerate(CHAINS):
         for number, rule in enumerate(RULES):
@@ -280,7 +295,7 @@ def pairwise() -> list[Combination]:
 
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
-    chosen = [("autoregressive", "-"), ("ngram-random", "-")]
+    chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]
 
@@ -305,6 +320,7 @@ def loop(combination: Combination, law: Law | None = None, config: LlamaConfig |
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "ngram", "num_draft_tokens": K},
+    "suffix": {"method": "suffix", "num_draft_tokens": K},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {
         "method": "draft-model",

@@ -19,6 +19,7 @@ from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
+from jaxspec.methods.suffix import Suffix
 
 __all__ = [
     "ASD",
@@ -35,6 +36,7 @@ __all__ = [
     "Method",
     "NGram",
     "Resources",
+    "Suffix",
 ]
 
 # Every name that `method=` and `--method` take, those of other packages last.
