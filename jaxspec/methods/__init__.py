@@ -15,6 +15,7 @@ from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
+from jaxspec.methods.hybrid import Hybrid
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
@@ -31,6 +32,7 @@ __all__ = [
     "ChainMethod",
     "DraftModel",
     "DraftVerify",
+    "Hybrid",
     "LayerSkip",
     "LoadedModel",
     "Method",
