@@ -12,6 +12,9 @@ from flax import struct
 from jaxspec.drafting.lookup import BREAK, LookupDrafter, committed_text, joined, match_lengths
 from jaxspec.protocol import Proposal, View
 
+# By row and suffix: which places are counted, the probability, sum and number of the tokens so far.
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
 
 @struct.dataclass
 class Suffix(LookupDrafter):
@@ -68,9 +71,7 @@ class Suffix(LookupDrafter):
         counted = matched[:, None, :] >= suffixes[:, None]
         most = jnp.floor(self.factor * suffixes)
 
-        def step(
-            carry: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array]
-        ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        def step(carry: Carry, column: tuple[jax.Array, jax.Array]) -> tuple[Carry, jax.Array]:
             counted, prob, score, count = carry
             tokens, number = column
             counted &= (tokens != BREAK)[:, None, :]

@@ -91,10 +91,11 @@ class Hybrid(Method):
         import jax.numpy as jnp
 
         from jaxspec.drafting.hybrid import Hybrid as Drafting
+        from jaxspec.drafting.lookup import LookupDrafter
 
         parts = {role: _made(getattr(self, role) or usual) for role, usual in _USUAL.items()}
         first, _ = parts["first"].build(target, resources)
-        if not hasattr(first, "look_up"):
+        if not isinstance(first, LookupDrafter):
             raise ValueError(
                 f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
             )
