@@ -257,7 +257,15 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     monkeypatch.setattr("jaxspec.bench.compare.compare", compare)
     status, out, err = run("compare", PROMPT, "--model", model, "--draft-exit", 1)
     assert status == 0
-    assert asked["methods"] == ["adaspeed", "asd", "autoregressive", "draft-model", "layerskip", "ngram"]
+    assert asked["methods"] == [
+        "adaspeed",
+        "asd",
+        "autoregressive",
+        "draft-model",
+        "layerskip",
+        "ngram",
+        "suffix",
+    ]
     assert asked["repeats"] == 3
     assert "12.3" in out
     assert "7.9" in out

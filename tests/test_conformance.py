@@ -136,7 +136,8 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     state = jax.eval_shape(lambda: begin(loop)[0])
     arguments = (loop.parts.drafter, loop.weights)
     proposal, _ = jax.eval_shape(lambda s: propose(*arguments, s, loop.parts.law, 1), state)
-    assert (proposal.log_probs is not None) == isinstance(loop.parts.drafter, ChainDrafter)
+    runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
+    assert (proposal.log_probs is not None) == isinstance(runs_a_model, ChainDrafter)
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d"])
@@ -240,6 +241,9 @@ def test_a_draft_that_is_the_target_is_accepted_whole(drafter, acceptor):
 SAMPLED = [
     tiny.Combination("autoregressive", "-", "rejection"),
     tiny.Combination("ngram-random", "-", "block"),
+    tiny.Combination("suffix", "-", "rejection"),
+    tiny.Combination("hybrid", "-", "block"),
+    tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("asd", "product", "block"),
     tiny.Combination("draft-verify", "any_of", "rejection"),

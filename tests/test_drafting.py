@@ -20,7 +20,8 @@ from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.chain import draft_chain
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
-from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.drafting.lookup import BREAK
+from jaxspec.drafting.ngram import NGram
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Outcome, View, rising_widths
 from jaxspec.sampling import Greedy, Sampling

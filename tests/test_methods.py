@@ -147,6 +147,7 @@ def test_options_are_taken_as_their_types_say():
         ("ngram", {"reference": [3]}, "reference[0] is 3; give a text"),
         ("asd", {"stop_rule": ("product", "never")}, "unknown stop_rule 'never'; give one of constant,"),
         ("draft-model", {"draft": 3}, "draft is 3; give a text"),
+        ("suffix", {"match": "latest"}, "method suffix has no option `match`; leave it out"),
         ("ngram", {"num_draft_tokens": 0}, "num_draft_tokens is 0; a drafting method needs at least 1"),
         ("ngram", {"num_draft_tokens": 129}, "num_draft_tokens is 129; give at most 128"),
         ("asd", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0; give a number from 0 to 1"),
@@ -193,13 +194,13 @@ def test_options_of_several_methods_go_to_those_that_read_them():
 
 
 def test_what_compare_runs_by_itself():
-    known = ("autoregressive", "ngram", "asd", "layerskip", "adaspeed", "adaspeed-probe", "s2d")
+    known = ("autoregressive", "ngram", "suffix", "asd", "layerskip", "adaspeed", "adaspeed-probe", "s2d")
 
     def usual(given, num_layers=4):
         tried = (*known, "draft-model", "draft-verify")
         return {name for name in tried if registry.find(name).compared(given, num_layers)}
 
-    nothing_needed = {"autoregressive", "ngram", "asd", "layerskip", "adaspeed"}
+    nothing_needed = {"autoregressive", "ngram", "suffix", "asd", "layerskip", "adaspeed"}
     assert usual({}) == nothing_needed
     assert usual({}, 1) == nothing_needed - {"layerskip", "adaspeed"}
     assert usual({"draft_exit": 2}) == nothing_needed | {"draft-model"}

@@ -20,9 +20,12 @@ from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.hybrid import Hybrid
 from jaxspec.drafting.layerskip import LayerSkip
-from jaxspec.drafting.ngram import BREAK, NGram
+from jaxspec.drafting.lookup import BREAK
+from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
+from jaxspec.drafting.suffix import Suffix
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -130,9 +133,19 @@ def _ngram(match: str = "latest", **changes: Any) -> Case:
     )
 
 
-def _referring(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
-    return NGram(jnp.asarray(tokens), num_draft_tokens=K), None
+def suffix(**changes: Any) -> Suffix:
+    """Along what most often followed."""
+    return Suffix(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
+
+
+def _referring(make: Callable[..., Any]) -> Case:
+    """N-gram or suffix with a reference."""
+
+    def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+        tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
+        return make(reference=jnp.asarray(tokens)), None
+
+    return Case(made, has_rule=False)
 
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -174,6 +187,18 @@ def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
 
 
+def _hybrid(
+    first: Callable[[], Any], second: Callable[[LlamaConfig, Any], tuple[Any, Any]], rule: str, **changes: Any
+) -> Case:
+    """A drafter of two that costs so much that the prompts of the tests take now one, now the other."""
+
+    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
+        drafter, own = second(config, RULES[rule](config.hidden_size))
+        return Hybrid(config, first(), drafter.taking_turns(), jnp.float32(0.3), jnp.float32(0.9)), own
+
+    return Case(made, has_rule=False, **changes)
+
+
 def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     exits, sure = (1, config.num_layers - 1), jnp.float32(_thresholds(config)[:1])
     return S2D(config, exits, sure, rule, K, sorted_target=True), None
@@ -195,6 +220,7 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
     return Case(made, **changes)
 
 
+_random = functools.partial(NGram, match="random", num_draft_tokens=K + 1)
 # A new drafter is one row here. Of a family the last is the usual one.
 DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
@@ -204,7 +230,12 @@ DRAFTERS: dict[str, Case] = {
     "ngram-earliest": _ngram("earliest"),
     "ngram-longest": _ngram("longest"),
     "ngram-random": _ngram("random"),
-    "ngram-reference": Case(_referring, has_rule=False),
+    "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K)),
+    "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), has_rule=False),
+    "suffix-reference": _referring(suffix),
+    "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
+    "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
+    "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
@@ -270,6 +301,8 @@ def pairwise() -> list[Combination]:
     for turn, acceptor in enumerate(ACCEPTORS):
         chosen.append(Combination("autoregressive", "-", acceptor))
         chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
+        chosen.append(Combination(("suffix", "suffix-reference", "suffix")[turn], "-", acceptor))
+        chosen.append(Combination(("hybrid-asd", "hybrid", "hybrid-draft-model")[turn], "-", acceptor))
     acceptors = list(ACCEPTORS)
     for method, variants in enumerate(CHAINS):
         for number, rule in enumerate(RULES):
@@ -280,7 +313,8 @@ def pairwise() -> list[Combination]:
 
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
-    chosen = [("autoregressive", "-"), ("ngram-random", "-")]
+    chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
+    chosen += [("hybrid", "-"), ("hybrid-draft-model", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]
 
@@ -305,6 +339,8 @@ def loop(combination: Combination, law: Law | None = None, config: LlamaConfig |
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "ngram", "num_draft_tokens": K},
+    "suffix": {"method": "suffix", "num_draft_tokens": K},
+    "hybrid": {},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {
         "method": "draft-model",
@@ -322,7 +358,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "layerskip", "s2d")):
+    if method.startswith(("asd", "draft-verify", "hybrid", "layerskip", "s2d")):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

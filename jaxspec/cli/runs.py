@@ -17,7 +17,7 @@ def parse_run(words: str) -> Method:
     """
     try:
         name, *rest = shlex.split(words) or [""]
-        options = flat_options([registry.find(name)])
+        options = flat_options(registry.find(name).readers())
         return registry.make(
             name, given_options(parse_as(options, f"jaxspec generate --method {name}", rest))
         )

@@ -200,6 +200,14 @@ class ChainDrafter:
         """The number of slots that a round writes: K + 1, those that verification needs."""
         return self.num_draft_tokens + 1
 
+    def taking_turns(self) -> ChainDrafter:
+        """Returns the drafter for rounds of which some are another's: in those it is told that nothing was drafted.
+
+        Raises:
+          ValueError: its state must follow every round; one line.
+        """
+        return self
+
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Returns the state of a new text: that of the stop rule."""
         return ChainState(self.rule.init(view.length.shape[0]))

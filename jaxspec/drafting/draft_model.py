@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,7 +13,6 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import once
 from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
@@ -28,41 +29,57 @@ class DraftModel(ChainDrafter):
       config: the draft model's.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
+      catch_up: how many of the tokens that its cache lacks are fed at once, static.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+    catch_up: int = struct.field(pytree_node=False, default=1)
+
+    def taking_turns(self) -> DraftModel:
+        """The same, for rounds of which some are another drafter's: the cache may lack many tokens."""
+        return dataclasses.replace(self, catch_up=self.num_draft_tokens + 1)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
-        """Of its own, a cache that holds the prompt, and bool[B] whether the cache lacks a token."""
+        """Of its own, a cache that holds the prompt, and int32[B] how many positions it holds."""
         batch, capacity = view.tokens.shape
         dtype = params.drafter["embed"].dtype
         cache = kv.create(self.config, batch, capacity, dtype, view.cache.merged)
         _, _, cache = llama.prefill(
             self.config, params.drafter, view.tokens, view.start, cache, prefill.chunk_size
         )
-        return ChainState(self.rule.init(batch), (cache, jnp.zeros(batch, bool)))
+        return ChainState(self.rule.init(batch), (cache, view.start))
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the own cache; the target's is returned untouched.
 
-        The last draft token is never fed, so after "all accepted" the own cache lacks it: the token before
-        the pending one is fed again. Where a row lacks nothing this writes what is there already.
+        The last draft token is never fed, so after "all accepted" the own cache lacks it; after rounds that another
+        drafter had, it lacks what they committed.
         """
-        cache, behind = state.own
-        before = jnp.take_along_axis(view.tokens, view.start[:, None] - 1, axis=1)
-        catch_up = model_step(self.config, params.drafter, view.start - 1)
-        cache = once(
-            jnp.any(behind), lambda cache: catch_up(cache, before[:, 0], jnp.int32(0), behind)[2], cache
-        )
         step = model_step(self.config, params.drafter, view.start)
+        cache = self._caught_up(params, view, *state.own)
         proposal, cache, state = self.draft(step, cache, keys, state, view, law, params.drafter)
-        return proposal, state._replace(own=(cache, behind)), view.cache
+        return proposal, state._replace(own=(cache, view.start)), view.cache
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
-        """Notes which rows had everything accepted, and lets the stop rule learn."""
-        whole = (outcome.drafted > 0) & (outcome.accepted == outcome.drafted)
-        return super().observe(params, state._replace(own=(state.own[0], whole)), outcome)
+        """Notes how far each row's cache holds what was committed, and lets the stop rule learn."""
+        cache, held = state.own
+        # Of a draft the pending token was fed, and all tokens but the last.
+        fed = jnp.where(outcome.drafted > 0, jnp.minimum(outcome.accepted + 1, outcome.drafted), 0)
+        return super().observe(params, state._replace(own=(cache, held + fed)), outcome)
+
+    def _caught_up(self, params: Weights, view: View, cache: KVCache, held: jax.Array) -> KVCache:
+        """The cache with all positions before the pending token; what is written from there on means nothing."""
+
+        def feed(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
+            cache, held = carry
+            columns = jnp.minimum(held[:, None] + jnp.arange(self.catch_up), view.tokens.shape[1] - 1)
+            hidden = llama.embed(params.drafter, jnp.take_along_axis(view.tokens, columns, axis=1))
+            _, cache = llama.run_layers(self.config, params.drafter, hidden, held, cache)
+            return cache, jnp.minimum(held + self.catch_up, view.start)
+
+        cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < view.start), feed, (cache, held))
+        return cache

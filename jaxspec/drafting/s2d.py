@@ -101,6 +101,15 @@ class S2D(ChainDrafter):
         """A block of W may begin at the last token that is fed."""
         return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.max_waiting)
 
+    def taking_turns(self) -> S2D:
+        """The same; only where it drafts in the target's cache, since no more than W tokens can wait in its own."""
+        if not self.sorted_target:
+            raise ValueError(
+                "method s2d with a draft of its own cannot leave rounds to another; leave out `draft` where the model "
+                "itself has sorted exits, or give another method as `second`"
+            )
+        return self
+
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Of its own, unless it is the target: a cache that holds the prompt, and nothing that waits."""
         state = super().init(params, view, prefill)

@@ -15,10 +15,12 @@ from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
+from jaxspec.methods.hybrid import Hybrid
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
+from jaxspec.methods.suffix import Suffix
 
 __all__ = [
     "ASD",
@@ -30,11 +32,13 @@ __all__ = [
     "ChainMethod",
     "DraftModel",
     "DraftVerify",
+    "Hybrid",
     "LayerSkip",
     "LoadedModel",
     "Method",
     "NGram",
     "Resources",
+    "Suffix",
 ]
 
 # Every name that `method=` and `--method` take, those of other packages last.

@@ -197,6 +197,16 @@ class Method:
         return {}
 
     @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Method:
+        """Makes the method of options by name, those of all its `readers` among them."""
+        return cls(**given)
+
+    @classmethod
+    def readers(cls) -> tuple[type[Method], ...]:
+        """Returns the methods whose options `of` may be given: this one alone, if it is not made of others."""
+        return (cls,)
+
+    @classmethod
     def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
         """Returns the options that the method reads, where those in `given` are set."""
         return frozenset(cls.options())
@@ -335,6 +345,8 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
             return whole(name, value)
         if member is float:
             return real(name, value)
+    if Method in members and isinstance(value, Method):
+        return value
     if HasModel in members and hasattr(value, "config") and hasattr(value, "params"):
         return value
     raise ValueError(f"{name} is {shown(value)}; give a text")

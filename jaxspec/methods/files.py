@@ -1,12 +1,17 @@
-"""Where the files of a model's methods (plans, thresholds, probes) are looked for."""
+"""Where the files of a model's methods (plans, thresholds, probes) are looked for, and how references are read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxspec.io.user_data import has_user_data, home, model_data
 from jaxspec.methods.base import LoadedModel, Resources
+
+if TYPE_CHECKING:
+    import jax
 
 
 def directories(target: LoadedModel, resources: Resources) -> list[Path]:
@@ -64,3 +69,22 @@ def found(
     """
     path = file_of(named, target, resources, name)
     return path if named is not None or (path is not None and path.is_file()) else None
+
+
+def read_reference(paths: Sequence[str], resources: Resources) -> jax.Array | None:
+    """Returns the text files of an option `reference` as a drafter searches them, None where there is none.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing or no text; one line.
+
+    Examples:
+      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+      >>> read_reference([], in_memory) is None
+      True
+    """
+    if not paths:
+        return None
+    from jaxspec.drafting.lookup import joined
+    from jaxspec.io.files import read_text
+
+    return joined(resources.encode(read_text(path, "`reference` must be a text file")) for path in paths)

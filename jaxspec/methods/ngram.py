@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Resources, option
+from jaxspec.methods.files import read_reference
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
@@ -44,19 +45,9 @@ class NGram(DraftingMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        import jax.numpy as jnp
-        import numpy as np
-
-        from jaxspec.drafting.ngram import BREAK
         from jaxspec.drafting.ngram import NGram as Drafting
-        from jaxspec.io.files import read_text
 
-        reference = None
-        if self.reference:
-            joined: list[int] = []
-            for path in self.reference:
-                joined += [*resources.encode(read_text(path, "`reference` must be a text file")), BREAK]
-            reference = jnp.asarray(np.array(joined, np.int32))
+        reference = read_reference(self.reference, resources)
         longest = self.ngram_max if self.ngram_max is not None else (3 if reference is None else 5)
         shortest = self.ngram_min if self.ngram_min is not None else 1
         if not 1 <= shortest <= longest <= MAX_DRAFT_TOKENS:

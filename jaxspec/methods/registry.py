@@ -128,14 +128,15 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
       LayerSkip(exit_layer=3)
     """
     method = find(name)
-    foreign = [option for option in given if option not in method.options()]
+    read = {option for reader in method.readers() for option in reader.options()}
+    foreign = [option for option in given if option not in read]
     if not foreign:
-        return method(**given)
+        return method.of(given)
     known = {option for other in available()[0].values() for option in other.options()}
     for option in foreign:
         if option not in known:
             raise ValueError(unknown(option, [*known, *others]))
-    fitting = method(**{option: value for option, value in given.items() if option not in foreign})
+    fitting = method.of({option: value for option, value in given.items() if option not in foreign})
     raise ValueError(fitting.refusal([f"`{option}`" for option in sorted(foreign)]))
 
 
@@ -169,7 +170,7 @@ def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]
             "leave it out or add a method"
         )
     return {
-        name: cls(**{option: given[option] for option in given if option in read[name]})
+        name: cls.of({option: given[option] for option in given if option in read[name]})
         for name, cls in classes.items()
     }
 

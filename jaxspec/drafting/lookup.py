@@ -1,0 +1,109 @@
+"""What drafters share that copy from text which is there already: how it is joined and searched, what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.model.cache import KVCache
+from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, rising_widths
+from jaxspec.sampling import Law
+
+# No token: what separates reference texts and ends their padding. It matches nothing and is never proposed.
+BREAK = -1
+
+
+def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array:
+    """Returns texts as one reference, int32[R]: each with a `BREAK` after it.
+
+    Args:
+      texts: token ids.
+      size: R, to which the reference is padded with `BREAK`, and of which the beginning is cut off where it is longer;
+        None for as long as the texts are.
+
+    Examples:
+      >>> joined([[4, 5], [6]]).tolist()
+      [4, 5, -1, 6, -1]
+      >>> joined([[4, 5], [6]], size=4).tolist(), joined([[6]], size=4).tolist()
+      ([5, -1, 6, -1], [6, -1, -1, -1])
+    """
+    tokens = [token for text in texts for token in (*text, BREAK)]
+    if size is not None:
+        tokens = tokens[max(0, len(tokens) - size) :]
+        tokens += [BREAK] * (size - len(tokens))
+    return jnp.asarray(np.array(tokens, np.int32))
+
+
+def committed_text(view: View) -> jax.Array:
+    """Returns prompt and output of each row, int32[B, N], with `BREAK` behind.
+
+    Examples:
+      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
+      >>> committed_text(view).tolist()
+      [[7, 8, 9, -1]]
+    """
+    return jnp.where(jnp.arange(view.tokens.shape[1])[None] < view.length[:, None], view.tokens, BREAK)
+
+
+def match_lengths(text: jax.Array, view: View, longest: int) -> jax.Array:
+    """Returns how many tokens up to and including each place of a text equal the row's last ones.
+
+    Args:
+      text: int32[B, N].
+      view: the rows.
+      longest: the most that is looked at.
+
+    Returns:
+      int32[B, N], at most `longest`.
+
+    Examples:
+      >>> view = View(jnp.array([[7, 8, 9, 7, 8]]), jnp.array([5]), cache=None, room=jnp.array([4]))
+      >>> match_lengths(committed_text(view), view, longest=3).tolist()
+      [[0, 2, 0, 0, 3]]
+    """
+    batch, size = text.shape
+    running = jnp.ones((batch, size), bool)
+    total = jnp.zeros((batch, size), jnp.int32)
+    for n in range(longest):
+        last = jnp.take_along_axis(view.tokens, jnp.maximum(view.length - 1 - n, 0)[:, None], axis=1)
+        shifted = jnp.pad(text, ((0, 0), (n, 0)), constant_values=BREAK)[:, :size]
+        running &= (shifted == last) & (view.length > n)[:, None]
+        total += running
+    return total
+
+
+class LookupDrafter(StatelessDrafter):
+    """A base for drafters that copy from text: a subclass adds `num_draft_tokens` and `look_up`.
+
+    Examples:
+      >>> class First(LookupDrafter):
+      ...     num_draft_tokens = 2
+      ...     def look_up(self, keys, view):
+      ...         count = jnp.minimum(view.length, 2)
+      ...         return Proposal(view.tokens[:, :2], count), count.astype(jnp.float32)
+      >>> First().verify_widths
+      (1, 3)
+    """
+
+    num_draft_tokens: int
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The widths of verification, one row where nothing was found among them."""
+        return rising_widths(self.num_draft_tokens)
+
+    def look_up(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
+        """Returns the draft of each row, and how many of its tokens should be accepted, float32[B].
+
+        The tokens are certain (point masses): where a copied token comes from has nothing to do with the target's law.
+        """
+        raise NotImplementedError
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+    ) -> tuple[Proposal, State, KVCache]:
+        """Proposes what was found; the target's cache is returned untouched."""
+        return self.look_up(keys, view)[0], state, view.cache

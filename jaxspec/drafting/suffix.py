@@ -1,0 +1,107 @@
+"""Drafts along the most frequent continuation of the text's last tokens: SuffixDecoding (Oliaro et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.lookup import BREAK, LookupDrafter, committed_text, joined, match_lengths
+from jaxspec.protocol import Proposal, View
+
+# By row and suffix: which places are counted, the probability, sum and number of the tokens so far.
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@struct.dataclass
+class Suffix(LookupDrafter):
+    """Follows, token by token, what most often came after the text's last tokens.
+
+    For each number m of last tokens, up to `suffix_max`: of the places that end in the same m tokens, the most frequent
+    next token is drafted (of several, the one at the longest match, then at the latest place), the places with another
+    one are left out, and so on. A token's probability is the product of such shares up to it; a draft ends before one
+    below `min_prob`, and has at most `factor` · m tokens. Of the drafts by different m, the one with the largest sum of
+    probabilities is proposed, the expected number of accepted tokens; of several, that of the largest m.
+
+    The paper keeps a tree of all suffixes on the host. Here the text is compared anew in each round, which needs no
+    state and is small beside a target's step; what it costs is that only `num_places` places are counted.
+
+    Attributes:
+      reference: None, or int32[R], texts that are searched beside prompt and output, see `lookup.joined`.
+      min_prob: the least probability of a token, 0 to 1.
+      factor: the most draft tokens per token of the match.
+      suffix_max: the largest m.
+      num_draft_tokens: K.
+      num_places: how many places are counted, those of the longest matches, of equal ones the latest.
+    """
+
+    reference: jax.Array | None = None
+    min_prob: jax.Array | float = 0.1
+    factor: jax.Array | float = 1.0
+    suffix_max: int = struct.field(pytree_node=False, default=16)
+    num_draft_tokens: int = struct.field(pytree_node=False, default=15)
+    num_places: int = struct.field(pytree_node=False, default=64)
+
+    def remembering(self, texts: Iterable[Sequence[int]], size: int) -> Suffix:
+        """Returns the same drafter with these texts as its reference, past outputs say.
+
+        Args:
+          texts: token ids, the latest last.
+          size: how many tokens are kept, those of the latest texts; drafters of one size share their programs.
+
+        Examples:
+          >>> past = [[5, 6, 7]]
+          >>> Suffix().remembering(past, size=6).reference.tolist()
+          [5, 6, 7, -1, -1, -1]
+        """
+        return dataclasses.replace(self, reference=joined(texts, size))
+
+    def look_up(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
+        """The best draft, and the sum of its tokens' probabilities."""
+        text = committed_text(view)
+        batch = len(text)
+        if self.reference is not None:
+            before = jnp.append(self.reference, BREAK)
+            text = jnp.concatenate([jnp.broadcast_to(before, (batch, len(before))), text], axis=1)
+        matched, following = self._places(text, view)
+        suffixes = jnp.arange(1, self.suffix_max + 1)
+        counted = matched[:, None, :] >= suffixes[:, None]
+        most = jnp.floor(self.factor * suffixes)
+
+        def step(carry: Carry, column: tuple[jax.Array, jax.Array]) -> tuple[Carry, jax.Array]:
+            counted, prob, score, count = carry
+            tokens, number = column
+            counted &= (tokens != BREAK)[:, None, :]
+            # How many of the counted places have the same token as each of them, [B, suffixes, places].
+            same = (tokens[:, :, None] == tokens[:, None, :]).astype(jnp.float32)
+            alike = jnp.where(counted, counted.astype(jnp.float32) @ same, 0)
+            chosen = jnp.take_along_axis(tokens, jnp.argmax(alike, axis=2), axis=1)
+            share = jnp.max(alike, axis=2) / jnp.maximum(jnp.sum(counted, axis=2), 1)
+            # Once below the least, a product of shares stays below it; so no share of nothing counts either.
+            prob = prob * share
+            goes_on = (prob >= self.min_prob) & (prob > 0) & (number < most)
+            counted &= tokens[:, None, :] == chosen[:, :, None]
+            return (counted, prob, score + jnp.where(goes_on, prob, 0), count + goes_on), chosen
+
+        shape = (batch, self.suffix_max)
+        first = (counted, jnp.ones(shape), jnp.zeros(shape), jnp.zeros(shape, jnp.int32))
+        columns = (jnp.moveaxis(following, 2, 0), jnp.arange(self.num_draft_tokens))
+        (_, _, score, count), drafts = jax.lax.scan(step, first, columns)
+        best = self.suffix_max - 1 - jnp.argmax(score[:, ::-1], axis=1, keepdims=True)
+        tokens = jnp.take_along_axis(drafts, best[None], axis=2)[:, :, 0].T
+        count = jnp.take_along_axis(count, best, axis=1)[:, 0]
+        return Proposal(jnp.maximum(tokens, 0), count), jnp.take_along_axis(score, best, axis=1)[:, 0]
+
+    def _places(self, text: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+        """The places that are counted: their match lengths int32[B, P], and what follows each, int32[B, P, K]."""
+        batch, size = text.shape
+        padded = jnp.pad(text, ((0, 0), (0, self.num_draft_tokens)), constant_values=BREAK)
+        followed = padded[:, 1 : size + 1] != BREAK
+        matched = jnp.where(followed, match_lengths(text, view, self.suffix_max), 0)
+        ranks, _ = jax.lax.top_k(matched * size + jnp.arange(size), min(self.num_places, size))
+        columns = (ranks % size)[:, :, None] + jnp.arange(1, self.num_draft_tokens + 1)
+        following = jnp.take_along_axis(padded, columns.reshape(batch, -1), axis=1)
+        return ranks // size, following.reshape(columns.shape)

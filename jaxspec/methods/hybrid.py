@@ -1,0 +1,137 @@
+"""A method made of two: drafts copied from text where they promise more, a model's drafts elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods import registry
+from jaxspec.methods.base import LoadedModel, Method, Resources, option
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+_USUAL = {"first": "suffix", "second": "layerskip"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hybrid(Method):
+    """Two methods, in each round the one whose draft promises more for its cost.
+
+    On a command line the options of both are given beside these; in Python either the same, or two methods with options
+    of their own.
+
+    Attributes:
+      first: what copies drafts from text: suffix or ngram. Default suffix.
+      second: what drafts with a model: any other method. Default layerskip.
+      draft_cost: what a draft token of the second costs, in verifications. Default: its share of the model's layers, or
+        of its parameters; 0.5 where that depends on the text.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip, Suffix
+      >>> Hybrid(first=Suffix(suffix_max=8), second=LayerSkip(exit_layer=3))
+      Hybrid(first=Suffix(suffix_max=8), second=LayerSkip(exit_layer=3))
+    """
+
+    name: ClassVar[str] = "hybrid"
+
+    first: str | Method | None = option(None, metavar="METHOD")
+    second: str | Method | None = option(None, metavar="METHOD")
+    draft_cost: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for role, part in self.given.items():
+            if isinstance(part, str):
+                object.__setattr__(self, role, _kind(role, part)())
+        if self.draft_cost is not None and not 0 <= self.draft_cost < float("inf"):
+            raise ValueError(f"draft_cost is {self.draft_cost}; give a number from 0 on")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Hybrid:
+        """Makes both methods, of the options that each has, and this one.
+
+        Raises:
+          ValueError: neither has an option, or one does not fit; one line.
+
+        Examples:
+          >>> Hybrid.of({"first": "ngram", "exit_layer": 3})
+          Hybrid(first=NGram(), second=LayerSkip(exit_layer=3))
+        """
+        own: dict[str, Any] = {name: given[name] for name in cls.options() if name in given}
+        rest = {name: value for name, value in given.items() if name not in own}
+        kinds = _kinds(own)
+        unread = sorted(name for name in rest if all(name not in kind.options() for kind in kinds.values()))
+        if unread:
+            made = cls(**own)
+            raise ValueError(made.refusal([f"`{name}`" for name in unread]))
+        for role, kind in kinds.items():
+            own[role] = kind.of({name: value for name, value in rest.items() if name in kind.options()})
+        return cls(**own)
+
+    @classmethod
+    def readers(cls) -> tuple[type[Method], ...]:
+        """Returns this method and all that draft, whose options may stand beside its own."""
+        drafting = (method for method in registry.available()[0].values() if method.options())
+        return (cls, *(method for method in drafting if method is not cls))
+
+    @classmethod
+    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
+        """Returns its own options and those that its two methods read."""
+        return super().known(given).union(*(kind.known(given) for kind in _kinds(given).values()))
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Returns whether one of its two methods is given."""
+        return num_layers > 1 and not _USUAL.keys().isdisjoint(given)
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter of both; its parameters are the second's."""
+        import jax.numpy as jnp
+
+        from jaxspec.drafting.hybrid import Hybrid as Drafting
+        from jaxspec.drafting.lookup import LookupDrafter
+
+        parts = {role: _made(getattr(self, role) or usual) for role, usual in _USUAL.items()}
+        first, _ = parts["first"].build(target, resources)
+        if not isinstance(first, LookupDrafter):
+            raise ValueError(
+                f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
+            )
+        second, own = parts["second"].build(target, resources)
+        taking_turns = getattr(second, "taking_turns", None)
+        second = second if taking_turns is None else taking_turns()
+        cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
+        return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(0.95)), own
+
+
+def _kind(role: str, name: str) -> type[Method]:
+    """Returns the method of a name that may be a part."""
+    kind = registry.find(name)
+    if kind is Hybrid or not kind.options():
+        raise ValueError(f"{role} is {name!r}; give a method that drafts, and no hybrid")
+    return kind
+
+
+def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
+    """Returns the methods that are given by their names, or not at all: flat options are theirs."""
+    names = {role: given.get(role) or usual for role, usual in _USUAL.items()}
+    return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}
+
+
+def _made(part: str | Method) -> Method:
+    return registry.find(part)() if isinstance(part, str) else part
+
+
+def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
+    """Returns what a draft token costs, by what the draft has of the target."""
+    import jax
+
+    def size(params: Any) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    if own is not None and "layers" in own:
+        return size(own) / size(target.params)
+    layers = getattr(drafter, "exit_layer", None) or max(getattr(drafter, "exits", ()), default=None)
+    return 0.5 if layers is None else layers / target.config.num_layers

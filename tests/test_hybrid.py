@@ -1,0 +1,242 @@
+"""The drafter of two: which one it takes, and that the other's state stays true."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from jaxspec import methods
+from jaxspec.cli.runs import parse_run
+from jaxspec.decoding import Parts
+from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.drafting.hybrid import Counts, Hybrid
+from jaxspec.drafting.lookup import LookupDrafter, joined
+from jaxspec.drafting.ngram import NGram
+from jaxspec.methods import registry
+from jaxspec.protocol import Proposal, StatelessDrafter, Weights
+from jaxspec.sampling import Greedy
+from tests import tiny
+from tests.test_conformance import whole_drafts
+
+PROMPTS, BUDGETS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1)), (30, 26, 33)
+
+
+@struct.dataclass
+class Boaster(LookupDrafter):
+    """Promises `much` where `length % period < often`, and proposes nonsense."""
+
+    period: int = struct.field(pytree_node=False, default=1)
+    often: int = struct.field(pytree_node=False, default=1)
+    much: float = struct.field(pytree_node=False, default=1e6)
+    num_draft_tokens: int = struct.field(pytree_node=False, default=2)
+
+    def look_up(self, keys, view):
+        now = view.length % self.period < self.often
+        return Proposal(jnp.zeros((len(now), 2), jnp.int32), 2 * now), jnp.where(now, self.much, 0.0)
+
+
+@struct.dataclass
+class Counting(StatelessDrafter):
+    """Proposes nonsense, and counts how often it is asked to."""
+
+    num_draft_tokens: int = struct.field(pytree_node=False, default=2)
+    verify_widths = (1, 3)
+
+    def init(self, params, view, prefill):
+        return jnp.zeros(len(view.length), jnp.int32)
+
+    def propose(self, keys, params, state, view, law):
+        return (
+            Proposal(jnp.zeros((len(state), 2), jnp.int32), jnp.minimum(view.room, 2)),
+            state + 1,
+            view.cache,
+        )
+
+
+def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95) -> Hybrid:
+    return Hybrid(config, first, second, jnp.float32(cost), jnp.float32(memory))
+
+
+def loop(drafter, target=None, own=None, config=tiny.TARGET) -> tiny.Loop:
+    target = tiny.params(config) if target is None else target
+    return tiny.Loop(Parts(drafter, tiny.ACCEPTORS["greedy"](), Greedy()), Weights(target, own), config)
+
+
+def ended(made: tiny.Loop):
+    state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
+    while not state.done.all():
+        state, _ = made.go_on(state)
+    return state
+
+
+# Which one it takes
+
+
+@pytest.mark.parametrize(
+    ("promised", "seen", "cost", "takes"),
+    [
+        (3, {}, 0.25, True),
+        (0, {}, 0.25, False),
+        # A second whose drafts all stand: 4 tokens for 1.75.
+        (1, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.25, False),
+        (2, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.25, True),
+        (2, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.05, False),
+        # A first that seldom keeps its word.
+        (3, {"promised": 40, "kept": 1}, 0.25, False),
+        (3, {"promised": 40, "kept": 39}, 0.25, True),
+        # A second of which nothing stands: a plain step is better, if drafts cost something.
+        (0, {"rounds": 50, "drafted": 150, "accepted": 0}, 0.25, True),
+        (0, {"rounds": 50, "drafted": 150, "accepted": 0}, 0.0, False),
+    ],
+)
+def test_what_promises_more_for_its_cost_is_taken(promised, seen, cost, takes):
+    counts = dataclasses.replace(Counts.none(1), **{n: jnp.array([float(v)]) for n, v in seen.items()})
+    drafter = hybrid(tiny.suffix(), DraftModel(tiny.TARGET, num_draft_tokens=3), cost=cost)
+    assert drafter.takes_first(counts, jnp.array([float(promised)])).tolist() == [takes]
+
+
+def texts_of_the_target() -> NGram:
+    """It finds each text of the target as a whole."""
+    texts = [[*p, *tiny.greedy(p, n)] for p, n in zip(PROMPTS, BUDGETS, strict=True)]
+    return NGram(joined(texts), ngram_max=8, ngram_min=4, num_draft_tokens=tiny.K)
+
+
+def poor_draft() -> tuple[DraftModel, dict]:
+    drafter, own = tiny.drafter_of("draft-model", "constant")
+    return drafter.taking_turns(), own
+
+
+def test_a_good_first_and_a_poor_second():
+    """Once four tokens can be found, the text has the rounds of the first alone."""
+    second, own = poor_draft()
+    alone, together = loop(texts_of_the_target()), loop(hybrid(texts_of_the_target(), second), own=own)
+    expected, found = ended(alone), ended(together)
+    assert tiny.generated(found, PROMPTS) == tiny.generated(expected, PROMPTS)
+    assert (found.stats.num_rounds <= expected.stats.num_rounds).all()
+    second_alone = ended(loop(second, own=own))
+    # The last row's text repeats itself, which any draft finds out.
+    assert (2 * found.stats.num_rounds <= second_alone.stats.num_rounds)[:2].all()
+
+
+def test_a_boasting_first_and_a_good_second():
+    """What is never accepted loses its turns."""
+    whole = DraftModel(tiny.TARGET, num_draft_tokens=tiny.K).taking_turns()
+    alone = ended(loop(whole, own=tiny.params()))
+    together = ended(loop(hybrid(Boaster(much=4.0), whole, cost=0.05), own=tiny.params()))
+    assert tiny.generated(together, PROMPTS) == tiny.generated(alone, PROMPTS)
+    tries = together.stats.num_rounds - alone.stats.num_rounds
+    assert (tries > 0).all()
+    assert (2 * tries < alone.stats.num_rounds).all(), (tries, alone.stats.num_rounds)
+
+
+def test_a_second_that_no_row_wants_does_not_run():
+    state = ended(loop(hybrid(Boaster(), Counting(), memory=0.0)))
+    assert state.drafter_state.second.tolist() == [0, 0, 0]
+    assert (state.stats.num_drafts > 9).all()
+    state = ended(loop(hybrid(Boaster(often=0), Counting())))
+    assert (state.drafter_state.second > 0).all()
+    # Its nonsense does not pay, so that most rounds are plain steps.
+    assert (2 * state.stats.num_drafts < state.stats.num_rounds).all()
+
+
+# The state of the one that sits out
+
+
+@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify"])
+def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
+    """Each row sits out up to five rounds in a row, at other times than its neighbours."""
+    config, second, target, own = whole_drafts()[name]
+    made = loop(hybrid(Boaster(9, 5), second.taking_turns(), config, memory=0.0), target, own, config)
+    state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
+    rounds = np.zeros((2, 3), int)
+    while not state.done.all():
+        before = state.stats
+        state, _ = made.go_on(state, 1)
+        took_first = np.asarray(state.drafter_state.took_first)
+        drafted = np.asarray(state.stats.num_draft_tokens - before.num_draft_tokens)
+        accepted = np.asarray(state.stats.num_accepted_tokens - before.num_accepted_tokens)
+        live = drafted > 0
+        rounds[0] += live & took_first
+        rounds[1] += live & ~took_first
+        assert (accepted == drafted)[live & ~took_first].all()
+    assert rounds.min() >= 3
+    assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(second, target, own, config)), PROMPTS)
+
+
+def test_the_draft_model_catches_up_in_blocks():
+    second = DraftModel(tiny.TARGET, num_draft_tokens=3)
+    assert (second.catch_up, second.taking_turns().catch_up) == (1, 4)
+
+
+def test_a_sorted_draft_with_a_cache_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="method s2d with a draft of its own cannot leave rounds to another"):
+        tiny.drafter_of("s2d", "constant")[0].taking_turns()
+
+
+# The method
+
+
+def test_both_methods_take_their_options():
+    made = registry.make("hybrid", {"first": "ngram", "exit_layer": 1, "ngram_max": 4, "draft_cost": 0.2})
+    first, second = methods.NGram(ngram_max=4), methods.LayerSkip(exit_layer=1)
+    assert made == methods.Hybrid(first=first, second=second, draft_cost=0.2)
+    assert methods.Hybrid(first="ngram").first == methods.NGram()
+    words = "hybrid --first suffix --second draft-model --draft-exit 1 --suffix-max 4 --num-draft-tokens 3"
+    assert parse_run(words) == methods.Hybrid(
+        first=methods.Suffix(suffix_max=4, num_draft_tokens=3),
+        second=methods.DraftModel(draft_exit=1, num_draft_tokens=3),
+    )
+    given = {"exit_layer": 1, "ngram_max": 2, "suffix_max": 3}
+    shared = registry.share(["ngram", "hybrid"], given)
+    assert shared["ngram"] == methods.NGram(ngram_max=2)
+    assert shared["hybrid"].first == methods.Suffix(suffix_max=3)
+    assert shared["hybrid"].second == methods.LayerSkip(exit_layer=1)
+    assert [methods.Hybrid.compared(given, 2) for given in ({}, {"first": "ngram"}, {"second": "asd"})] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"first": "guess"}, "unknown method 'guess'; the methods are"),
+        ({"second": "hybrid"}, "second is 'hybrid'; give a method that drafts, and no hybrid"),
+        ({"second": "autoregressive"}, "second is 'autoregressive'; give a method that drafts"),
+        ({"first": 3}, "first is 3; give a text"),
+        ({"draft_cost": -1}, "draft_cost is -1.0; give a number from 0 on"),
+        ({"draft_exit": 1}, "method hybrid has no option `draft_exit`; leave it out or choose another"),
+        ({"gamma": 0.5}, "method layerskip with stop_rule=constant has no option `gamma`"),
+        ({"exit_layr": 1}, "unknown option exit_layr; perhaps you meant exit_layer"),
+    ],
+)
+def test_wrong_options_are_one_line(options, line):
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        registry.make("hybrid", options)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_it_is_made_of():
+    lm = tiny.language_model()
+    made, own = lm.drafter("hybrid", exit_layer=1, num_draft_tokens=3)
+    assert own is None
+    assert made.first == lm.drafter("suffix", num_draft_tokens=3)[0]
+    assert made.second == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
+    assert float(made.draft_cost) == 1 / lm.config.num_layers
+    assert made.verify_widths == (1, 4)
+    made, own = lm.drafter("hybrid", first="ngram", second="draft-model", draft=tiny.small_model())
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(one)) for one in (own, lm.params)]
+    np.testing.assert_allclose(float(made.draft_cost), sizes[0] / sizes[1], rtol=1e-6)
+    assert (made.num_draft_tokens, made.verify_widths, made.second.catch_up) == (10, (1, 4, 6, 8, 11), 6)
+    assert float(lm.drafter("hybrid", second="asd")[0].draft_cost) == 0.5
+    with pytest.raises(
+        ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"
+    ):
+        lm.drafter("hybrid", first="layerskip", second="ngram", exit_layer=1)
