@@ -15,6 +15,8 @@ from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
+from jaxspec.methods.eagle import Eagle
+from jaxspec.methods.eagle3 import Eagle3
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
@@ -30,6 +32,8 @@ __all__ = [
     "ChainMethod",
     "DraftModel",
     "DraftVerify",
+    "Eagle",
+    "Eagle3",
     "LayerSkip",
     "LoadedModel",
     "Method",
