@@ -86,7 +86,8 @@ class Drafts:
                 where = NamedSharding(self._mesh, PartitionSpec())
 
             def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:
-                return jax.device_put(host, where)
+                placed: jax.Array = jax.device_put(host, where)
+                return placed
 
             config, params = head.config, head.load(self._dtype, place_leaf)
             # Published heads carry a copy of the target's.

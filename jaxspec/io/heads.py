@@ -274,9 +274,10 @@ def _check(directory: Path, config: HeadConfig, tensors: Mapping[str, np.ndarray
 
 def _ids(directory: Path, config: HeadConfig, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """The tokens of a head's own vocabulary: `d2t` is what must be added to the number of a row."""
-    size, rows = config.block.vocab_size, config.head_size
+    size = config.block.vocab_size
+    rows = size if config.head_size is None else config.head_size
     if "d2t" not in tensors:
-        if rows not in (None, size):
+        if rows != size:
             raise ValueError(
                 f"{directory}: tensor d2t is missing: which of {size} tokens the {rows} rows of lm_head are"
             )
@@ -296,4 +297,4 @@ def _ids(directory: Path, config: HeadConfig, tensors: Mapping[str, np.ndarray])
         known.shape != (size,) or not np.array_equal(np.flatnonzero(known), np.sort(ids))
     ):
         raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
-    return ids.astype(np.int32)
+    return np.asarray(ids, np.int32)

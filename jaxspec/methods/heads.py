@@ -65,6 +65,7 @@ class HeadMethod(ChainMethod):
         ids = self.vocabulary_ids(target, resources)
         if ids is None:
             return head.params
+        import jax.numpy as jnp
         import numpy as np
 
         from jaxspec.model.vocabulary import Vocabulary
@@ -75,7 +76,7 @@ class HeadMethod(ChainMethod):
             rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))
             own["vocabulary"] = Vocabulary(few.head[rows], few.ids[rows], few.size)
         elif "head" in own:
-            own["vocabulary"] = Vocabulary(own.pop("head")[ids], ids, target.config.vocab_size)
+            own["vocabulary"] = Vocabulary(own.pop("head")[ids], jnp.asarray(ids), target.config.vocab_size)
         else:
             own["vocabulary"] = target.vocabulary(ids)
         return own

@@ -141,7 +141,8 @@ def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np
     )
 
     def projected(name: str) -> np.ndarray:
-        return (seen @ p[f"self_attn.{name}_proj.weight"].T).reshape(len(seen), -1, size)
+        rows: np.ndarray = seen @ p[f"self_attn.{name}_proj.weight"].T
+        return rows.reshape(len(seen), -1, size)
 
     def turned(x: np.ndarray) -> np.ndarray:
         a, b = x[..., : size // 2], x[..., size // 2 :]
