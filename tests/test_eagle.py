@@ -29,11 +29,13 @@ from jaxspec.testing import head_reference as reference
 from jaxspec.testing.contracts import propose
 from tests import tiny
 
-# Six layers, so that EAGLE-3's usual taps are three different ones; a RoPE that no head shares.
-TARGET = dataclasses.replace(tiny.TARGET, num_layers=6, rope_theta=50.0)
-WIDTH, TAPS = TARGET.hidden_size, (2, 3, 3)
+# So few layers as have EAGLE-3's usual taps; a RoPE that no head shares.
+TARGET = dataclasses.replace(tiny.TARGET, num_layers=4, rope_theta=50.0)
+WIDTH, TAPS = TARGET.hidden_size, (2, 2, 1)
 # One prompt is fed in two pieces, so that a feature at the border meets a token of the next one.
 PROMPTS = ((1, 2, 3, 5, 7, 11, 4, 6, 8, 9, 10), (5, 1, 2))
+# So high that a random head has drafts accepted.
+TEMPERATURE = 2.0
 LLAMA = {
     "model_type": "llama",
     "hidden_size": WIDTH,
@@ -151,11 +153,11 @@ class Round:
 
 
 def rounds_of(directory: Path, drafter_of: Any = Eagle) -> list[Round]:
-    """Of a head on the target, at temperature 1: after the prompts, and after each of some rounds."""
+    """Of a head on the target, at `TEMPERATURE`: after the prompts, and after each of some rounds."""
     head = heads.read_head(directory, TARGET)
     drafter = drafter_of(TARGET, head.config, num_draft_tokens=tiny.K)
     weights = Weights(tiny.params(TARGET), head.load(np.float32))
-    law = Sampling(jnp.ones(len(PROMPTS)))
+    law = Sampling(jnp.full(len(PROMPTS), TEMPERATURE))
     loop = tiny.Loop(Parts(drafter, BlockAcceptor(), law), weights, TARGET)
     state, _ = loop.begin(PROMPTS, 12)
     found, accepted = [], 0
@@ -178,7 +180,7 @@ def furthest(found: list[Round], files: Files, taps: Any, change: Any = lambda t
         logits = reference.draft_logits(
             *files, TARGET, tiny.params(TARGET), one.tokens, one.drafts[:-1], true
         )
-        law = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        law = np.exp((logits - logits.max(axis=-1, keepdims=True)) / TEMPERATURE)
         worst = max(worst, np.abs(law / law.sum(axis=-1, keepdims=True) - one.laws).max())
     return worst
 
@@ -264,10 +266,10 @@ def test_features_that_are_not_recomputed_would_be_noticed(tmp_path):
     ("given", "taps"),
     [
         ({}, TAPS),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}, (2, 3, 5)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}}, (3, 4, 6)),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}, TAPS),
-        ({"jaxspec": {"taps": [1, 2, 2]}}, (1, 2, 2)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}, (2, 3, 0)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}}, (3, 4, 1)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 0]}, TAPS),
+        ({"jaxspec": {"taps": [1, 1, 0]}}, (1, 1, 0)),
     ],
     ids=["usual", "entered", "left", "left, by its first", "ours"],
 )
@@ -298,10 +300,13 @@ BAD = {
     "input_norm.weight has no place .*; is norm_before_fc missing": with_config(
         speculators(), norm_before_fc=None
     ),
+    "transformer.input_layernorm.weight|layers.0.input_layernorm.weight has no place": with_tensors(
+        eagle(), **{"transformer.input_layernorm.weight": np.ones(WIDTH)}
+    ),
     "no place in an eagle head": with_tensors(eagle(), **{"hidden_norm.weight": np.ones(WIDTH)}),
     "vocabulary of 9 tokens, the target of 13": with_config(eagle3(), vocab_size=9),
     "reads features of width 12, the target's are of 16": with_config(eagle3(), target_hidden_size=12),
-    "reads what enters the layers \\(2, 9, 12\\), the target has 6": with_config(
+    "reads what enters the layers \\(2, 9, 12\\), the target has 4": with_config(
         eagle3(), eagle_aux_hidden_state_layer_ids=[2, 9, 12]
     ),
     "expected a list of layers": with_config(eagle3(), eagle_aux_hidden_state_layer_ids=7),
@@ -331,6 +336,19 @@ def test_a_bin_file_is_read_as_safetensors_are(tmp_path, layout):
     (tmp_path / "bin" / "config.json").write_text(json.dumps(content))
     found = heads.read_head(tmp_path / "bin", TARGET)
     other = heads.read_head(write(tmp_path / "safe", (content, tensors)), TARGET)
+    assert found.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
+
+
+def test_speculators_names_for_eagle_are_read(tmp_path):
+    content, tensors = eagle()
+    renamed = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in tensors.items()
+    }
+    theirs = {"speculators_model_type": "eagle", "layernorms": False, "transformer_layer_config": content}
+    found = heads.read_head(write(tmp_path / "theirs", (theirs, renamed)), TARGET)
+    other = heads.read_head(write(tmp_path / "plain", (content, tensors)), TARGET)
     assert found.config == other.config
     jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
 
@@ -368,7 +386,7 @@ def test_nothing_of_a_bin_file_is_run(tmp_path, capsys, pickled, message):
 def model(tmp_path):
     """A model in a directory of its own."""
     config = tiny.engine_config(TARGET)
-    return LanguageModel(config, tiny.params(TARGET), tiny.tokenizer(), name="six", directory=tmp_path)
+    return LanguageModel(config, tiny.params(TARGET), tiny.tokenizer(), name="four", directory=tmp_path)
 
 
 def test_a_head_drafts_by_its_name(model, tmp_path):
@@ -399,15 +417,16 @@ def test_a_head_is_found_beside_its_model(model, tmp_path):
         model.drafter("eagle", draft="nowhere")
 
 
-def test_a_copy_of_the_embedding_is_not_kept(model, tmp_path):
+def test_copies_of_the_targets_matrices_are_not_kept(model, tmp_path):
     content, tensors = eagle()
+    tensors["lm_head.weight"] = np.array(model.params["head"])
     drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "a", (content, tensors))))
-    assert not drafter.head.own_embedding
-    assert "embed" not in params
-    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] * 2
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (False, None)
+    assert params.keys() == {"fc", "fc_bias", "layers"}
+    tensors |= {name: tensors[name] * 2 for name in ("embed_tokens.weight", "lm_head.weight")}
     drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "b", (content, tensors))))
-    assert drafter.head.own_embedding
-    assert "embed" in params
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (True, TARGET.vocab_size)
+    assert params.keys() == {"fc", "fc_bias", "layers", "embed", "head"}
 
 
 @pytest.mark.parametrize(

@@ -317,9 +317,9 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
     "eagle-vocab": Case(_eagle_vocab, family="eagle"),
+    "eagle3-flags": Case(_eagle3_flags, family="eagle"),
     "eagle": Case(_eagle, ("eagle",), "eagle"),
-    "eagle3-flags": Case(_eagle3_flags, family="eagle3"),
-    "eagle3": Case(_eagle3, ("eagle3",), "eagle3"),
+    "eagle3": Case(_eagle3, ("eagle3",), "eagle"),
 }
 PLAIN = tuple(name for name, case in DRAFTERS.items() if not case.has_rule)
 # Drafters with a stop rule: each family's variants.
@@ -403,7 +403,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft-verify": {},
     "layerskip": {},
     "s2d": {},
-    "eagle": {},
     "eagle3": {},
 }
 

@@ -15,6 +15,7 @@ from jaxspec.engine.loading import find_model, find_tokenizer, place_params
 from jaxspec.io import checkpoint, heads, memory
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
+from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 
 # Cache slots for which there must be memory beside a draft's weights.
@@ -90,10 +91,14 @@ class Drafts:
                 return placed
 
             config, params = head.config, head.load(self._dtype, place_leaf)
-            # Published heads carry a copy of the target's.
+            # Published heads carry copies of the target's.
             if config.own_embedding and bool(jnp.array_equal(params["embed"], target.params["embed"])):
                 config = dataclasses.replace(config, own_embedding=False)
                 del params["embed"]
+            own = params.get("head")
+            if own is not None and bool(jnp.array_equal(own, llama.head(target.config, target.params))):
+                config = dataclasses.replace(config, head_size=None)
+                del params["head"]
             self._heads[name] = LoadedHead(config, params, head.target)
         return self._heads[name]
 

@@ -2,7 +2,8 @@
 
     yuhuili EAGLE      fc.*, layers.0.*; a Llama config of one layer                       often only `.bin`
     yuhuili EAGLE-3    fc, midlayer.*, norm, lm_head, d2t, t2d; `draft_vocab_size`         also SpecForge's, AngelSlim's
-    speculators        as EAGLE-3 with layers.0.* for midlayer.*; the Llama config is `transformer_layer_config`
+    speculators        as EAGLE-3 with layers.0.* for midlayer.*; EAGLE-1 with fusion_fc.* and transformer.*; the Llama
+                       config is `transformer_layer_config`
     vLLM               either, all names perhaps behind `model.`; a Llama config perhaps under `model`
 
 What a directory holds is told by its tensors. A head's RoPE, widths and ε are those of its own config: the defaults of
@@ -41,6 +42,8 @@ HEADS_NAME = "heads"
 _TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _BIN = "pytorch_model.bin"
 _Q = "layers.0.self_attn.q_proj.weight"
+# What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
+_PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 # A tensor that only an option of the config gives a place.
 _OPTIONS = {"input_norm.weight": "norm_before_fc", "fc_norm.0.weight": "fc_norm"}
 
@@ -133,9 +136,10 @@ def _open(directory: Path) -> Tensors:
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor in the layout of speculators, which has the fewest words of its own."""
+    """The name of a tensor in the layout that has the fewest words of its own."""
     name = name.removeprefix("model.")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _kind(directory: Path, tensors: Mapping[str, np.ndarray]) -> Literal["eagle", "eagle3"]:
