@@ -278,7 +278,42 @@ def test_what_tap_ids_mean(tmp_path, given, taps):
     assert heads.read_head(write(tmp_path, (content | given, tensors)), TARGET).config.taps == taps
 
 
+def test_a_window_of_a_head_is_read(tmp_path):
+    content, tensors = speculators()
+    inner = content["transformer_layer_config"]
+    inner |= {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    block = heads.read_head(write(tmp_path, (content, tensors)), TARGET).config.block
+    assert (block.window(0), block.window(1)) == (7, None)
+
+
 # Files
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"),
+    [("model.safetensors", ["*.safetensors"]), ("pytorch_model.bin", ["*.safetensors", "pytorch_model.bin"])],
+)
+def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch, name, fetched):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        assert repository == "owner/head"
+        asked.append(allow_patterns)
+        for file in ("config.json", name):
+            if any(Path(file).match(pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert heads.resolve("owner/head") == tmp_path
+    assert asked == [["*.json", pattern] for pattern in fetched]
+    assert (tmp_path / name).exists()
 
 
 def with_tensors(files: Files, **changes: Any) -> Files:
@@ -440,6 +475,12 @@ def test_a_head_drafts_with_some_of_its_tokens(model, tmp_path, monkeypatch, lay
     _, params = model.drafter(name, draft=str(tmp_path / layout))
     assert params["vocabulary"].ids.tolist() == left
     np.testing.assert_array_equal(params["vocabulary"].head, whole[left])
+
+
+def test_a_head_without_any_of_the_tokens_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([0, 3, 6], np.int32))
+    with pytest.raises(ValueError, match="draft_vocab leaves none of the head's 8 tokens"):
+        model.drafter("eagle3", draft=str(write(tmp_path / "head", eagle3())))
 
 
 def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np.ndarray]:

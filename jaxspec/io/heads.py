@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jaxspec.io import huggingface, torch_file
 from jaxspec.io.files import read_json
-from jaxspec.io.hf_config import config_from, errors_of
+from jaxspec.io.hf_config import config_from, errors_of, read_windows
 from jaxspec.io.hf_layout import Source, sources_of
 from jaxspec.io.hf_values import flag, section, whole
 from jaxspec.io.huggingface import Place
@@ -170,7 +170,9 @@ def _config(
             f"the head has a vocabulary of {block.vocab_size} tokens, the target of {target.vocab_size}; "
             "a head fits the model that it was trained for"
         )
-    block = dataclasses.replace(block, tie_embeddings=False)
+    # Trainers give a Llama layer a window in the words of Qwen2, which a Llama by itself does not read.
+    windows = read_windows("qwen2", inner) if flag(inner, "use_sliding_window") else block.sliding_windows
+    block = dataclasses.replace(block, tie_embeddings=False, sliding_windows=windows)
     read_width = block.hidden_size
     if kind == "eagle3" and values.get("target_hidden_size") is not None:
         read_width = whole(values, "target_hidden_size")

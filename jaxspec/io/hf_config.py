@@ -191,7 +191,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         qkv_bias=attention_bias or kind == "qwen2",
         output_bias=attention_bias,
         mlp_bias=kind == "llama" and flag(values, "mlp_bias"),
-        sliding_windows=_read_windows(kind, values),
+        sliding_windows=read_windows(kind, values),
         bos_token_id=next(iter(token_ids(values, "bos_token_id")), None),
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
@@ -242,7 +242,8 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind, factor, low, high, whole(original, key))
 
 
-def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+def read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """How many latest positions each layer of a model of this kind sees, as `LlamaConfig.sliding_windows` has it."""
     layers, window = whole(values, "num_hidden_layers", most=MAX_LAYERS), values.get("sliding_window")
     if kind == "llama" or window is None:
         return ()

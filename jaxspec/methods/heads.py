@@ -74,6 +74,10 @@ class HeadMethod(ChainMethod):
         if "vocabulary" in own:
             few = own["vocabulary"]
             rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))
+            if not len(rows):
+                raise ValueError(
+                    f"draft_vocab leaves none of the head's {len(few.ids)} tokens; give more tokens, or leave it out"
+                )
             own["vocabulary"] = Vocabulary(few.head[rows], few.ids[rows], few.size)
         elif "head" in own:
             own["vocabulary"] = Vocabulary(own.pop("head")[ids], jnp.asarray(ids), target.config.vocab_size)
