@@ -204,8 +204,14 @@ def head_params(head: HeadConfig, seed: int = 5) -> llama.Params:
 
 
 def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Mostly it hands on the embedding, as the target does, so that some of its drafts are accepted."""
     head = eagle_head(config)
-    return Eagle(config, head, rule, K), head_params(head)
+    own = dict(head_params(head))
+    handed_on = jnp.eye(config.hidden_size, 2 * config.hidden_size)
+    return Eagle(config, head, rule, K), own | {
+        "fc": handed_on + 0.2 * own["fc"],
+        "fc_bias": 0.2 * own["fc_bias"],
+    }
 
 
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -403,7 +409,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft-verify": {},
     "layerskip": {},
     "s2d": {},
-    "eagle3": {},
+    "eagle": {},
 }
 
 
