@@ -11,7 +11,8 @@ Everything here is pure and knows no method by name; `engine` compiles it and de
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import once
+from jaxspec.model.control import narrowest
 from jaxspec.protocol import (
     Acceptance,
     Acceptor,
@@ -30,13 +31,16 @@ from jaxspec.protocol import (
     Prefill,
     Proposal,
     State,
+    TappedDrafter,
     View,
     Weights,
+    taps_of,
 )
 from jaxspec.sampling import Law, is_finite
 
-# What `_verify` returns: the cache, what was accepted, how many positions are finite, and log-probabilities or None.
-Verified = tuple[KVCache, Acceptance, jax.Array, Any]
+# What `_verify` returns: the cache, what was accepted, how many positions are finite, and log-probabilities and
+# features, or None.
+Verified = tuple[KVCache, Acceptance, jax.Array, Any, Any]
 
 
 @struct.dataclass
@@ -170,18 +174,35 @@ def prefill(
       The state, and what was emitted (one token per row; none where the logits are not finite).
     """
     stop = (jnp.max(request.length) + chunk_size - 1) // chunk_size
-    fed = start_prefill(config, params, request, merged=merged)
-    fed = feed(config, params, request, fed, jnp.int32(0), stop, chunk_size=chunk_size)
+    tapped = tapped_drafter(parts)
+    fed = start_prefill(config, params, request, tapped, merged=merged)
+    fed = feed(config, params, request, fed, jnp.int32(0), stop, tapped, chunk_size=chunk_size)
     return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs)
 
 
+def tapped_drafter(parts: Parts) -> TappedDrafter | None:
+    """The drafter, if the prompts' pass has something for it on the way; None for most."""
+    return cast(TappedDrafter, parts.drafter) if taps_of(parts.drafter) else None
+
+
 def start_prefill(
-    config: LlamaConfig, params: Weights, request: Request, *, merged: bool = True
+    config: LlamaConfig,
+    params: Weights,
+    request: Request,
+    tapped: TappedDrafter | None = None,
+    *,
+    merged: bool = True,
 ) -> llama.Prefilling:
-    """Prompts of which nothing has been fed. `merged`: the cache's layout, static, see `model.cache`."""
+    """Prompts of which nothing has been fed.
+
+    `tapped`: see `tapped_drafter`; `merged`: the cache's layout, static, see `model.cache`.
+    """
     batch, capacity = request.tokens.shape
     cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
-    return llama.start_prefill(config, params.target, request.length, cache)
+    if tapped is None:
+        return llama.start_prefill(config, params.target, request.length, cache)
+    absorbed = tapped.begin(params, request.length, capacity, merged)
+    return llama.start_prefill(config, params.target, request.length, cache, tapped.taps, absorbed)
 
 
 def feed(
@@ -191,11 +212,15 @@ def feed(
     fed: llama.Prefilling,
     first: jax.Array,
     stop: jax.Array,
+    tapped: TappedDrafter | None = None,
     *,
     chunk_size: int,
 ) -> llama.Prefilling:
     """Feeds the chunks of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
-    return llama.feed(config, params.target, request.tokens, request.length, fed, first, stop, chunk_size)
+    arguments = (config, params.target, request.tokens, request.length, fed, first, stop, chunk_size)
+    if tapped is None:
+        return llama.feed(*arguments)
+    return llama.feed(*arguments, tapped.taps, functools.partial(tapped.absorb, params))
 
 
 def end_prefill(
@@ -219,6 +244,11 @@ def end_prefill(
     done = ~sound | _is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
     tokens = _put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
+    absorbed, tapped = fed.absorbed, tapped_drafter(parts)
+    if tapped is not None and fed.feature is not None:
+        last = fed.feature[:, None]
+        absorbed = tapped.absorb(params, absorbed, last, token[:, None], request.length - 1, count)
+    ended = Prefill(hidden, similarities, chunk_size, absorbed)
     zero = jnp.zeros(batch, jnp.int32)
     histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
     state = DecodeState(
@@ -230,7 +260,7 @@ def end_prefill(
         done=done,
         broken=~sound,
         cache=cache,
-        drafter_state=parts.drafter.init(params, view, Prefill(hidden, similarities, chunk_size)),
+        drafter_state=parts.drafter.init(params, view, ended),
         stats=Stats(zero, zero, zero, zero, histogram),
     )
     emitted = Emitted(
@@ -332,7 +362,7 @@ def decode_round(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )
     proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
-    cache, acceptance, sound, token_log_probs = _verify(
+    cache, acceptance, sound, token_log_probs, features = _verify(
         config, params, parts, _fold_in(keys, 1), dataclasses.replace(view, cache=cache), proposal, log_probs
     )
 
@@ -350,6 +380,8 @@ def decode_round(
         count=count,
         drafted=jnp.where(count <= acceptance.count, count, proposal.count),
         accepted=accepted,
+        features=features,
+        start=None if features is None else view.start,
     )
     length = state.length + count
     state = dataclasses.replace(
@@ -403,10 +435,11 @@ def _verify(
 
     Returns:
       The cache; what was accepted; int32[B], at how many positions from the first on the logits are finite: no
-      token after them counts; and log-probabilities as `decode_round` returns them.
+      token after them counts; log-probabilities as `decode_round` returns them; and features as `Outcome` has them.
     """
     pending, start = view.pending, view.start
     batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
+    taps = taps_of(parts.drafter)
 
     def verify(width: int, cache: KVCache) -> Verified:
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
@@ -416,7 +449,11 @@ def _verify(
         else:
             hidden = proposal.exit_hidden[:, :width]
         rest = range(proposal.exit_layer, config.num_layers)
-        hidden, cache = llama.run_layers(config, params.target, hidden, start, cache, layers=rest)
+        hidden, features, cache = llama.run_tapped(
+            config, params.target, hidden, start, cache, taps, layers=rest
+        )
+        if features is not None:
+            features = _widened(features, full)
         logits = llama.logits(config, params.target, hidden)
         finite = is_finite(logits)
         sound = jnp.sum(jnp.cumprod(finite.astype(jnp.int32), axis=1), axis=1)
@@ -424,9 +461,9 @@ def _verify(
         logits = jnp.where(finite[..., None], logits, 0.0)
         acceptance = parts.acceptor.accept(keys, kept, logits, parts.law)
         if not log_probs:
-            return cache, acceptance, sound, None
+            return cache, acceptance, sound, None, features
         raw = _log_probs_of(logits, _with_next(kept.tokens, acceptance))
-        return cache, acceptance, sound, jnp.pad(raw, ((0, 0), (0, full - width)))
+        return cache, acceptance, sound, _widened(raw, full), features
 
     widths = parts.drafter.verify_widths
     if widths == (full,):
@@ -434,14 +471,17 @@ def _verify(
     needed = jnp.max(proposal.count) + 1
     nothing = jnp.zeros(batch, jnp.int32)
     no_log_probs = jnp.zeros((batch, full), jnp.float32) if log_probs else None
-    carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs)
-    for below, width in zip((0, *widths), widths, strict=False):
+    no_features = None
+    if taps:
+        width_of_taps = len(taps) * config.hidden_size
+        no_features = jnp.zeros((batch, full, width_of_taps), params.target["embed"].dtype)
+    carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs, no_features)
+    return narrowest(widths, needed, lambda width, carry: verify(width, carry[0]), carry)
 
-        def at_width(carry: Verified, width: int = width) -> Verified:
-            return verify(width, carry[0])
 
-        carry = once((below < needed) & (needed <= width), at_width, carry)
-    return carry
+def _widened(values: jax.Array, width: int) -> jax.Array:
+    """Values [B, T, ...] with zeros behind them, [B, width, ...]."""
+    return jnp.pad(values, ((0, 0), (0, width - values.shape[1]), *[(0, 0)] * (values.ndim - 2)))
 
 
 def _with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.model.llama import Params
+from jaxspec.model.llama import Params, Tap
 from jaxspec.model.plan import LayerPlan
 from jaxspec.sampling import Law
 
@@ -90,6 +90,7 @@ class Prefill:
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
         residual stream before and after it, over the prompt; free for a drafter that ignores it.
       chunk_size: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
+      absorbed: what a `TappedDrafter` made of the prompts' features; None for others.
 
     Examples:
       >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), chunk_size=16)
@@ -100,6 +101,7 @@ class Prefill:
     hidden: jax.Array
     similarities: jax.Array
     chunk_size: int = struct.field(pytree_node=False)
+    absorbed: Any = None
 
 
 @struct.dataclass
@@ -156,6 +158,9 @@ class Outcome:
       count: int32[B], how many of them were committed; 0 in a finished row.
       drafted: int32[B], draft tokens verified.
       accepted: int32[B], draft tokens committed.
+      features: [B, K + 1, F], what a `TappedDrafter` taps of (pending, draft 1, …, draft K): entry i, the token before
+        `tokens[:, i]`, means something below count[b]. None for other drafters.
+      start: int32[B], the position of the pending token that `features` begin with; None without them.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -168,6 +173,8 @@ class Outcome:
     count: jax.Array
     drafted: jax.Array
     accepted: jax.Array
+    features: jax.Array | None = None
+    start: jax.Array | None = None
 
 
 @struct.dataclass
@@ -252,6 +259,56 @@ class Drafter(Protocol):
     ) -> tuple[Proposal, State, KVCache]: ...
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
+
+
+class TappedDrafter(Drafter, Protocol):
+    """A drafter that reads the target's residual stream where the target runs anyway: heads such as EAGLE's.
+
+    A feature is what it taps of one token. It comes with the token after it: a head predicts the token after both.
+
+    `taps`: static: what is tapped, in this order, see `model.llama.Tap`. Others have no `taps`, or ().
+    `begin`: what has been absorbed before the first token of prompts of length int32[B]; caches of S = `capacity` slots
+    a row, in the layout that `merged` says.
+    `absorb`: takes in features [B, T, F] of tokens at positions start[b] + t and the token after each, int32[B, T], of
+    which the first count[b] mean something. Called for each piece of a prompt, then for the prompt's last token with
+    the first of the text: `Prefill.absorbed` is what came of it. From then on `observe` has the features of each round
+    in its outcome.
+
+    Examples:
+      >>> from jaxspec.drafting.eagle import Eagle
+      >>> from jaxspec.model.eagle import HeadConfig
+      >>> from jaxspec.testing import TARGET
+      >>> drafter: TappedDrafter = Eagle(TARGET, HeadConfig(TARGET.truncated(1), taps=("final",)))
+      >>> drafter.taps
+      ('final',)
+    """
+
+    @property
+    def taps(self) -> tuple[Tap, ...]: ...
+
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State: ...
+
+    def absorb(
+        self,
+        params: Weights,
+        state: State,
+        features: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> State: ...
+
+
+def taps_of(drafter: Drafter) -> tuple[Tap, ...]:
+    """Returns what a drafter taps of the target's residual stream; () for those that tap nothing.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> taps_of(NGram())
+      ()
+    """
+    taps: tuple[Tap, ...] = getattr(drafter, "taps", ())
+    return taps
 
 
 class MaskedDrafter(Drafter, Protocol):

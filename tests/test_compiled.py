@@ -24,7 +24,9 @@ from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.eagle import Eagle
 from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine import compiled
 from jaxspec.model import llama, numerics
@@ -72,7 +74,7 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     """Of every cache in the loop's state: they end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
-    assert len(caches) == (2 if isinstance(call.args[1].drafter, (DraftModel, S2D)) else 1)
+    assert len(caches) == (2 if isinstance(call.args[1].drafter, (DraftModel, Eagle, S2D)) else 1)
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
 
@@ -253,9 +255,15 @@ def test_verification_runs_every_layer_after_a_draft_of_the_whole_model(monkeypa
 # What the similarities cost.
 
 
-def prefill_program(config, drafter, capacity: int, chunk_size: int) -> Any:
-    """The compiled prefill of one row, from shapes alone."""
-    weights = Weights(jax.eval_shape(lambda: llama.init_params(config, jax.random.key(0))))
+def prefill_program(config, drafter, capacity: int, chunk_size: int, own: Any = None) -> Any:
+    """The compiled prefill of one row, from shapes alone; `own`: the drafter's parameters."""
+    run, *arguments = prefill_call(config, drafter, capacity, chunk_size, own)
+    return jax.jit(run).lower(*arguments).compile()
+
+
+def prefill_call(config, drafter, capacity: int, chunk_size: int, own: Any = None) -> tuple[Any, ...]:
+    """The prefill of one row as a function, and the shapes of its arguments."""
+    weights = Weights(jax.eval_shape(lambda: llama.init_params(config, jax.random.key(0))), own)
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     tokens, ends = (jax.ShapeDtypeStruct((1, n), jnp.int32) for n in (capacity, 1))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
@@ -263,16 +271,18 @@ def prefill_program(config, drafter, capacity: int, chunk_size: int) -> Any:
     parts = Parts(drafter, GreedyAcceptor(), Greedy())
 
     def run(weights, parts, request):
-        return decoding.prefill(config, weights, parts, request, chunk_size=chunk_size)
+        return decoding.prefill(config, weights, parts, request, chunk_size=chunk_size)[0]
 
-    return jax.jit(run).lower(weights, parts, request).compile()
+    return run, weights, parts, request
+
+
+def operations(program: Any) -> collections.Counter:
+    """How often an optimised program does what with which shape."""
+    return collections.Counter(re.findall(r"= (\S+) ([\w-]+)\(", program.as_text()))
 
 
 def test_who_needs_no_similarities_does_not_pay_for_them(monkeypatch):
     """The optimised prefill of plain decoding is the one of a model that has no idea of them."""
-
-    def operations(program) -> collections.Counter:
-        return collections.Counter(re.findall(r"= (\S+) ([\w-]+)\(", program.as_text()))
 
     program = prefill_program(FIVE, Autoregressive(), 32, 8)
     used = prefill_program(FIVE, ASD(FIVE), 32, 8)
@@ -283,6 +293,38 @@ def test_who_needs_no_similarities_does_not_pay_for_them(monkeypatch):
         assert program.cost_analysis()[name] == unaware.cost_analysis()[name]
     assert operations(used) != operations(unaware)
     assert used.cost_analysis()["flops"] > program.cost_analysis()["flops"]
+
+
+def loop_programs(config, drafter, own: Any = None) -> list[str]:
+    """The text of prefill and rounds as they go to the compiler."""
+    run, weights, parts, request = prefill_call(config, drafter, 32, 8, own)
+    state = jax.eval_shape(run, weights, parts, request)
+
+    def rounds(weights, parts, state):
+        return decoding.run_rounds(
+            config, weights, parts, state, jnp.int32(9), jnp.zeros(1, bool), window=32, log_probs=True
+        )
+
+    return [
+        jax.jit(run).lower(weights, parts, request).as_text(),
+        jax.jit(rounds).lower(weights, parts, state).as_text(),
+    ]
+
+
+def test_who_taps_nothing_does_not_pay_for_taps(monkeypatch):
+    """Prefill and rounds are, to the letter, those of a model that has no idea of them."""
+
+    def unaware(config, params, hidden, start, cache, taps, **options):
+        hidden, cache = llama.run_layers(config, params, hidden, start, cache, **options)
+        return hidden, None, cache
+
+    head = tiny.eagle_head(tiny.TARGET)
+    drafters = (Autoregressive(), NGram(num_draft_tokens=4))
+    programs = [loop_programs(tiny.TARGET, drafter) for drafter in drafters]
+    tapped = loop_programs(tiny.TARGET, Eagle(tiny.TARGET, head), tiny.head_params(head))
+    monkeypatch.setattr(llama, "run_tapped", unaware)
+    assert programs == [loop_programs(tiny.TARGET, drafter) for drafter in drafters]
+    assert all(one not in tapped for pair in programs for one in pair)
 
 
 def test_similarities_are_nearly_free():

@@ -140,7 +140,7 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     assert (proposal.log_probs is not None) == isinstance(runs_a_model, ChainDrafter)
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d"])
+@pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d", "eagle"])
 def test_a_greedy_draft_is_a_point_mass(drafter):
     """Not the softmax that it is the maximum of."""
     loop = tiny.loop(tiny.Combination(drafter, "constant", "greedy"))
@@ -208,6 +208,7 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
         "draft-verify-static": (config, verify, weights, None),
         # Without the weights of what it does not run, the target is its own first layer.
         "layerskip": (config, LayerSkip(config, 1, Constant(), tiny.K), idle, None),
+        **{kind: (tiny.TARGET, *tiny.exact_head(kind)) for kind in ("eagle", "eagle3")},
     }
 
 
@@ -217,6 +218,8 @@ WHOLE = [
     ("draft-verify", "rejection"),
     ("layerskip", "greedy"),
     ("s2d", "block"),
+    ("eagle", "greedy"),
+    ("eagle3", "block"),
 ]
 
 
@@ -256,6 +259,8 @@ SAMPLED = [
     tiny.Combination("layerskip-vocab", "adaptive", "block"),
     tiny.Combination("s2d-vocab", "constant", "block"),
     tiny.Combination("s2d-target-vocab", "constant", "rejection"),
+    tiny.Combination("eagle", "any_of", "rejection"),
+    tiny.Combination("eagle3", "constant", "block"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -15,7 +15,7 @@ LAYERS = (
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",
-    "jaxspec.model.sharding",
+    "jaxspec.model.sharding jaxspec.model.eagle",
     "jaxspec.sampling",
     "jaxspec.protocol",
     "jaxspec.stopping jaxspec.acceptance",

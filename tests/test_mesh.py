@@ -47,7 +47,7 @@ for options in (
     assert all((row.gamma is None) == (options["method"] not in ("asd", "adaspeed")) for row in rows)
     print(options["method"])
 
-# A long prompt that is fed between the rounds of its neighbour, by the target and by a draft model.
+# A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by a head.
 assert buckets.POLL_CHUNKS
 buckets.POLL_CHUNKS, buckets.MAX_CHUNK_CPU = 1, 16
 called, call = set(), spread[0].executables.call
@@ -55,7 +55,11 @@ spread[0].executables.call = lambda function, *args, **static: (
     called.add(function) or call(function, *args, **static)
 )
 long = [3, 1, 4, 1, 5, 9, 2, 6] * 5
-for options in ({}, {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]}):
+for options in (
+    {},
+    {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
+    {"method": tiny.drafter_of("eagle3", config=config)},
+):
     rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2, **options)
     assert rows[1].tokens == expected[1]
     assert rows[2].tokens == reference.greedy(config, tiny.params(config), long, 10)

@@ -195,7 +195,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d"])
+@pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d", "eagle3"])
 def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
     steps = steps_of(lm, requests, method, max_batch=2)

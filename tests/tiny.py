@@ -20,15 +20,18 @@ from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.eagle import Eagle
 from jaxspec.drafting.hybrid import Hybrid
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import BREAK
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
-from jaxspec.model import llama
+from jaxspec.model import eagle, llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Law
 from jaxspec.stopping import (
@@ -41,6 +44,7 @@ from jaxspec.stopping import (
     Probe,
     ProductBelow,
 )
+from jaxspec.testing import reference
 from jaxspec.testing.contracts import ACCEPTORS
 from jaxspec.testing.laws import chi_square, distance, text_law, warp
 from jaxspec.testing.loop import (
@@ -204,6 +208,90 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(config, exits, sure, rule, K, sorted_target=True), None
 
 
+def eagle_head(config: LlamaConfig, **changes: Any) -> HeadConfig:
+    """An EAGLE-1 head of a small target."""
+    block = dataclasses.replace(config, num_layers=1, intermediate_size=20)
+    return HeadConfig(block, fc_bias=True, **changes)
+
+
+def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> HeadConfig:
+    """An EAGLE-3 head of a small target."""
+    block = dataclasses.replace(config, num_layers=num_layers, intermediate_size=20)
+    given: dict[str, Any] = {"taps": (0, 1, config.num_layers), "head_size": config.vocab_size, **changes}
+    return HeadConfig(block, kind="eagle3", **given)
+
+
+@functools.cache
+def head_params(head: HeadConfig, seed: int = 5) -> llama.Params:
+    """Random parameters of a head."""
+    placed: llama.Params = jax.tree.map(jnp.asarray, reference.random_tree(eagle.param_shapes(head), seed))
+    return placed
+
+
+def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Mostly it hands on the embedding, as the target does, so that some of its drafts are accepted."""
+    head = eagle_head(config)
+    own = dict(head_params(head))
+    handed_on = jnp.eye(config.hidden_size, 2 * config.hidden_size)
+    return Eagle(config, head, rule, K), own | {
+        "fc": handed_on + 0.2 * own["fc"],
+        "fc_bias": 0.2 * own["fc_bias"],
+    }
+
+
+def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    drafter, own = _eagle(config, rule)
+    few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
+    return drafter, {**own, "vocabulary": few}
+
+
+def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Over two of every three tokens, as published heads are over a part of theirs."""
+    ids = some_tokens(config.vocab_size)
+    head = eagle3_head(config, head_size=len(ids))
+    own = dict(head_params(head))
+    few = Vocabulary(own.pop("head"), ids, config.vocab_size)
+    return Eagle(config, head, rule, K), {**own, "vocabulary": few}
+
+
+def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """With all that later trainers have added, over the whole vocabulary."""
+    head = eagle3_head(
+        config, 2, feature_norm="each", residual_is_normed=True, output_is_normed=True, own_embedding=True
+    )
+    return Eagle(config, head, rule, K), head_params(head)
+
+
+def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
+    """A head that foretells exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
+
+    The target's layers write nothing, and its embeddings are signs, so that what it says follows from the last token
+    alone, by its first eight coordinates. The EAGLE-1 head hands on the token's embedding. The EAGLE-3 head attends
+    to the pair itself alone, by RoPE, through queries and keys of one large constant.
+    """
+    rng, size, width = np.random.default_rng(3), TARGET.vocab_size, TARGET.hidden_size
+    signs = rng.choice([-1.0, 1.0], (size, width))
+    signs[:, 0] = 1
+    signs[:, 1:5] = 2 * (np.arange(size)[:, None] >> np.arange(4) & 1) - 1
+    matrix = 0.6 * rng.standard_normal((size, width)) * (np.arange(width) < 8)
+    target = jax.tree.map(np.zeros_like, params())
+    target |= {"embed": signs, "head": matrix, "norm": np.ones(width)}
+    config = eagle_head(TARGET) if kind == "eagle" else eagle3_head(TARGET, residual_is_normed=True)
+    own = jax.tree.map(np.zeros_like, head_params(config))
+    if kind == "eagle":
+        own["fc"][:, :width] = np.eye(width)
+    else:
+        first = own["layers"][0]["attention"]
+        first["embed_norm"][:] = 1
+        first["qkv"][:, :12, 0] = 30
+        for head, one in itertools.product(range(2), range(4)):
+            first["qkv"][head, 12 + one, 4 * head + one] = 1
+            first["out"][4 * head + one, 8 * head + one] = 1
+        own["head"], own["norm"] = matrix, np.full(width, 0.5**0.5)
+    made = [jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree) for tree in (target, own)]
+    return Eagle(TARGET, config, num_draft_tokens=K), made[0], made[1]
+
+
 def some_tokens(size: int) -> jax.Array:
     """Two of every three tokens of a vocabulary."""
     return jnp.array([token for token in range(size) if token % 3], jnp.int32)
@@ -265,6 +353,10 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
+    "eagle-vocab": Case(_eagle_vocab, family="eagle"),
+    "eagle3-flags": Case(_eagle3_flags, family="eagle"),
+    "eagle": Case(_eagle, ("eagle",), "eagle"),
+    "eagle3": Case(_eagle3, ("eagle3",), "eagle"),
 }
 PLAIN = tuple(name for name, case in DRAFTERS.items() if not case.has_rule)
 # Drafters with a stop rule: each family's variants.
@@ -353,12 +445,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft-verify": {},
     "layerskip": {},
     "s2d": {},
+    "eagle": {},
 }
 
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "hybrid", "layerskip", "s2d")):
+    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "layerskip", "s2d")):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

@@ -17,7 +17,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import once
+from jaxspec.model.control import narrowest, once
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights, rising_widths
 from jaxspec.sampling import Law
@@ -238,7 +238,7 @@ class S2D(ChainDrafter):
         longest = jnp.max(position[:, 0] + 1 - begin)
         layers = range(self.exits[number - 1] if number else 0, self.exits[number])
 
-        def run(carry: tuple[KVCache, Waiting], width: int) -> tuple[KVCache, Waiting]:
+        def run(width: int, carry: tuple[KVCache, Waiting]) -> tuple[KVCache, Waiting]:
             cache, waiting = carry
             at = begin[:, None] + jnp.arange(width)
             hidden, cache = llama.run_layers(self.config, draft, waiting.get(at), begin, cache, layers=layers)
@@ -248,7 +248,4 @@ class S2D(ChainDrafter):
         first_widest = 1 if self.sorted_target else 2
         widest = self.max_waiting if number else first_widest
         widths = rising_widths(widest - 1) if widest > 1 else (1,)
-        for below, width in zip((0, *widths), widths, strict=False):
-            fits = (below < longest) & (longest <= width) if len(widths) > 1 else True
-            cache, waiting = once(fits, functools.partial(run, width=width), (cache, waiting))
-        return cache, waiting
+        return narrowest(widths, longest, run, (cache, waiting))

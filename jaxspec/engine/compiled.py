@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +15,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Prefilling
 from jaxspec.model.sharding import state_shardings
-from jaxspec.protocol import Weights
+from jaxspec.protocol import TappedDrafter, Weights
 
 State = TypeVar("State", DecodeState, Prefilling)
 
@@ -46,10 +46,16 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))
 def start_prefill(
-    params: Weights, request: Request, *, config: LlamaConfig, merged: bool, mesh: Mesh | None
+    params: Weights,
+    request: Request,
+    tapped: TappedDrafter | None,
+    *,
+    config: LlamaConfig,
+    merged: bool,
+    mesh: Mesh | None,
 ) -> Prefilling:
     """See `decoding.start_prefill`."""
-    return _constrained(mesh, decoding.start_prefill(config, params, request, merged=merged))
+    return _constrained(mesh, decoding.start_prefill(config, params, request, tapped, merged=merged))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
@@ -59,17 +65,21 @@ def feed(
     fed: Prefilling,
     first: jax.Array,
     stop: jax.Array,
+    tapped: TappedDrafter | None,
     *,
     config: LlamaConfig,
     chunk_size: int,
     mesh: Mesh | None,
 ) -> Prefilling:
     """See `decoding.feed`; what was fed before is donated."""
-    return _constrained(mesh, decoding.feed(config, params, request, fed, first, stop, chunk_size=chunk_size))
+    fed = decoding.feed(config, params, request, fed, first, stop, tapped, chunk_size=chunk_size)
+    return _constrained(mesh, fed)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "chunk_size", "log_probs", "mesh"), donate_argnames="cache"
+    jax.jit,
+    static_argnames=("config", "chunk_size", "log_probs", "mesh"),
+    donate_argnames=("cache", "absorbed"),
 )
 def end_prefill(
     params: Weights,
@@ -77,14 +87,15 @@ def end_prefill(
     request: Request,
     fed: Prefilling,
     cache: KVCache,
+    absorbed: Any,
     *,
     config: LlamaConfig,
     chunk_size: int,
     log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
-    """See `decoding.end_prefill`; the cache of what was fed comes apart from the rest, and is donated."""
-    fed = dataclasses.replace(fed, cache=cache)
+    """See `decoding.end_prefill`; what goes on into the state, caches, comes apart from the rest, and is donated."""
+    fed = dataclasses.replace(fed, cache=cache, absorbed=absorbed)
     state, emitted = decoding.end_prefill(
         config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs
     )

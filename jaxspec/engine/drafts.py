@@ -1,17 +1,21 @@
-"""The draft models of a target: found, loaded, checked and remembered."""
+"""The draft models and heads of a target: found, loaded, checked and remembered."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.engine.loading import find_model, find_tokenizer, place_params
-from jaxspec.io import checkpoint, memory
+from jaxspec.io import checkpoint, heads, memory
 from jaxspec.io.tokenizer import Tokenizer
-from jaxspec.methods.base import LoadedModel, ModelLike
+from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
+from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 
 # Cache slots for which there must be memory beside a draft's weights.
@@ -19,7 +23,7 @@ _CAPACITY = 512
 
 
 class Drafts:
-    """Loads draft models to where their target is, each once.
+    """Loads draft models and heads to where their target is, each once.
 
     Args:
       config: the target's.
@@ -40,6 +44,7 @@ class Drafts:
         self._config, self._tokenizer, self._dtype = config, tokenizer, dtype
         self._device, self._mesh = device, mesh
         self._loaded: dict[str, LoadedModel] = {}
+        self._heads: dict[str, LoadedHead] = {}
 
     def load(self, draft: ModelLike) -> LoadedModel:
         """Returns a draft model, loaded and checked to share the target's vocabulary.
@@ -63,6 +68,39 @@ class Drafts:
             exits = checkpoint.read_exits(directory, config.num_layers)
             self._loaded[name] = LoadedModel(config, params, name, exits)
         return self._loaded[name]
+
+    def load_head(self, path: FilePath, target: LoadedModel) -> LoadedHead:
+        """Returns a head, loaded and checked to fit the target; on a mesh each device has all of it.
+
+        Args:
+          path: a directory or a hub id.
+          target: the model that verifies.
+
+        Raises:
+          FileNotFoundError, ValueError: there is none, or it does not fit.
+        """
+        name = os.fspath(path)
+        if name not in self._heads:
+            head = heads.read_head(heads.resolve(name), self._config)
+            where: Any = self._device
+            if self._mesh is not None:
+                where = NamedSharding(self._mesh, PartitionSpec())
+
+            def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:
+                placed: jax.Array = jax.device_put(host, where)
+                return placed
+
+            config, params = head.config, head.load(self._dtype, place_leaf)
+            # Published heads carry copies of the target's.
+            if config.own_embedding and bool(jnp.array_equal(params["embed"], target.params["embed"])):
+                config = dataclasses.replace(config, own_embedding=False)
+                del params["embed"]
+            own = params.get("head")
+            if own is not None and bool(jnp.array_equal(own, llama.head(target.config, target.params))):
+                config = dataclasses.replace(config, head_size=None)
+                del params["head"]
+            self._heads[name] = LoadedHead(config, params, head.target)
+        return self._heads[name]
 
     def _given(self, draft: Any) -> LoadedModel:
         """A model that the user has loaded."""

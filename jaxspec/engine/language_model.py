@@ -481,7 +481,9 @@ class LanguageModel:
                 f"{min(options)} belongs to a method's name; {type(method).__name__} carries its own options"
             )
         if isinstance(method, Method):
-            resources = Resources(self._drafts.load, self.encode, directory, laws, self.platform)
+            resources = Resources(
+                self._drafts.load, self.encode, directory, laws, self.platform, self._drafts.load_head
+            )
             drafter, params = method.build(self.loaded, resources)
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)

@@ -190,7 +190,11 @@ class Session:
             arguments, static = self._refill_arguments(long)
             names = ("config", "merged", "mesh")
             fed = self._executables.call(
-                compiled.start_prefill, arguments[0], arguments[2], **{name: static[name] for name in names}
+                compiled.start_prefill,
+                arguments[0],
+                arguments[2],
+                decoding.tapped_drafter(arguments[1]),
+                **{name: static[name] for name in names},
             )
             longest = max(len(request.prompt) for _, request in long.values())
             self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["chunk_size"])))
@@ -209,12 +213,15 @@ class Session:
         first = refill.next_chunk
         refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
         numbers = self._put((np.int32(first), np.int32(refill.next_chunk)))
-        refill.fed = self._executables.call(compiled.feed, params, request, refill.fed, *numbers, **shared)
+        tapped = decoding.tapped_drafter(parts)
+        refill.fed = self._executables.call(
+            compiled.feed, params, request, refill.fed, *numbers, tapped, **shared
+        )
         if refill.next_chunk < refill.num_chunks:
             return []
         self._refills.popleft()
-        fed, cache = dataclasses.replace(refill.fed, cache=None), refill.fed.cache
-        arguments = (params, parts, request, fed, cache)
+        fed = dataclasses.replace(refill.fed, cache=None, absorbed=None)
+        arguments = (params, parts, request, fed, refill.fed.cache, refill.fed.absorbed)
         return self._insert(
             refill.rows,
             *self._executables.call(compiled.end_prefill, *arguments, **shared, log_probs=self._log_probs),

@@ -74,14 +74,14 @@ def read_config(directory: str | Path) -> LlamaConfig:
             f"{directory} is not a directory; give one with config.json and *.safetensors"
         )
     content, generation = read_json(directory / "config.json"), _read_generation(directory)
-    with _errors_of(directory / GENERATION):
+    with errors_of(directory / GENERATION):
         more_eos_ids = token_ids(generation, "eos_token_id")
-    with _errors_of(directory / "config.json"):
-        return _config_from(content, more_eos_ids)
+    with errors_of(directory / "config.json"):
+        return config_from(content, more_eos_ids)
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def errors_of(path: Path) -> Iterator[None]:
     """Puts the file's name before what is wrong with it."""
     try:
         yield
@@ -97,7 +97,7 @@ def read_exits(directory: str | Path, num_layers: int) -> tuple[int, ...]:
     """
     path = Path(directory) / "config.json"
     content = read_json(path)
-    with _errors_of(path):
+    with errors_of(path):
         own = section(content, "jaxspec")
         return check_exits(own["exits"] or None, num_layers) if "exits" in own else ()
 
@@ -126,7 +126,7 @@ def generation_defaults(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     content = _read_generation(directory)
     given = {key: content[key] for key in ("do_sample", *_SAMPLING) if content.get(key) is not None}
-    with _errors_of(directory / GENERATION):
+    with errors_of(directory / GENERATION):
         # Where nothing is sampled the others mean nothing, and some repositories carry nonsense.
         if flag(given, "do_sample"):
             for key in _SAMPLING.keys() & given.keys():
@@ -147,7 +147,12 @@ def _read_generation(directory: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int]) -> LlamaConfig:
+def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) -> LlamaConfig:
+    """The configuration that the keys of a `config.json` mean; see `read_config`.
+
+    Raises:
+      ValueError: as `read_config`.
+    """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(DEFAULTS)}")
@@ -186,7 +191,7 @@ def _config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int]) -> Lla
         qkv_bias=attention_bias or kind == "qwen2",
         output_bias=attention_bias,
         mlp_bias=kind == "llama" and flag(values, "mlp_bias"),
-        sliding_windows=_read_windows(kind, values),
+        sliding_windows=read_windows(kind, values),
         bos_token_id=next(iter(token_ids(values, "bos_token_id")), None),
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
@@ -237,7 +242,8 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(kind, factor, low, high, whole(original, key))
 
 
-def _read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+def read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """How many latest positions each layer of a model of this kind sees, as `LlamaConfig.sliding_windows` has it."""
     layers, window = whole(values, "num_hidden_layers", most=MAX_LAYERS), values.get("sliding_window")
     if kind == "llama" or window is None:
         return ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         )
     import huggingface_hub  # slow to import, and needed only here
 
-    with _on_hub(text):
+    with on_hub(text):
         # A model that is not supported is refused before its weights are fetched.
         found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["config.json"]))
         if (found / "config.json").is_file():
@@ -111,7 +111,7 @@ def fetch_file(repository: str, name: str) -> Path:
     """
     import huggingface_hub
 
-    with _on_hub(f"{repository}:{name}"):
+    with on_hub(f"{repository}:{name}"):
         return Path(huggingface_hub.hf_hub_download(repository, name))
 
 
@@ -127,7 +127,7 @@ def _gguf_files(repository: str) -> list[str]:
 
 
 @contextmanager
-def _on_hub(name: str) -> Iterator[None]:
+def on_hub(name: str) -> Iterator[None]:
     """One line for whatever the hub, the network or the cache says of `name`."""
     try:
         yield
@@ -140,10 +140,14 @@ def _on_hub(name: str) -> Iterator[None]:
         ) from None
 
 
-def _open(directory: Path) -> Tensors:
-    """Every tensor of the directory's safetensors files, mapped, not read."""
+def open_tensors(directory: Path, integers: bool = False) -> Tensors:
+    """Every tensor of the directory's safetensors files, mapped, not read; `integers` as of `tensors.read`.
+
+    Raises:
+      ValueError: there are none, or a file is missing or none of the format; one line.
+    """
     if (directory / _SINGLE).is_file():
-        return tensors.read(directory / _SINGLE)
+        return tensors.read(directory / _SINGLE, integers)
     if not (directory / _INDEX).is_file():
         if any(directory.glob("*.safetensors")):
             raise ValueError(
@@ -163,7 +167,7 @@ def _open(directory: Path) -> Tensors:
     for name in sorted(set(files.values())):
         if not (directory / name).is_file():
             raise ValueError(f"{directory / name} is missing, though {_INDEX} names it; fetch it again")
-        found.add(tensors.read(directory / name))
+        found.add(tensors.read(directory / name, integers))
     return found
 
 
@@ -178,7 +182,7 @@ def stored_dtype(directory: str | os.PathLike[str]) -> np.dtype:
     Raises:
       ValueError: as `load_params`.
     """
-    found = _open(Path(directory))
+    found = open_tensors(Path(directory))
     if EMBED not in found:
         raise ValueError(f"{directory}: {_missing(EMBED, found)}")
     return found[EMBED].dtype
@@ -242,7 +246,7 @@ def load_params(
       ValueError: a tensor is missing, truncated or of another shape, or there are no safetensors; one line.
     """
     directory = Path(directory)
-    found = _open(directory)
+    found = open_tensors(directory)
     _check(directory, config, found)
     return assemble(config, np.dtype(dtype), lambda source: found[source.name], place)
 
@@ -258,8 +262,25 @@ def assemble(
       fetch: gives a tensor, of any dtype and of its source's shape.
       place: as of `load_params`.
     """
+    placed = place_leaves(leaves(config), dtype, fetch, place)
+    params: Params = jax.tree.unflatten(_structure(config), placed)
+    return params
+
+
+def place_leaves(
+    entries: Iterable[tuple[str, tuple[int, ...], list[Source]]],
+    dtype: np.dtype,
+    fetch: Callable[[Source], np.ndarray],
+    place: Place | None = None,
+) -> list[jax.Array]:
+    """Leaves made of tensors that are fetched one at a time, in their order; see `assemble`.
+
+    Args:
+      entries: name, shape and sources of each, as from `hf_layout.leaves`.
+      dtype, fetch, place: as of `assemble`.
+    """
     placed = []
-    for leaf, shape, sources in leaves(config):
+    for leaf, shape, sources in entries:
         host = np.empty(shape, dtype)
         for source in sources:
             part = host.reshape(source.split)[source.index]
@@ -267,8 +288,7 @@ def assemble(
         array = jax.device_put(host) if place is None else place(leaf, host)
         # Transfers run behind; without waiting, host copies of many leaves would pile up.
         placed.append(jax.block_until_ready(array))
-    params: Params = jax.tree.unflatten(_structure(config), placed)
-    return params
+    return placed
 
 
 def _structure(config: LlamaConfig) -> Any:

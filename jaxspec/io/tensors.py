@@ -25,6 +25,12 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# What tables beside weights may be stored as.
+INTEGERS: dict[str, np.dtype] = {
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "BOOL": np.dtype(bool),
+}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # What the format itself allows for a header.
 _MAX_HEADER_BYTES = 100_000_000
@@ -47,8 +53,10 @@ class Tensors(dict[str, np.ndarray]):
         self.left_out |= others.left_out
 
 
-def read(path: str | os.PathLike[str]) -> Tensors:
+def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
     """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
+
+    `integers`: whether those that are no weights, but tables, are read as well.
 
     Raises:
       ValueError: the file is truncated or not safetensors, or its tensors overlap.
@@ -69,6 +77,7 @@ def read(path: str | os.PathLike[str]) -> Tensors:
     numbers = (
         np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
     )
+    known = {**DTYPES, **INTEGERS} if integers else DTYPES
     tensors, reached, before = Tensors(), 0, ""
     for name, (code, shape, begin, end) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
         if end > numbers.size:
@@ -79,7 +88,7 @@ def read(path: str | os.PathLike[str]) -> Tensors:
         if begin < reached and begin < end:
             raise ValueError(f"{path}: the tensors {before} and {name} overlap; save the model again")
         reached, before = max(reached, end), name
-        dtype = DTYPES.get(code)
+        dtype = known.get(code)
         if dtype is None:
             tensors.left_out[name] = code
             continue

@@ -15,6 +15,8 @@ from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
+from jaxspec.methods.eagle import Eagle
+from jaxspec.methods.eagle3 import Eagle3
 from jaxspec.methods.hybrid import Hybrid
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.ngram import NGram
@@ -32,6 +34,8 @@ __all__ = [
     "ChainMethod",
     "DraftModel",
     "DraftVerify",
+    "Eagle",
+    "Eagle3",
     "Hybrid",
     "LayerSkip",
     "LoadedModel",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxspec.model.config import LlamaConfig
+    from jaxspec.model.eagle import HeadConfig
     from jaxspec.model.llama import Params
     from jaxspec.model.vocabulary import Vocabulary
     from jaxspec.protocol import Drafter
@@ -111,6 +112,42 @@ class LoadedModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A head's config and parameters, loaded to where its target is.
+
+    Attributes:
+      config: what it is made of.
+      params: the parameters, see `jaxspec.model.eagle`.
+      target: the fingerprint of the model that it was trained for; None where it does not say.
+
+    Examples:
+      >>> from jaxspec.model.eagle import HeadConfig
+      >>> from jaxspec.testing import TARGET
+      >>> LoadedHead(HeadConfig(TARGET.truncated(1)), params={}).config.kind
+      'eagle'
+    """
+
+    config: HeadConfig
+    params: Params
+    target: str | None = None
+
+
+def no_heads(path: FilePath, target: LoadedModel) -> LoadedHead:
+    """Refuses to load a head, where nothing says how.
+
+    Raises:
+      ValueError: always.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> no_heads("head", language_model().loaded)
+      Traceback (most recent call last):
+      ValueError: head cannot be loaded here; use the method through a `LanguageModel`
+    """
+    raise ValueError(f"{path} cannot be loaded here; use the method through a `LanguageModel`")
+
+
+@dataclasses.dataclass(frozen=True)
 class Resources:
     """What a method may need from outside; functions are called only if the method needs them.
 
@@ -121,6 +158,7 @@ class Resources:
         in memory, which has no files.
       laws: the names of the sampling laws that the texts of this batch follow, see `io.method_files.law_name`.
       platform: where the target runs: cpu, gpu or tpu.
+      load_head: a head's directory or hub id and the target → the head, checked to fit.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
@@ -133,6 +171,7 @@ class Resources:
     directory: Path | None = None
     laws: tuple[str, ...] = ("greedy",)
     platform: str = "cpu"
+    load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from jaxspec.methods.base import DraftingMethod, FilePath, LoadedModel, Resource
 from jaxspec.methods.files import file_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxspec.model.llama import Params
     from jaxspec.protocol import StopRule
     from jaxspec.stopping import Gamma, Probe
@@ -159,8 +161,30 @@ class ChainMethod(DraftingMethod):
           True
         """
         own = None if draft is None else draft.params
-        if self.draft_vocab is None:
+        ids = self.vocabulary_ids(target, resources)
+        if ids is None:
             return own
+        return {**(own or {}), "vocabulary": (draft or target).vocabulary(ids)}
+
+    def vocabulary_ids(self, target: LoadedModel, resources: Resources) -> np.ndarray | None:
+        """Returns the tokens that `draft_vocab` names, int32[N], rising; None where all are drafted with.
+
+        Args:
+          target: the model that verifies, whose tokens are ranked.
+          resources: says where its ranking lies.
+
+        Raises:
+          ValueError, FileNotFoundError: as `params`.
+
+        Examples:
+          >>> from jaxspec.methods import LayerSkip
+          >>> from jaxspec.testing import language_model
+          >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
+          >>> LayerSkip().vocabulary_ids(language_model().loaded, in_memory) is None
+          True
+        """
+        if self.draft_vocab is None:
+            return None
         from jaxspec.io import vocabulary_file
 
         if isinstance(self.draft_vocab, int):
@@ -174,7 +198,7 @@ class ChainMethod(DraftingMethod):
         else:
             path, count = Path(str(self.draft_vocab)), None
         ranking = vocabulary_file.read_vocabulary(path, target.fingerprint, target.config.vocab_size)
-        return {**(own or {}), "vocabulary": (draft or target).vocabulary(ranking.first(count))}
+        return ranking.first(count)
 
     def _gamma(self, rule: StopName, length: int) -> Gamma:
         """Makes the γ of a stop rule, fixed or adaptive."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,4 +32,18 @@ def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> C
     if isinstance(pred, bool):
         return f(carry) if pred else carry
     _, carry = jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), f(c[1])), (pred, carry))
+    return carry
+
+
+def narrowest(
+    widths: tuple[int, ...], needed: jax.Array, f: Callable[[int, Carry], Carry], carry: Carry
+) -> Carry:
+    """`f(width, carry)` for the narrowest of the rising `widths` that holds `needed`, int32 scalar from 0 to the last.
+
+    Each width is compiled and one runs; none for 0, unless there is only one width, which always runs.
+    """
+    if len(widths) == 1:
+        return f(widths[0], carry)
+    for below, width in zip((0, *widths), widths, strict=False):
+        carry = once((below < needed) & (needed <= width), functools.partial(f, width), carry)
     return carry

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,13 @@ Params = dict[str, Any]
 QUERIES_AT_ONCE = 128
 # (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# What of the residual stream a drafter may want of the target: what enters layer l (from 0; L: what leaves the last
+# one), or what the head reads, after the final norm.
+FINAL: Literal["final"] = "final"
+Tap = int | Literal["final"]
+# (what has been absorbed, features [B, T, F] at positions start[b] + t, the token after each int32[B, T], start
+# int32[B], how many count int32[B]) -> what has been absorbed
+Absorb = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], Any]
 # Shown the residual stream [B, T, D] before and after each sublayer, in their order.
 Watch = Callable[[jax.Array, jax.Array], None]
 
@@ -110,8 +117,12 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
-    normed = rms_norm(hidden, params["norm"], config.rms_norm_eps)
-    return linear(normed, head(config, params), out_dtype=jnp.float32)
+    return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
+
+
+def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """What the head reads: hidden [..., D] after the final norm."""
+    return rms_norm(hidden, params["norm"], config.rms_norm_eps)
 
 
 def head(config: LlamaConfig, params: Params) -> jax.Array:
@@ -128,6 +139,27 @@ def vocabulary(config: LlamaConfig, params: Params, ids: jax.Array) -> Vocabular
     return Vocabulary(head(config, params)[ids], ids, config.vocab_size)
 
 
+def attention(
+    config: LlamaConfig,
+    p: Params,
+    seen: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    layer_cache: Any,
+) -> tuple[jax.Array, Any]:
+    """What an attention sublayer writes [B, T, D] that reads `seen` [B, T, ·], as wide as its `qkv`; and the cache."""
+    batch, length, _ = seen.shape
+    group, hd = config.group_size, config.head_dim
+    qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
+    qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
+    turned = rope.rotate(qkv[..., : group + 1, :], *tables)
+    mixed, layer_cache = attend(
+        turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
+    )
+    mixed = mixed.reshape(batch, length, config.num_heads * hd)
+    return linear(mixed, p["out"], p.get("out_bias")), layer_cache
+
+
 def _attention(
     config: LlamaConfig,
     p: Params,
@@ -137,20 +169,13 @@ def _attention(
     layer_cache: Any,
     keep: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    batch, length, _ = hidden.shape
-    group, hd = config.group_size, config.head_dim
     normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
-    qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
-    qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
-    turned = rope.rotate(qkv[..., : group + 1, :], *tables)
-    mixed, layer_cache = attend(
-        turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
-    )
-    mixed = mixed.reshape(batch, length, config.num_heads * hd)
-    return hidden + _kept(linear(mixed, p["out"], p.get("out_bias")), keep), layer_cache
+    write, layer_cache = attention(config, p, normed, tables, attend, layer_cache)
+    return hidden + _kept(write, keep), layer_cache
 
 
-def _mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
+def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
+    """The stream [B, T, D] after an MLP sublayer, its norm included; `keep` as of `run_block`."""
     normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
     inner = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
@@ -160,6 +185,16 @@ def _mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | No
 def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
     """What a sublayer writes [B, T, D], zero in the rows where `keep` bool[B] is False."""
     return write if keep is None else write * keep[:, None, None].astype(write.dtype)
+
+
+def cached(start: jax.Array, positions: jax.Array, window: int | None, merged: bool) -> Attend:
+    """Attention of tokens at positions start[b] + t, int32[B, T], that writes a layer's cache, then reads it."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
+        layer_cache = kv.write(layer_cache, k, v, start, merged)
+        return kv.attend(q, layer_cache, positions, window, merged), layer_cache
+
+    return attend
 
 
 def run_layers(
@@ -196,27 +231,60 @@ def run_layers(
     for layer in layers:
         p = params["layers"][layer]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
-        window = config.window(layer)
+        attend = cached(start, positions, config.window(layer), cache.merged)
 
-        def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer, window: int | None = window
-        ) -> tuple[jax.Array, kv.Layer]:
-            layer_cache = kv.write(layer_cache, k, v, start, cache.merged)
-            return kv.attend(q, layer_cache, positions, window, cache.merged), layer_cache
-
-        def attention(
+        def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend
         ) -> tuple[jax.Array, kv.Layer]:
             return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
 
         before = hidden
-        hidden, written[layer] = run_if(run_attention, attention, (hidden, written[layer]))
+        hidden, written[layer] = run_if(run_attention, attend_in, (hidden, written[layer]))
         between = hidden
-        hidden = run_if(run_mlp, functools.partial(_mlp, config, p["mlp"]), hidden)
+        hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
         if watch is not None:
             watch(before, between)
             watch(between, hidden)
     return hidden, dataclasses.replace(cache, layers=written)
+
+
+def run_tapped(
+    config: LlamaConfig,
+    params: Params,
+    hidden: jax.Array,
+    start: jax.Array,
+    cache: KVCache,
+    taps: tuple[Tap, ...],
+    *,
+    layers: range | None = None,
+    watch: Watch | None = None,
+) -> tuple[jax.Array, jax.Array | None, KVCache]:
+    """Runs layers as `run_layers` does, and keeps what is tapped of the residual stream.
+
+    Args:
+      config, params, hidden, start, cache, layers, watch: as of `run_layers`.
+      taps: what to keep, in this order, see `Tap`; of the layers that run.
+
+    Returns:
+      hidden; the features [B, T, F], the taps of each token side by side, or None without taps; and the cache.
+    """
+    streams: list[jax.Array] = []
+
+    def keep(before: jax.Array, after: jax.Array) -> None:
+        streams.append(before)
+        if watch is not None:
+            watch(before, after)
+
+    first = 0 if layers is None else layers.start
+    hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep)
+    if not taps:
+        return hidden, None, cache
+    streams.append(hidden)
+    # Each layer shows two sublayers.
+    kept = [
+        final_norm(config, params, hidden) if tap == FINAL else streams[2 * (tap - first)] for tap in taps
+    ]
+    return hidden, jnp.concatenate(kept, axis=-1), cache
 
 
 def run_block(
@@ -258,7 +326,7 @@ def run_block(
         return jnp.concatenate(mixed, axis=1), layer_cache
 
     hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
-    return _mlp(config, p["mlp"], hidden, keep)
+    return mlp(config, p["mlp"], hidden, keep)
 
 
 def forward(
@@ -320,18 +388,33 @@ class Prefilling:
       hidden: [B, D], of each row's last token, before the final norm, once it has been fed.
       similarities: float32[B, L, 2], see `prefill`, summed over the positions fed.
       cache: holds the positions fed; None where it goes its own way.
+      feature: [B, F], the features of each row's last token, as `hidden`; None without taps.
+      absorbed: what was made of the features before it; None without taps, or where it goes its own way.
     """
 
     hidden: jax.Array
     similarities: jax.Array
     cache: Any
+    feature: jax.Array | None = None
+    absorbed: Any = None
 
 
-def start_prefill(config: LlamaConfig, params: Params, length: jax.Array, cache: KVCache) -> Prefilling:
-    """Prompts of length int32[B] of which nothing has been fed, and a cache to be filled from slot 0."""
+def start_prefill(
+    config: LlamaConfig,
+    params: Params,
+    length: jax.Array,
+    cache: KVCache,
+    taps: tuple[Tap, ...] = (),
+    absorbed: Any = None,
+) -> Prefilling:
+    """Prompts of length int32[B] of which nothing has been fed, and a cache to be filled from slot 0.
+
+    `absorbed`: what `absorb` of `feed` is to begin with.
+    """
     cache = dataclasses.replace(cache, rope_length=length)
     last = jnp.zeros((length.shape[0], config.hidden_size), params["embed"].dtype)
-    return Prefilling(last, jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32), cache)
+    similarities = jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32)
+    return Prefilling(last, similarities, cache, jnp.tile(last, len(taps)) if taps else None, absorbed)
 
 
 def feed(
@@ -343,12 +426,17 @@ def feed(
     first: jax.Array,
     stop: jax.Array,
     chunk_size: int,
+    taps: tuple[Tap, ...] = (),
+    absorb: Absorb | None = None,
 ) -> Prefilling:
     """Feeds the chunks from number `first` up to number `stop`, int32 scalars; see `prefill`.
 
-    What a chunk computes does not depend on how many are fed in one call.
+    What a chunk computes does not depend on how many are fed in one call. With `taps`, `absorb` is handed the features
+    of each chunk with the prompt's tokens after them; those of a prompt's last token, which the next token is yet to
+    follow, stay in the state.
     """
     batch = tokens.shape[0]
+    following = jnp.roll(tokens, -1, axis=1) if taps else tokens
 
     def feed_piece(carry: tuple[jax.Array, Prefilling]) -> tuple[jax.Array, Prefilling]:
         index, state = carry
@@ -357,13 +445,24 @@ def feed(
         start = jnp.full(batch, begin, jnp.int32)
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
-        hidden, cache = run_layers(config, params, embed(params, fed), start, state.cache, watch=watch)
+        hidden, features, cache = run_tapped(
+            config, params, embed(params, fed), start, state.cache, taps, watch=watch
+        )
         real = begin + jnp.arange(chunk_size)[None] < length[:, None]
         of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
         sums = state.similarities + of_piece.reshape(state.similarities.shape)
         offset = length - 1 - begin
-        here = jnp.take_along_axis(hidden, jnp.clip(offset, 0, chunk_size - 1)[:, None, None], axis=1)[:, 0]
-        last = jnp.where(((offset >= 0) & (offset < chunk_size))[:, None], here, state.hidden)
-        return index + 1, Prefilling(last, sums, cache)
+
+        def last(of_piece: jax.Array, before: jax.Array) -> jax.Array:
+            at = jnp.clip(offset, 0, chunk_size - 1)[:, None, None]
+            here = jnp.take_along_axis(of_piece, at, axis=1)[:, 0]
+            return jnp.where(((offset >= 0) & (offset < chunk_size))[:, None], here, before)
+
+        feature, absorbed = state.feature, state.absorbed
+        if features is not None and feature is not None and absorb is not None:
+            after = jax.lax.dynamic_slice_in_dim(following, begin, chunk_size, axis=1)
+            absorbed = absorb(absorbed, features, after, start, jnp.clip(offset, 0, chunk_size))
+            feature = last(features, feature)
+        return index + 1, Prefilling(last(hidden, state.hidden), sums, cache, feature, absorbed)
 
     return jax.lax.while_loop(lambda carry: carry[0] < stop, feed_piece, (first, state))[1]

@@ -209,7 +209,11 @@ def check_params_are_arguments(loop: Loop) -> None:
     traced = run_rounds.trace(loop.config, *arguments, window=CAPACITY)
     batch, config = len(PROMPTS), loop.config
     ended = jnp.zeros((batch, config.hidden_size)), jnp.ones((batch, config.num_layers, 2))
-    begun = jax.make_jaxpr(_begun)(loop.parts.drafter, loop.weights, state, Prefill(*ended, chunk_size=8))
+    tapped, absorbed = decoding.tapped_drafter(loop.parts), None
+    if tapped is not None:
+        absorbed = tapped.begin(loop.weights, state.length, state.capacity, state.cache.merged)
+    fed = Prefill(*ended, chunk_size=8, absorbed=absorbed)
+    begun = jax.make_jaxpr(_begun)(loop.parts.drafter, loop.weights, state, fed)
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
     largest = max(largest_constant(traced.jaxpr), largest_constant(begun))
     assert largest < smallest, f"the program holds a constant of {largest} elements; pass it as a parameter"

@@ -25,17 +25,27 @@ def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32)
       >>> random_params(TARGET, seed=0)["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
       True
     """
+    return random_tree(param_shapes(config), seed, dtype)
+
+
+def random_tree(shapes: dict[str, Any], seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
+    """Returns such parameters for a tree of shapes; what a leaf is follows from its name.
+
+    Examples:
+      >>> random_tree({"norm": (3,)}, seed=0)["norm"].shape
+      (3,)
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape)
-        if path[-1].key == "norm":
+        if path[-1].key.endswith("norm"):
             return (1 + 0.2 * noise).astype(dtype)
         if path[-1].key.endswith("bias"):
             return (0.3 * noise).astype(dtype)
         return (noise / math.sqrt(shape[-1])).astype(dtype)
 
-    drawn: dict[str, Any] = jax.tree.map_with_path(draw, param_shapes(config), is_leaf=is_shape)
+    drawn: dict[str, Any] = jax.tree.map_with_path(draw, shapes, is_leaf=is_shape)
     return drawn
 
 

@@ -1,0 +1,141 @@
+"""EAGLE heads that draft a chain: EAGLE-1 (Li et al. 2024) and EAGLE-3 (Li et al. 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.chain import ChainDrafter, ChainState
+from jaxspec.model import cache as kv
+from jaxspec.model import eagle, llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import narrowest, once
+from jaxspec.model.eagle import HeadConfig
+from jaxspec.model.llama import Tap
+from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
+from jaxspec.sampling import Law
+from jaxspec.stopping import Constant
+
+
+class Absorbed(NamedTuple):
+    """What a head has made of the committed tokens but the pending one, with the target's own features.
+
+    Attributes:
+      cache: the head's: a pair a slot.
+      hidden: [B, D], its output at each row's last pair, which foretells the token after the pending one.
+    """
+
+    cache: KVCache
+    hidden: jax.Array
+
+
+@struct.dataclass
+class Eagle(ChainDrafter):
+    """A head foretells the target's features, and from each the token after it.
+
+    The head's cache is filled with true features alone: those of accepted drafts come with verification, and
+    overwrite what the head had put there from its own. The last of them gives the first draft token, so a draft of K
+    tokens takes K − 1 passes of the head, and one over the tokens of the round before.
+
+    `params.drafter` are the head's parameters.
+
+    Attributes:
+      config: of the target.
+      head: of the head.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: HeadConfig = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """What the head reads of the target."""
+        return self.head.taps
+
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
+        """Returns what has been absorbed before prompts of length int32[B]: nothing."""
+        batch, dtype = length.shape[0], params.drafter["fc"].dtype
+        cache = kv.create(self.head.block, batch, capacity, dtype, merged)
+        hidden = jnp.zeros((batch, self.head.block.hidden_size), dtype)
+        return Absorbed(dataclasses.replace(cache, rope_length=length), hidden)
+
+    def absorb(
+        self,
+        params: Weights,
+        state: Absorbed,
+        features: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> Absorbed:
+        """Runs the head over features [B, T, F] from position start[b] on, each with the token after it.
+
+        What lies past count[b] is written as well, where later pairs overwrite it before any of them sees it.
+        """
+        fused = eagle.fuse(self.head, params.drafter, features)
+        hidden, cache = self._run(params, tokens, fused, start, state.cache)
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        here = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+        return Absorbed(cache, jnp.where((count > 0)[:, None], here, state.hidden))
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Of its own, what was absorbed of the prompt."""
+        return super().init(params, view, prefill)._replace(own=prefill.absorbed)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts on the head's cache; the target's is returned untouched, and `hidden` as it was."""
+        step = functools.partial(self._step, params, view.start)
+        proposal, drafted, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
+        return proposal, state._replace(own=Absorbed(drafted.cache, state.own.hidden)), view.cache
+
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
+        """Absorbs the features of what was committed, and lets the stop rule learn."""
+
+        def absorb(width: int, own: Absorbed) -> Absorbed:
+            assert outcome.features is not None, "the loop must hand over what is tapped"
+            assert outcome.start is not None
+            features, tokens = outcome.features[:, :width], outcome.tokens[:, :width]
+            return self.absorb(params, own, features, tokens, outcome.start, outcome.count)
+
+        own = narrowest(self.verify_widths, jnp.max(outcome.count), absorb, state.own)
+        return super().observe(params, state._replace(own=own), outcome)
+
+    def _run(
+        self, params: Weights, tokens: jax.Array, feature: jax.Array, start: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Runs the head over pairs of feature [B, T, D] and token int32[B, T]."""
+        table = params.drafter if self.head.own_embedding else params.target
+        return eagle.run(self.head, params.drafter, llama.embed(table, tokens), feature, start, cache)
+
+    def _step(
+        self,
+        params: Weights,
+        start: jax.Array,
+        own: Absorbed,
+        token: jax.Array,
+        i: jax.Array,
+        active: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Absorbed]:
+        """The first token comes from the last true pair; each other one from the pair of the token before it."""
+        del active  # all rows cost what one does
+
+        def go_on(own: Absorbed) -> Absorbed:
+            feature = eagle.fed_back(self.head, params.drafter, own.hidden)
+            hidden, cache = self._run(params, token[:, None], feature[:, None], start + i - 1, own.cache)
+            return Absorbed(cache, hidden[:, 0])
+
+        own = once(i > 0, go_on, own)
+        logits = eagle.logits(self.head, params.drafter, self.config, params.target, own.hidden)
+        return logits, own.hidden, own

@@ -1,0 +1,23 @@
+"""EAGLE-1: a layer that foretells what the target's own head reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from jaxspec.methods.heads import HeadMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle(HeadMethod):
+    """A one-layer head foretells the model's last hidden states (EAGLE-1, Li et al. 2024).
+
+    The heads of EAGLE-2 are the same; here they draft a chain.
+
+    Examples:
+      >>> Eagle(draft="yuhuili/EAGLE-llama2-chat-7B")
+      Eagle(draft='yuhuili/EAGLE-llama2-chat-7B')
+    """
+
+    name: ClassVar[str] = "eagle"
+    needs: ClassVar[str] = "an EAGLE head: draft=DIR, or heads/eagle beside the model"

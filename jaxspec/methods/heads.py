@@ -1,0 +1,86 @@
+"""What the methods share that draft with a head: small layers that read what the target computes anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Resources, option
+from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.files import found
+
+if TYPE_CHECKING:
+    from jaxspec.model.llama import Params
+    from jaxspec.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadMethod(ChainMethod):
+    """The base of methods that draft with an EAGLE head, whose kind has the method's name.
+
+    Attributes:
+      draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name.
+
+    Examples:
+      >>> from jaxspec.methods import Eagle3
+      >>> Eagle3(draft="head", num_draft_tokens=7)
+      Eagle3(num_draft_tokens=7, draft='head')
+    """
+
+    draft: FilePath | None = option(None, metavar="DIR|ID")
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; its parameters are the head's."""
+        from jaxspec.drafting.eagle import Eagle as Drafting
+
+        head = self._head(target, resources)
+        rule, length = self.stopping()
+        return Drafting(target.config, head.config, rule, length), self._params(head, target, resources)
+
+    def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
+        """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
+        from jaxspec.io.heads import head_name
+
+        path = self.draft
+        if path is None:
+            beside = found(None, target, resources, head_name(self.name))
+            if beside is None:
+                raise ValueError(
+                    f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
+                    "give draft=DIR"
+                )
+            path = beside.parent
+        head = resources.load_head(path, target)
+        if head.config.kind != self.name:
+            raise ValueError(f"{path} holds a head of {head.config.kind}; choose method={head.config.kind!r}")
+        if head.target is not None and head.target != target.fingerprint:
+            raise ValueError(
+                f"{path} is a head of another model ({head.target}, this one is {target.fingerprint}); give one that "
+                "was trained for this model"
+            )
+        return head
+
+    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
+        """Returns the head's parameters, with what `draft_vocab` leaves of its vocabulary."""
+        ids = self.vocabulary_ids(target, resources)
+        if ids is None:
+            return head.params
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jaxspec.model.vocabulary import Vocabulary
+
+        own = dict(head.params)
+        if "vocabulary" in own:
+            few = own["vocabulary"]
+            rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))
+            if not len(rows):
+                raise ValueError(
+                    f"draft_vocab leaves none of the head's {len(few.ids)} tokens; give more tokens, or leave it out"
+                )
+            own["vocabulary"] = Vocabulary(few.head[rows], few.ids[rows], few.size)
+        elif "head" in own:
+            own["vocabulary"] = Vocabulary(own.pop("head")[ids], jnp.asarray(ids), target.config.vocab_size)
+        else:
+            own["vocabulary"] = target.vocabulary(ids)
+        return own

@@ -1,0 +1,165 @@
+"""Slow, obvious EAGLE heads in float64 NumPy, on the tensors and config of a published checkpoint.
+
+No cache, no batch, no loader: each draft token runs the head anew over the whole text. It shares nothing with
+`jaxspec.model.eagle` and `jaxspec.io.heads` but what the papers and their authors' files say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.model.config import LlamaConfig
+from jaxspec.testing import reference
+
+
+def features(
+    target: LlamaConfig, params: dict[str, Any], tokens: Sequence[int], taps: Sequence[int | str]
+) -> np.ndarray:
+    """Returns what is tapped of the target at each of N tokens, float64[N, taps · D].
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> features(TARGET, reference.random_params(TARGET, seed=0), [1, 2, 3], taps=[0, "final"]).shape
+      (3, 32)
+    """
+    stream: list[np.ndarray] = []
+    reference.forward(target, params, tokens, stream=stream)
+    last = _norm(stream[-1], reference.as_float64(params)["norm"], target.rms_norm_eps)
+    # The stream is shown at the start and after each of a layer's two sublayers.
+    return np.concatenate([last if tap == "final" else stream[2 * int(tap)] for tap in taps], axis=-1)
+
+
+def draft_logits(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Sequence[int],
+    drafts: Sequence[int],
+    true: np.ndarray,
+) -> np.ndarray:
+    """Returns the logits from which a head draws each draft token, float64[len(drafts) + 1, V]; −inf where it has none.
+
+    Args:
+      content: the head's `config.json`, of a Llama.
+      tensors: the head's, by their published names.
+      target, params: of the target.
+      tokens: the n committed tokens, the last of which is pending.
+      drafts: those drafted so far; the last row is for the one after them.
+      true: the features of the first n − 1 tokens, as from `features`.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
+      >>> content = {"hidden_size": width, "num_attention_heads": 4, "vocab_size": TARGET.vocab_size}
+      >>> names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+      >>> names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+      >>> tensors = {f"layers.0.{name}.weight": rng.standard_normal((width, width)) for name in names}
+      >>> tensors["layers.0.post_attention_layernorm.weight"] = np.ones(width)
+      >>> tensors["fc.weight"] = rng.standard_normal((width, 2 * width))
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> true = features(TARGET, weights, [1, 2], ["final"])
+      >>> draft_logits(content, tensors, TARGET, weights, [1, 2, 3], [4], true).shape
+      (2, 13)
+    """
+    own = {name.replace("midlayer.", "layers.0."): np.asarray(t, np.float64) for name, t in tensors.items()}
+    wide = reference.as_float64(params)
+    eagle3 = "layers.0.hidden_norm.weight" in own
+    eps = content.get("rms_norm_eps", 1e-6)
+    head = own["lm_head.weight"] if eagle3 else wide["embed"] if target.tie_embeddings else wide["head"]
+    embedding = own.get("embed_tokens.weight", wide["embed"])
+    known = list(true)
+    if eagle3:
+        known = [own["fc.weight"] @ _before_fc(content, own, one, eps) for one in known]
+    rows = []
+    for count in range(len(drafts) + 1):
+        text = [*tokens, *drafts[:count]]
+        embedded = embedding[text[1:]]
+        hidden = _layers(content, own, embedded, np.stack(known), eagle3)
+        normed = _norm(hidden, own["norm.weight"], eps) if eagle3 else hidden
+        rows.append(head @ normed[-1])
+        known.append(normed[-1] if content.get("norm_output") else hidden[-1])
+    found = np.stack(rows)
+    if "d2t" not in own:
+        return found
+    whole = np.full((len(found), target.vocab_size), -np.inf)
+    for row, offset in enumerate(own["d2t"].astype(int)):
+        whole[:, row + offset] = found[:, row]
+    return whole
+
+
+def _before_fc(
+    content: Mapping[str, Any], own: Mapping[str, np.ndarray], feature: np.ndarray, eps: float
+) -> np.ndarray:
+    if content.get("norm_before_fc"):
+        return _norm(feature, own["input_norm.weight"], eps)
+    if content.get("fc_norm"):
+        taps = sum(name.startswith("fc_norm.") for name in own)
+        parts = np.split(feature, taps)
+        return np.concatenate([_norm(one, own[f"fc_norm.{i}.weight"], eps) for i, one in enumerate(parts)])
+    return feature
+
+
+def _layers(
+    content: Mapping[str, Any],
+    own: Mapping[str, np.ndarray],
+    embedded: np.ndarray,
+    feature: np.ndarray,
+    eagle3: bool,
+) -> np.ndarray:
+    """Returns the head's output [N, D] at N pairs of embedding and feature."""
+    x, eps = feature, content.get("rms_norm_eps", 1e-6)
+    for number in range(content.get("num_hidden_layers", 1)):
+        p = {name.removeprefix(f"layers.{number}."): t for name, t in own.items()}
+        if number:
+            seen = _norm(x, p["input_layernorm.weight"], eps)
+        elif eagle3:
+            normed = _norm(feature, p["hidden_norm.weight"], eps)
+            seen = np.concatenate([_norm(embedded, p["input_layernorm.weight"], eps), normed], axis=-1)
+            x = normed if content.get("norm_before_residual") else x
+        else:
+            x = np.concatenate([embedded, feature], axis=-1) @ own["fc.weight"].T + own.get("fc.bias", 0.0)
+            seen = x
+        x = x + _attention(content, p, seen)
+        normed = _norm(x, p["post_attention_layernorm.weight"], eps)
+        gate = normed @ p["mlp.gate_proj.weight"].T
+        inner = gate / (1 + np.exp(-gate)) * (normed @ p["mlp.up_proj.weight"].T)
+        x = x + inner @ p["mlp.down_proj.weight"].T
+    return x
+
+
+def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np.ndarray) -> np.ndarray:
+    heads = content["num_attention_heads"]
+    size = content.get("head_dim") or content["hidden_size"] // heads
+    group = heads // content.get("num_key_value_heads", heads)
+    angle = np.arange(len(seen))[:, None] * content.get("rope_theta", 10000.0) ** (
+        -2 * np.arange(size // 2) / size
+    )
+
+    def projected(name: str) -> np.ndarray:
+        rows: np.ndarray = seen @ p[f"self_attn.{name}_proj.weight"].T
+        return rows.reshape(len(seen), -1, size)
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        a, b = x[..., : size // 2], x[..., size // 2 :]
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    query, key, value = turned(projected("q")), turned(projected("k")), projected("v")
+    mixed = []
+    for head in range(heads):
+        scores = query[:, head] @ key[:, head // group].T / math.sqrt(size)
+        scores[np.triu_indices(len(seen), 1)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ value[:, head // group])
+    out: np.ndarray = np.concatenate(mixed, axis=-1) @ p["self_attn.o_proj.weight"].T
+    return out
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    normed: np.ndarray = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+    return normed

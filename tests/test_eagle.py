@@ -1,0 +1,494 @@
+"""EAGLE heads: drafts against a slow reference on published layouts, what a wrong reading would give, and the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import struct
+
+from jaxspec import methods
+from jaxspec.acceptance import BlockAcceptor
+from jaxspec.decoding import Parts
+from jaxspec.drafting.eagle import Eagle
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import heads
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Sampling
+from jaxspec.testing import head_reference as reference
+from jaxspec.testing.contracts import propose
+from tests import tiny
+
+# So few layers as have EAGLE-3's usual taps; a RoPE that no head shares.
+TARGET = dataclasses.replace(tiny.TARGET, num_layers=4, rope_theta=50.0)
+WIDTH, TAPS = TARGET.hidden_size, (2, 2, 1)
+# One prompt is fed in two pieces, so that a feature at the border meets a token of the next one.
+PROMPTS = ((1, 2, 3, 5, 7, 11, 4, 6, 8, 9, 10), (5, 1, 2))
+# So high that a random head has drafts accepted.
+TEMPERATURE = 2.0
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": TARGET.vocab_size,
+    "rms_norm_eps": 1e-5,
+}
+# The tokens of a head over a part of the vocabulary, not in their order.
+SOME = np.array([1, 4, 2, 7, 8, 10, 11, 5])
+Files = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def layer(rng: Any, prefix: str, read: int, width: int = WIDTH) -> dict[str, np.ndarray]:
+    """The tensors of one Llama layer but its norms before the attention; its attention reads vectors this wide."""
+    shapes = {"self_attn.q_proj": (16, read), "self_attn.k_proj": (8, read), "self_attn.v_proj": (8, read)}
+    shapes |= {"self_attn.o_proj": (width, 16), "mlp.down_proj": (width, 20)}
+    shapes |= {"mlp.gate_proj": (20, width), "mlp.up_proj": (20, width)}
+    drawn = {f"{prefix}.{name}.weight": matrix(rng, shape) for name, shape in shapes.items()}
+    return drawn | {f"{prefix}.post_attention_layernorm.weight": norm(rng, width)}
+
+
+def matrix(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
+    return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def norm(rng: Any, width: int) -> np.ndarray:
+    return (1 + 0.3 * rng.standard_normal(width)).astype(np.float32)
+
+
+def eagle() -> Files:
+    """As yuhuili/EAGLE-*: with a bias, and a copy of the embedding."""
+    rng = np.random.default_rng(1)
+    tensors = layer(rng, "layers.0", WIDTH) | {"fc.weight": matrix(rng, (WIDTH, 2 * WIDTH))}
+    tensors |= {
+        "fc.bias": 0.3 * matrix(rng, (WIDTH,)),
+        "embed_tokens.weight": np.array(tiny.params(TARGET)["embed"]),
+    }
+    return {**LLAMA, "bias": True, "rope_theta": 500000.0}, tensors
+
+
+def eagle3(prefix: str = "midlayer", width: int = WIDTH) -> Files:
+    """As yuhuili/EAGLE3-* and SpecForge: no `rope_theta`, a part of the vocabulary."""
+    rng = np.random.default_rng(2)
+    tensors = layer(rng, prefix, 2 * width, width) | {"fc.weight": matrix(rng, (width, 3 * WIDTH))}
+    tensors |= {f"{prefix}.{name}.weight": norm(rng, width) for name in ("hidden_norm", "input_layernorm")}
+    tensors |= {"norm.weight": norm(rng, width), "lm_head.weight": 2 * matrix(rng, (len(SOME), width))}
+    tensors |= {"d2t": SOME - np.arange(len(SOME)), "t2d": np.isin(np.arange(TARGET.vocab_size), SOME)}
+    content = {**LLAMA, "hidden_size": width, "head_dim": 4, "draft_vocab_size": len(SOME)}
+    return content | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors
+
+
+def speculators() -> Files:
+    """With everything that its trainer can set, two layers, and all tokens."""
+    _, tensors = eagle3("layers.0")
+    rng = np.random.default_rng(3)
+    tensors |= layer(rng, "layers.1", WIDTH) | {"layers.1.input_layernorm.weight": norm(rng, WIDTH)}
+    tensors |= {
+        "input_norm.weight": norm(rng, 3 * WIDTH),
+        "lm_head.weight": matrix(rng, (TARGET.vocab_size, WIDTH)),
+    }
+    del tensors["d2t"], tensors["t2d"]
+    flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    return {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2, "rope_theta": 77.0},
+        "draft_vocab_size": TARGET.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),
+        **flags,
+    }, tensors
+
+
+def vllm() -> Files:
+    """Names behind `model.`, a norm for each tap, narrower than its target, with an embedding of its own."""
+    content, tensors = eagle3("layers.0", 12)
+    rng = np.random.default_rng(4)
+    tensors |= {f"fc_norm.{i}.weight": norm(rng, WIDTH) for i in range(3)}
+    tensors |= {"embed_tokens.weight": matrix(rng, (TARGET.vocab_size, 12))}
+    content |= {"fc_norm": True, "target_hidden_size": WIDTH}
+    return content, {
+        ("" if name in ("d2t", "t2d") else "model.") + name: one for name, one in tensors.items()
+    }
+
+
+LAYOUTS = {"eagle": eagle, "eagle3": eagle3, "speculators": speculators, "vllm": vllm}
+
+
+def plain(layout: str) -> Files:
+    """What the reference reads: the Llama config with the flags, and names without vLLM's prefix."""
+    content, tensors = LAYOUTS[layout]()
+    content = {**content, **content.get("transformer_layer_config", {})}
+    return content, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def write(directory: Path, files: Files) -> Path:
+    content, tensors = files
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(content))
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+# Drafts
+
+
+@dataclasses.dataclass
+class Round:
+    """What a head said in one row of one round: the law of each draft token, given those before it."""
+
+    tokens: list[int]
+    drafts: list[int]
+    laws: np.ndarray
+
+
+def rounds_of(directory: Path, drafter_of: Any = Eagle) -> list[Round]:
+    """Of a head on the target, at `TEMPERATURE`: after the prompts, and after each of some rounds."""
+    head = heads.read_head(directory, TARGET)
+    drafter = drafter_of(TARGET, head.config, num_draft_tokens=tiny.K)
+    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    law = Sampling(jnp.full(len(PROMPTS), TEMPERATURE))
+    loop = tiny.Loop(Parts(drafter, BlockAcceptor(), law), weights, TARGET)
+    state, _ = loop.begin(PROMPTS, 12)
+    found, accepted = [], 0
+    for _ in range(4):
+        proposal, _ = propose(drafter, weights, state, law, 1)
+        for row, length in enumerate(state.length.tolist()):
+            tokens, drafts = state.tokens[row, :length].tolist(), proposal.tokens[0, row].tolist()
+            found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row]))))
+        state, _ = loop.go_on(state, 1)
+        accepted = int(state.stats.num_accepted_tokens.sum())
+    assert accepted, "no draft was accepted, so nothing shows where its feature comes from"
+    return found
+
+
+def furthest(found: list[Round], files: Files, taps: Any, change: Any = lambda true: true) -> float:
+    """The largest difference between what a head said and the reference's reading, whose features are changed so."""
+    worst = 0.0
+    for one in found:
+        true = change(reference.features(TARGET, tiny.params(TARGET), one.tokens[:-1], taps))
+        logits = reference.draft_logits(
+            *files, TARGET, tiny.params(TARGET), one.tokens, one.drafts[:-1], true
+        )
+        law = np.exp((logits - logits.max(axis=-1, keepdims=True)) / TEMPERATURE)
+        worst = max(worst, np.abs(law / law.sum(axis=-1, keepdims=True) - one.laws).max())
+    return worst
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the head of a layout says, asked once."""
+
+    @functools.cache
+    def ask(layout: str) -> list[Round]:
+        return rounds_of(write(tmp_path_factory.mktemp(layout), LAYOUTS[layout]()))
+
+    return ask
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_are_those_of_the_slow_reference(said, layout):
+    taps = ("final",) if layout == "eagle" else TAPS
+    assert furthest(said(layout), plain(layout), taps) < 2e-5
+
+
+def read_as(layout: str, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Files:
+    """A checkpoint as the reference reads it, with something else in its config or tensors."""
+    content, own = plain(layout)
+    return {**content, **changes}, {**own, **(tensors or {})}
+
+
+WRONG = {
+    "taps that leave the layers": ("eagle3", plain("eagle3"), tuple(tap - 1 for tap in TAPS)),
+    "d2t as tokens": ("eagle3", read_as("eagle3", {"d2t": SOME - 2 * np.arange(len(SOME))}), TAPS),
+    "RoPE of the target": ("eagle3", read_as("eagle3", rope_theta=TARGET.rope_theta), TAPS),
+    "RoPE of the other kind": ("eagle", read_as("eagle", rope_theta=10000.0), ("final",)),
+    "no norm before fc": ("speculators", read_as("speculators", norm_before_fc=False), TAPS),
+    "no norm before the residual": ("speculators", read_as("speculators", norm_before_residual=False), TAPS),
+    "an output fed back without its norm": ("speculators", read_as("speculators", norm_output=False), TAPS),
+    "no norm of each tap": ("vllm", read_as("vllm", fc_norm=False), TAPS),
+    "the stream before the final norm": ("eagle", plain("eagle"), (TARGET.num_layers - 1,)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_would_be_noticed(said, wrong):
+    layout, files, taps = WRONG[wrong]
+    assert furthest(said(layout), files, taps) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+def test_a_feature_of_another_position_would_be_noticed(said, layout):
+    taps = ("final",) if layout == "eagle" else TAPS
+
+    def ahead(true: np.ndarray) -> np.ndarray:
+        return np.concatenate([true[1:], true[-1:]])
+
+    def without_the_first(true: np.ndarray) -> np.ndarray:
+        return true * (np.arange(len(true)) > 0)[:, None]
+
+    def zero_at_the_border(true: np.ndarray) -> np.ndarray:
+        return true * (np.arange(len(true)) != 7)[:, None]
+
+    for change in (ahead, without_the_first, zero_at_the_border):
+        assert furthest(said(layout), plain(layout), taps, change) > 1e-3
+
+
+@struct.dataclass
+class Stale(Eagle):
+    """Keeps what it had foretold of accepted drafts, as some servers did."""
+
+    def observe(self, params, state, outcome):
+        before = state.own.cache
+        after = super().observe(params, state, outcome)
+        return after._replace(own=after.own._replace(cache=before))
+
+
+def test_features_that_are_not_recomputed_would_be_noticed(tmp_path):
+    found = rounds_of(write(tmp_path, eagle3()), Stale)
+    assert furthest(found, plain("eagle3"), TAPS) > 1e-3
+
+
+# Which layers are tapped
+
+
+@pytest.mark.parametrize(
+    ("given", "taps"),
+    [
+        ({}, TAPS),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}, (2, 3, 0)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}}, (3, 4, 1)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 0]}, TAPS),
+        ({"jaxspec": {"taps": [1, 1, 0]}}, (1, 1, 0)),
+    ],
+    ids=["usual", "entered", "left", "left, by its first", "ours"],
+)
+def test_what_tap_ids_mean(tmp_path, given, taps):
+    content, tensors = eagle3()
+    assert heads.read_head(write(tmp_path, (content | given, tensors)), TARGET).config.taps == taps
+
+
+def test_a_window_of_a_head_is_read(tmp_path):
+    content, tensors = speculators()
+    inner = content["transformer_layer_config"]
+    inner |= {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    block = heads.read_head(write(tmp_path, (content, tensors)), TARGET).config.block
+    assert (block.window(0), block.window(1)) == (7, None)
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"),
+    [("model.safetensors", ["*.safetensors"]), ("pytorch_model.bin", ["*.safetensors", "pytorch_model.bin"])],
+)
+def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch, name, fetched):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        assert repository == "owner/head"
+        asked.append(allow_patterns)
+        for file in ("config.json", name):
+            if any(Path(file).match(pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert heads.resolve("owner/head") == tmp_path
+    assert asked == [["*.json", pattern] for pattern in fetched]
+    assert (tmp_path / name).exists()
+
+
+def with_tensors(files: Files, **changes: Any) -> Files:
+    return files[0], {name: one for name, one in {**files[1], **changes}.items() if one is not None}
+
+
+def with_config(files: Files, **changes: Any) -> Files:
+    return {**files[0], **changes}, files[1]
+
+
+BAD = {
+    "row \\+ d2t must name 8 different tokens": with_tensors(eagle3(), d2t=SOME),
+    "t2d marks other tokens": with_tensors(eagle3(), t2d=np.ones(13, bool)),
+    "tensor d2t is missing": with_tensors(eagle3(), d2t=None),
+    "tensor lm_head.weight has shape \\(8, 16\\), expected \\(9, 16\\)": with_config(
+        eagle3(), draft_vocab_size=9
+    ),
+    "tensor norm.weight is missing": with_tensors(eagle3(), **{"norm.weight": None}),
+    "input_norm.weight has no place .*; is norm_before_fc missing": with_config(
+        speculators(), norm_before_fc=None
+    ),
+    "transformer.input_layernorm.weight|layers.0.input_layernorm.weight has no place": with_tensors(
+        eagle(), **{"transformer.input_layernorm.weight": np.ones(WIDTH)}
+    ),
+    "no place in an eagle head": with_tensors(eagle(), **{"hidden_norm.weight": np.ones(WIDTH)}),
+    "vocabulary of 9 tokens, the target of 13": with_config(eagle3(), vocab_size=9),
+    "reads features of width 12, the target's are of 16": with_config(eagle3(), target_hidden_size=12),
+    "reads what enters the layers \\(2, 9, 12\\), the target has 4": with_config(
+        eagle3(), eagle_aux_hidden_state_layer_ids=[2, 9, 12]
+    ),
+    "expected a list of layers": with_config(eagle3(), eagle_aux_hidden_state_layer_ids=7),
+    "both set": with_config(speculators(), fc_norm=True),
+    "model_type 'qwen3' is not supported": with_config(eagle3(), model_type="qwen3"),
+    "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
+    "is no EAGLE head": (LLAMA, {"0.0.linear.weight": np.ones((2, 2))}),
+    "jaxspec.target is 3": with_config(eagle3(), jaxspec={"target": 3}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_read_is_refused(tmp_path, message):
+    with pytest.raises(ValueError, match=message) as error:
+        heads.read_head(write(tmp_path, BAD[message]), TARGET)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+def test_a_bin_file_is_read_as_safetensors_are(tmp_path, layout):
+    torch = pytest.importorskip("torch")
+    content, tensors = LAYOUTS[layout]()
+    stored = {name: torch.nn.Parameter(torch.tensor(one), False) for name, one in tensors.items()}
+    stored["fc.weight"] = torch.tensor(tensors["fc.weight"].T.copy()).T  # strides of its own
+    (tmp_path / "bin").mkdir()
+    torch.save(stored, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_text(json.dumps(content))
+    found = heads.read_head(tmp_path / "bin", TARGET)
+    other = heads.read_head(write(tmp_path / "safe", (content, tensors)), TARGET)
+    assert found.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
+
+
+def test_speculators_names_for_eagle_are_read(tmp_path):
+    content, tensors = eagle()
+    renamed = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in tensors.items()
+    }
+    theirs = {"speculators_model_type": "eagle", "layernorms": False, "transformer_layer_config": content}
+    found = heads.read_head(write(tmp_path / "theirs", (theirs, renamed)), TARGET)
+    other = heads.read_head(write(tmp_path / "plain", (content, tensors)), TARGET)
+    assert found.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (print, ("harm",))
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (pickle.dumps({"fc.weight": Harmful()}), "holds more than tensors \\(builtins.print\\)"),
+        (pickle.dumps([1, 2]), "is no file of PyTorch tensors"),
+        (b"nothing", "is no file of PyTorch tensors"),
+        (None, "is truncated, or no archive"),
+    ],
+)
+def test_nothing_of_a_bin_file_is_run(tmp_path, capsys, pickled, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"PK")
+    if pickled is not None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickled)
+    with pytest.raises(ValueError, match=message):
+        heads.read_head(tmp_path, TARGET)
+    assert capsys.readouterr().out == ""
+
+
+# The methods
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model in a directory of its own."""
+    config = tiny.engine_config(TARGET)
+    return LanguageModel(config, tiny.params(TARGET), tiny.tokenizer(), name="four", directory=tmp_path)
+
+
+def test_a_head_drafts_by_its_name(model, tmp_path):
+    directory = write(tmp_path / "published", eagle3())
+    expected = model.generate([3, 4, 5], max_new_tokens=9, ignore_eos=True).tokens
+    found = model.generate(
+        [3, 4, 5], method="eagle3", draft=str(directory), max_new_tokens=9, ignore_eos=True
+    )
+    assert found.tokens == expected
+    assert found.statistics.num_draft_tokens > 5
+
+
+def test_a_head_is_found_beside_its_model(model, tmp_path):
+    with pytest.raises(ValueError, match="needs a head, and there is no heads/eagle3/config"):
+        model.drafter("eagle3")
+    content, tensors = eagle3()
+    mine = content | {"jaxspec": {"target": model.fingerprint}}
+    write(tmp_path / "heads" / "eagle3", (mine, tensors))
+    drafter, params = model.drafter("eagle3", stop_rule="confidence")
+    assert (drafter.head.kind, drafter.num_draft_tokens) == ("eagle3", 12)
+    assert params["vocabulary"].ids.tolist() == sorted(SOME.tolist())
+    other = write(tmp_path / "other", (content | {"jaxspec": {"target": "0123"}}, tensors))
+    with pytest.raises(ValueError, match=r"a head of another model \(0123"):
+        model.drafter("eagle3", draft=str(other))
+    with pytest.raises(ValueError, match="holds a head of eagle3; choose method='eagle3'"):
+        model.drafter("eagle", draft=str(other))
+    with pytest.raises(FileNotFoundError, match="no directory 'nowhere'"):
+        model.drafter("eagle", draft="nowhere")
+
+
+def test_copies_of_the_targets_matrices_are_not_kept(model, tmp_path):
+    content, tensors = eagle()
+    tensors["lm_head.weight"] = np.array(model.params["head"])
+    drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "a", (content, tensors))))
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (False, None)
+    assert params.keys() == {"fc", "fc_bias", "layers"}
+    tensors |= {name: tensors[name] * 2 for name in ("embed_tokens.weight", "lm_head.weight")}
+    drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "b", (content, tensors))))
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (True, TARGET.vocab_size)
+    assert params.keys() == {"fc", "fc_bias", "layers", "embed", "head"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "left"), [("eagle", [2, 4, 5]), ("eagle3", [2, 4, 5]), ("speculators", [2, 4, 5])]
+)
+def test_a_head_drafts_with_some_of_its_tokens(model, tmp_path, monkeypatch, layout, left):
+    monkeypatch.setattr(methods.Eagle, "vocabulary_ids", lambda *_: np.array([2, 4, 5], np.int32))
+    monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([2, 4, 5], np.int32))
+    name = "eagle" if layout == "eagle" else "eagle3"
+    _, whole = rows_of(model, tmp_path, layout)
+    _, params = model.drafter(name, draft=str(tmp_path / layout))
+    assert params["vocabulary"].ids.tolist() == left
+    np.testing.assert_array_equal(params["vocabulary"].head, whole[left])
+
+
+def test_a_head_without_any_of_the_tokens_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([0, 3, 6], np.int32))
+    with pytest.raises(ValueError, match="draft_vocab leaves none of the head's 8 tokens"):
+        model.drafter("eagle3", draft=str(write(tmp_path / "head", eagle3())))
+
+
+def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np.ndarray]:
+    """The file of a layout, and the row of the head that draws each token."""
+    content, tensors = LAYOUTS[layout]()
+    path = write(tmp_path / layout, (content, tensors))
+    if layout == "eagle":
+        return path, np.asarray(model.params["head"])
+    rows = np.zeros((TARGET.vocab_size, WIDTH), np.float32)
+    rows[SOME if "d2t" in tensors else np.arange(TARGET.vocab_size)] = tensors["lm_head.weight"]
+    return path, rows
