@@ -42,6 +42,20 @@ class Boaster(LookupDrafter):
 
 
 @struct.dataclass
+class Knowing(LookupDrafter):
+    """Knows the texts, tokens int32[B, S], and proposes K of their tokens at every third length."""
+
+    texts: jax.Array
+    num_draft_tokens: int = struct.field(pytree_node=False)
+
+    def look_up(self, keys, view):
+        columns = view.length[:, None] + jnp.arange(self.num_draft_tokens)
+        now = view.length % 3 == 0
+        tokens = jnp.take_along_axis(self.texts, columns, axis=1)
+        return Proposal(tokens, self.num_draft_tokens * now), jnp.where(now, 99.0, 0.0)
+
+
+@struct.dataclass
 class Counting(StatelessDrafter):
     """Proposes nonsense, and counts how often it is asked to."""
 
@@ -148,7 +162,7 @@ def test_a_second_that_no_row_wants_does_not_run():
 # The state of the one that sits out
 
 
-@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify"])
+@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify", "eagle"])
 def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
     """Each row sits out up to five rounds in a row, at other times than its neighbours."""
     config, second, target, own = whole_drafts()[name]
@@ -167,6 +181,31 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
         assert (accepted == drafted)[live & ~took_first].all()
     assert rounds.min() >= 3
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(second, target, own, config)), PROMPTS)
+
+
+def test_a_head_absorbs_rounds_that_are_longer_than_its_own():
+    _, head, target, own = whole_drafts()["eagle"]
+    alone = ended(loop(head, target, own))
+    first = Knowing(alone.tokens, 3 * head.num_draft_tokens)
+    state, _ = (made := loop(hybrid(first, head, memory=0.0), target, own)).begin(
+        PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY
+    )
+    turns, longest = np.zeros(3, int), 0
+    while not state.done.all():
+        before = state.stats
+        state, _ = made.go_on(state, 1)
+        drafted, accepted = (
+            np.asarray(getattr(state.stats, name) - getattr(before, name))
+            for name in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        longest = max(longest, accepted.max())
+        assert (accepted == drafted).all()
+        # A draft whose law is not finite is left out, which nothing else here would show.
+        assert jnp.isfinite(state.drafter_state.second.own.hidden).all()
+        turns += ~np.asarray(state.drafter_state.took_first) & (drafted > 0)
+    assert longest > head.num_draft_tokens
+    assert turns.all()
+    assert tiny.generated(state, PROMPTS) == tiny.generated(alone, PROMPTS)
 
 
 def test_the_draft_model_catches_up_in_blocks():
