@@ -440,7 +440,8 @@ def _verify(
         def at_width(carry: Verified, width: int = width) -> Verified:
             return verify(width, carry[0])
 
-        carry = once((below < needed) & (needed <= width), at_width, carry)
+        with jax.named_scope(f"verify_{width}"):  # by which a reader of the compiled program finds it
+            carry = once((below < needed) & (needed <= width), at_width, carry)
     return carry
 
 
