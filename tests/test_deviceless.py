@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec.cli import main
-from jaxspec.deviceless import accelerators, hlo, programs, stand_ins
+from jaxspec.deviceless import accelerators, hlo, programs, rounds, stand_ins
 from jaxspec.deviceless.accelerators import ACCELERATORS, parse_mesh, parse_topology
 from jaxspec.deviceless.programs import Place
 from jaxspec.deviceless.report import Program, build, predicted, report
@@ -126,7 +126,7 @@ def test_what_is_read_of_an_instruction(module):
     one = {one.name: one for one in module.computations["wide"]}["ahead"]
     assert (one.opcode, one.operands, one.root) == ("copy-start", ("x",), False)
     assert one.results[:2] == (hlo.Buffer("bf16", (4, 64, 8), 1), hlo.Buffer("bf16", (4, 64, 8)))
-    loop = hlo.main_loop(module)
+    loop = rounds.main_loop(module)
     assert (loop.name, loop.scope) == ("rounds", "f/while")
     assert loop.called == {"condition": ("more",), "body": ("round",)}
 
@@ -134,20 +134,20 @@ def test_what_is_read_of_an_instruction(module):
 def test_copies_in_a_round(module):
     """A change of layout in fast memory, and a choice between two whole arrays; neither what stands outside the loop,
     nor what is written in place, nor the moves between memories, of which one is a way back."""
-    loop = hlo.main_loop(module)
-    assert hlo.copies(module, loop, [(1, 4, 64, 8)]) == 2
-    assert hlo.write_backs(module, loop, [(1, 4, 64, 8)]) == 1
-    assert hlo.copies(module, loop, [(4, 64, 9)]) == hlo.write_backs(module, loop, [(4, 64, 9)]) == 0
+    loop = rounds.main_loop(module)
+    assert rounds.copies(module, loop, [(1, 4, 64, 8)]) == 2
+    assert rounds.write_backs(module, loop, [(1, 4, 64, 8)]) == 1
+    assert rounds.copies(module, loop, [(4, 64, 9)]) == rounds.write_backs(module, loop, [(4, 64, 9)]) == 0
 
 
 def test_collectives_are_counted_as_a_round_runs(module):
     """Two in each draft step, one of them in a branch; of the two verifications the wider one, of which a start and a
     done are one."""
-    loop = hlo.main_loop(module)
-    assert hlo.collectives(module, loop, 3) == {"all-reduce": 3 * 2 + 1}
-    assert hlo.collectives(module, loop, 0) == {"all-reduce": 1}
+    loop = rounds.main_loop(module)
+    assert rounds.collectives(module, loop, 3) == {"all-reduce": 3 * 2 + 1}
+    assert rounds.collectives(module, loop, 0) == {"all-reduce": 1}
     narrow = hlo.parse(ROUND.replace("verify_4", "verify_0"))
-    assert hlo.collectives(narrow, hlo.main_loop(narrow), 1) == {"all-reduce": 2, "all-gather": 2}
+    assert rounds.collectives(narrow, rounds.main_loop(narrow), 1) == {"all-reduce": 2, "all-gather": 2}
 
 
 def test_text_that_is_no_program():
@@ -155,7 +155,7 @@ def test_text_that_is_no_program():
         hlo.parse("a text")
     straight = "ENTRY %main (x: f32[2]) -> f32[2] {\n  ROOT %x = f32[2]{0} parameter(0)\n}"
     with pytest.raises(ValueError, match="has no loop"):
-        hlo.main_loop(hlo.parse(straight))
+        rounds.main_loop(hlo.parse(straight))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_the_compiler_is_asked_for(text, expected):
     assert parse_topology(text).request == expected
 
 
-@pytest.mark.parametrize("of", [hlo, accelerators, stand_ins])
+@pytest.mark.parametrize("of", [hlo, rounds, accelerators, stand_ins])
 def test_the_examples_run(of):
     outcome = doctest.testmod(of)
     assert outcome.attempted
@@ -219,6 +219,14 @@ def test_programs_of_every_method_are_made_of_shapes(here, method):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     assert "while" in made.rounds().as_text()
     assert all(64 in shape for shape in made.cache_shapes())
+
+
+def test_the_loops_of_a_round_have_names(here):
+    """By which `rounds.collectives` tells them apart."""
+    for method, names in {"layerskip": {"chain"}, "adaspeed": {"chain", "verify_1", "verify_4"}}.items():
+        made = programs.make(TINY, registry.make(method, METHODS[method]), here, dtype=jnp.float32)
+        text = made.rounds().as_text(debug_info=True)
+        assert {name for name in ("chain", "verify_1", "verify_4") if f"/{name}/while" in text} == names
 
 
 def test_a_shared_draft_is_counted_once(here):
@@ -357,7 +365,7 @@ def test_the_command_prints_a_table(capsys, tmp_path):
     assert status == 0
     assert "copies of a cache in a round" in out
     assert "https://cloud.google.com/tpu/docs/v5e" in out
-    assert hlo.main_loop(hlo.parse(file.read_text()))
+    assert rounds.main_loop(hlo.parse(file.read_text()))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -390,6 +398,7 @@ def test_the_command_prints_json(capsys):
     [
         (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
         (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
+        (("--shape", "31m", "--hlo", "no/such/file"), "no/such/file: No such file or directory"),
         (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
         (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
         (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),

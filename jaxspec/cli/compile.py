@@ -34,7 +34,7 @@ class Compile:
         jaxspec.
       mesh: how the chips are arranged, such as data=1,model=4: rows are spread over data, heads over model. Default:
         all of them along model.
-      method: the method.
+      method: as in `jaxspec generate`.
       batch: rows decoded together.
       capacity: tokens that a row has room for; rounded up to a power of two.
       dtype: of weights and cache.
@@ -47,7 +47,7 @@ class Compile:
     shape: str | None = None
     model: str | None = None
     mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
-    method: str = "autoregressive"
+    method: str = dataclasses.field(default="autoregressive", metadata={"metavar": "NAME"})
     batch: int = 1
     capacity: int = 1024
     dtype: Dtype = "bfloat16"
@@ -62,6 +62,8 @@ class Compile:
         topology = parse_topology(self.topology)
         axes = parse_mesh(self.mesh, topology.num_devices)
         method = registry.make(self.method, given_options(self.drafting))
+        if self.hlo is not None:
+            Path(self.hlo).touch()  # else an unwritable place would be noticed at the end
         compile_only()
         with Progress() as progress:
             from jaxspec.deviceless.programs import Place, devices, make

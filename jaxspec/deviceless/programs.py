@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import tempfile
 import typing
@@ -124,7 +125,7 @@ class Programs:
     static: Mapping[str, Any]
     shared_bytes: int
 
-    @property
+    @functools.cached_property
     def state(self) -> DecodeState:
         """What the prefill returns and the rounds take."""
         state, _ = compiled.prefill.eval_shape(self.weights, self.parts, self.request, **self.static)

@@ -13,6 +13,7 @@ import jax
 from jaxspec.deviceless import hlo
 from jaxspec.deviceless.accelerators import Accelerator
 from jaxspec.deviceless.programs import Programs, part, part_bytes
+from jaxspec.deviceless.rounds import collectives, copies, main_loop, write_backs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,9 @@ def report(
     Returns:
       `fits`: whether arguments, temporaries, results and programs fit a chip's memory.
       `argument_bytes_per_device`, `temporary_bytes_per_device`: of the rounds; the latter None where they do not fit.
-      `cache_copies`, `weight_copies`: of whole ones in a round, see `hlo.copies`.
-      `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `hlo.write_backs`.
-      `collectives`: exchanges between devices in a round by kind, see `hlo.collectives`.
+      `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
+      `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
+      `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
       `compile_seconds`: of the rounds, traced and compiled.
       `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
@@ -92,13 +93,13 @@ def report(
     record |= _memory(rounds, shared, part_bytes(given))
     if rounds.text:
         module = hlo.parse(rounds.text)
-        loop = hlo.main_loop(module)
+        loop = main_loop(module)
         caches = programs.cache_shapes()
         record |= {
-            "cache_copies": hlo.copies(module, loop, caches),
-            "cache_write_backs": hlo.write_backs(module, loop, caches),
-            "weight_copies": hlo.copies(module, loop, programs.weight_shapes() - caches),
-            "collectives": hlo.collectives(module, loop, programs.parts.drafter.num_draft_tokens),
+            "cache_copies": copies(module, loop, caches),
+            "cache_write_backs": write_backs(module, loop, caches),
+            "weight_copies": copies(module, loop, programs.weight_shapes() - caches),
+            "collectives": collectives(module, loop, programs.parts.drafter.num_draft_tokens),
         }
     else:
         unknown = ("cache_copies", "cache_write_backs", "weight_copies", "collectives")
