@@ -20,8 +20,9 @@ def compile_only() -> None:
       ValueError: JAX has started on an accelerator in this process.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # libtpu would ask a cloud's metadata server where it is, and refuse to be loaded by two processes at a time. Only
-    # who compiles for a described topology is free to say something else: the topology decides.
+    # libtpu would ask a cloud's metadata server where it is, complain of what it does not learn, and refuse to be
+    # loaded by two processes at a time. What is said here of this machine's chips changes no program: those that are
+    # compiled for are described apart.
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-1",
