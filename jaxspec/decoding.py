@@ -476,7 +476,7 @@ def _verify(
         width_of_taps = len(taps) * config.hidden_size
         no_features = jnp.zeros((batch, full, width_of_taps), params.target["embed"].dtype)
     carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs, no_features)
-    return narrowest(widths, needed, lambda width, carry: verify(width, carry[0]), carry)
+    return narrowest(widths, needed, lambda width, carry: verify(width, carry[0]), carry, "verify")
 
 
 def _widened(values: jax.Array, width: int) -> jax.Array:

@@ -29,6 +29,7 @@ LAYERS = (
     "jaxspec.testing",
     "jaxspec.bench",
     "jaxspec.tuning",
+    "jaxspec.deviceless",
     "jaxspec.bench.papers",
     "jaxspec.cli",
     "jaxspec.__main__",
@@ -57,6 +58,7 @@ SHARED = (
     ),
     *(
         "jaxspec.tuning",
+        "jaxspec.deviceless",
         "jaxspec.cli",
         "training.data",
         "training.losses",
@@ -89,6 +91,7 @@ HOST = (
     ),
     *("jaxspec.tuning.search", "jaxspec.tuning.figures", "jaxspec.cli"),
     *("jaxspec.tuning.fitness_report", "jaxspec.__main__"),
+    *("jaxspec.deviceless.stand_ins", "jaxspec.deviceless.programs", "jaxspec.deviceless.report"),
 )
 HOST_MODULES = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),

@@ -52,6 +52,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         return 0
     from jaxspec.cli.bench import Bench
     from jaxspec.cli.compare import Compare
+    from jaxspec.cli.compile import Compile
     from jaxspec.cli.convert import Convert
     from jaxspec.cli.generate import Generate
     from jaxspec.cli.inspect import Inspect
@@ -66,6 +67,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "compare": Compare,
         "bench": Bench,
         "profile": Profile,
+        "compile": Compile,
         "convert": Convert,
         "inspect": Inspect,
         "search": Search,

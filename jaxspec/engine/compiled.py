@@ -11,18 +11,42 @@ from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.engine import buckets
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Prefilling
 from jaxspec.model.sharding import state_shardings
-from jaxspec.protocol import TappedDrafter, Weights
+from jaxspec.protocol import Drafter, TappedDrafter, Weights
 
+# Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
+WINDOW = 64
 State = TypeVar("State", DecodeState, Prefilling)
 
 
 def _constrained(mesh: Mesh | None, state: State) -> State:
     """Fixes where a state lives, so that what one call returns the next one takes."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
+
+
+def prefill_static(
+    config: LlamaConfig, longest: int, capacity: int, platform: str, log_probs: bool, mesh: Mesh | None
+) -> dict[str, Any]:
+    """The static arguments of `prefill` where the longest prompt has `longest` tokens."""
+    return {
+        "config": config,
+        "chunk_size": min(buckets.prefill_chunk_size(longest, platform), capacity),
+        "merged": mesh is None,
+        "log_probs": log_probs,
+        "mesh": mesh,
+    }
+
+
+def rounds_static(
+    config: LlamaConfig, drafter: Drafter, log_probs: bool, mesh: Mesh | None
+) -> dict[str, Any]:
+    """The static arguments of `run_rounds`."""
+    window = WINDOW + drafter.num_draft_tokens + 1
+    return {"config": config, "window": window, "log_probs": log_probs, "mesh": mesh}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"))

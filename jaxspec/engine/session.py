@@ -26,9 +26,6 @@ from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.stopping import GammaState
 
-# Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
-WINDOW = 64
-
 
 @dataclasses.dataclass
 class _Refill:
@@ -317,13 +314,9 @@ class Session:
             "eos_ids": eos_ids,
             "keys": jnp.stack(keys),
         }
-        static = {
-            "config": self._config,
-            "chunk_size": min(buckets.prefill_chunk_size(longest, self._platform), capacity),
-            "merged": self._mesh is None,
-            "log_probs": self._log_probs,
-            "mesh": self._mesh,
-        }
+        static = compiled.prefill_static(
+            self._config, longest, capacity, self._platform, self._log_probs, self._mesh
+        )
         return (self._params, parts, decoding.Request(**self._put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
@@ -358,25 +351,10 @@ class Session:
         return (self._params, self._parts, self._state, *limits)
 
     def _rounds_static(self) -> dict[str, Any]:
-        window = WINDOW + self._drafter.num_draft_tokens + 1
-        return {
-            "config": self._config,
-            "window": window,
-            "log_probs": self._log_probs,
-            "mesh": self._mesh,
-        }
+        return compiled.rounds_static(self._config, self._drafter, self._log_probs, self._mesh)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        law: Law = Greedy()
-        if self._filters is not None:
-            numbers: dict[str, Any] = {
-                name: np.array(
-                    [getattr(r, name) for r in requests], np.int32 if name == "top_k" else np.float32
-                )
-                for name in self._filters
-            }
-            law = Sampling(**self._put(numbers))
-        return Parts(self._drafter, self._acceptor, law)
+        return Parts(self._drafter, self._acceptor, self._put(law_of(requests, self._filters)))
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
@@ -395,6 +373,17 @@ class Session:
             if done:
                 self._end(row)
         return updates
+
+
+def law_of(requests: Sequence[RowRequest], filters: Sequence[str] | None) -> Law:
+    """The law of a batch, from the numbers named in `filters` (see `filters_used`); None for greedy texts alone."""
+    if filters is None:
+        return Greedy()
+    numbers: dict[str, Any] = {
+        name: np.array([getattr(r, name) for r in requests], np.int32 if name == "top_k" else np.float32)
+        for name in filters
+    }
+    return Sampling(**numbers)
 
 
 def _tokens_of(host: Emitted, row: int) -> list[Token]:

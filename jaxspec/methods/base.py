@@ -87,7 +87,8 @@ class LoadedModel:
 
         if num_layers not in self._cut:
             config = self.config.truncated(num_layers)
-            self._cut[num_layers] = LoadedModel(config, llama.truncate(self.params, num_layers), self.name)
+            params = llama.truncate(self.params, num_layers)
+            self._cut[num_layers] = dataclasses.replace(self, config=config, params=params, exits=())
         return self._cut[num_layers]
 
     def vocabulary(self, ids: np.ndarray) -> Vocabulary:

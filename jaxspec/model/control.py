@@ -36,14 +36,20 @@ def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> C
 
 
 def narrowest(
-    widths: tuple[int, ...], needed: jax.Array, f: Callable[[int, Carry], Carry], carry: Carry
+    widths: tuple[int, ...],
+    needed: jax.Array,
+    f: Callable[[int, Carry], Carry],
+    carry: Carry,
+    scope: str = "width",
 ) -> Carry:
     """`f(width, carry)` for the narrowest of the rising `widths` that holds `needed`, int32 scalar from 0 to the last.
 
-    Each width is compiled and one runs; none for 0, unless there is only one width, which always runs.
+    Each width is compiled and one runs; none for 0, unless there is only one width, which always runs. A reader of the
+    compiled program finds each by the name `scope`_WIDTH.
     """
     if len(widths) == 1:
         return f(widths[0], carry)
     for below, width in zip((0, *widths), widths, strict=False):
-        carry = once((below < needed) & (needed <= width), functools.partial(f, width), carry)
+        with jax.named_scope(f"{scope}_{width}"):
+            carry = once((below < needed) & (needed <= width), functools.partial(f, width), carry)
     return carry

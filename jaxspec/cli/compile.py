@@ -1,0 +1,149 @@
+"""`jaxspec compile`: what an accelerator's compiler makes of a model and a method, on a machine without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions
+from jaxspec.console.environment import compile_only
+from jaxspec.console.terminal import Progress
+from jaxspec.deviceless.accelerators import parse_mesh, parse_topology
+from jaxspec.methods import registry
+from jaxspec.methods.flat import given_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """Compile a method's programs for an accelerator that need not be there, and say what came out.
+
+    Of the model only the shape counts: no weights are read or made. What a method reads from files (a plan, a probe) is
+    made up, for it is data to the program.
+
+    Copies are of whole caches or weights in one round; there should be none. Written back is a cache that was brought
+    whole into fast memory, and updated there. Collectives are the exchanges between devices in one round, of a whole
+    draft. The speed is a prediction, from published figures.
+
+    Attributes:
+      topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on.
+      shape: a usual shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b or 70b; also what --draft may name.
+      model: a directory, .gguf file or hub id whose config is the shape, or the name of a model that comes with
+        jaxspec.
+      mesh: how the chips are arranged, such as data=1,model=4: rows are spread over data, heads over model. Default:
+        all of them along model.
+      method: as in `jaxspec generate`.
+      batch: rows decoded together.
+      capacity: tokens that a row has room for; rounded up to a power of two.
+      dtype: of weights and cache.
+      prefill: compile the prefill too; --no-prefill leaves it out.
+      hlo: write the optimised program of the rounds to this file.
+      json: print one JSON object and nothing else.
+    """
+
+    topology: str
+    shape: str | None = None
+    model: str | None = None
+    mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
+    method: str = dataclasses.field(default="autoregressive", metadata={"metavar": "NAME"})
+    batch: int = 1
+    capacity: int = 1024
+    dtype: Dtype = "bfloat16"
+    prefill: bool = True
+    hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    json: bool = False
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
+    drafting: MethodOptions = MethodOptions()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Compiles; returns the exit status."""
+        topology = parse_topology(self.topology)
+        axes = parse_mesh(self.mesh, topology.num_devices)
+        method = registry.make(self.method, given_options(self.drafting))
+        if self.hlo is not None:
+            Path(self.hlo).touch()  # else an unwritable place would be noticed at the end
+        compile_only()
+        with Progress() as progress:
+            from jaxspec.deviceless.programs import Place, devices, make
+            from jaxspec.deviceless.report import build, report
+            from jaxspec.deviceless.stand_ins import model_shape
+            from jaxspec.engine.loading import DTYPES
+
+            place = Place.of(devices(topology), axes)
+            target = model_shape(self.model, self.shape)
+            programs = make(
+                target,
+                method,
+                place,
+                batch=self.batch,
+                capacity=self.capacity,
+                dtype=DTYPES[self.dtype],
+                law=self.sampling.numbers(),
+            )
+            progress("compiling the rounds")
+            rounds = build(programs.rounds)
+            if self.hlo is not None:
+                Path(self.hlo).write_text(rounds.text)
+            if self.prefill:
+                progress("compiling the prefill")
+            prefill = build(programs.prefill) if self.prefill else None
+            found = report(programs, topology.accelerator, rounds, prefill)
+        record = {
+            "model": target.name,
+            "topology": self.topology,
+            "mesh": axes,
+            "method": str(method),
+            "batch": self.batch,
+            "capacity": programs.request.tokens.shape[1],
+            "dtype": self.dtype,
+            **found,
+        }
+        if self.json:
+            print(json.dumps(record))
+        else:
+            _print(record, topology.accelerator.source)
+        return 0
+
+
+def _print(record: dict[str, Any], source: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    axes = " × ".join(f"{name} {size}" for name, size in record["mesh"].items())
+    table = Table(
+        "",
+        "",
+        title=f"{record['model']}, {record['dtype']}, {record['topology']} ({axes}), {record['method']}, batch "
+        f"{record['batch']}, capacity {record['capacity']}",
+        show_header=False,
+    )
+    table.columns[1].justify = "right"
+    table.add_row("fits the memory of a chip", "yes" if record["fits"] else "no")
+    for name, part in {"rounds": record, "prefill": record["prefill"]}.items():
+        if part is not None:
+            table.add_row(f"{name}: arguments, a chip", _size(part["argument_bytes_per_device"]))
+            table.add_row(f"{name}: temporaries, a chip", _size(part["temporary_bytes_per_device"]))
+            table.add_row(f"{name}: tracing and compiling", f"{part['compile_seconds']:.1f} s")
+    table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
+    table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
+    table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
+    for kind, count in (record["collectives"] or {}).items():
+        table.add_row(f"{kind} in a round", _number(count))
+    table.add_row("operations of a round, each inner loop once", _number(record["flops"]))
+    table.add_row("bytes of a round, each inner loop once", _size(record["bytes"]))
+    table.add_row(
+        "plain decoding, predicted at best", f"{record['predicted_tokens_per_second']:,.0f} tokens/s"
+    )
+    console = Console(file=sys.stdout)
+    console.print(table)
+    console.print(f"predicted from the figures of {source}", highlight=False, soft_wrap=True)
+
+
+def _size(size: float | None) -> str:
+    return "unknown" if size is None else f"{size / 1e9:,.3f} GB"
+
+
+def _number(count: float | None) -> str:
+    return "unknown" if count is None else f"{count:,.0f}"

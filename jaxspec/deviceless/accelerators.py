@@ -1,0 +1,135 @@
+"""Accelerators that programs are compiled for: their published figures, and how a topology of them is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from jaxspec.io.messages import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One kind of chip, by its published figures.
+
+    Attributes:
+      name: as in a topology.
+      memory_bytes: of main memory, a chip.
+      bandwidth: of that memory, bytes a second.
+      flops: at its peak in bfloat16, operations a second.
+      source: where the figures are published.
+      axes: of its topologies.
+      target: what the compiler calls it, where that is another name.
+      options: what the compiler is told beside.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    flops: float
+    source: str
+    axes: int
+    target: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+_DOCS = "https://cloud.google.com/tpu/docs/"
+ACCELERATORS = {
+    one.name: one
+    for one in (
+        Accelerator("v5e", 16 * 2**30, 819e9, 197e12, _DOCS + "v5e", 2),
+        # One device a chip, as two cores share its memory.
+        Accelerator(
+            *("v5p", 95 * 2**30, 2765e9, 459e12, _DOCS + "v5p", 3, "v5"),
+            options=(("chip_config_name", "megacore"),),
+        ),
+        Accelerator("v6e", 32 * 2**30, 1640e9, 918e12, _DOCS + "v6e", 2),
+    )
+}
+# Chips of one host along each axis, at most.
+_HOST = (2, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Some chips of one kind, and how they are connected.
+
+    Attributes:
+      accelerator: the kind.
+      bounds: chips along each axis.
+    """
+
+    accelerator: Accelerator
+    bounds: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Chips in all."""
+        return math.prod(self.bounds)
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The arguments of `jax.experimental.topologies.get_topology_desc`, without the platform."""
+        kind = self.accelerator
+        hosts = tuple(map(min, (*self.bounds, 1)[:3], _HOST))
+        name = f"{kind.target or kind.name}:{'x'.join(map(str, self.bounds))}"
+        return {"topology_name": name, "chips_per_host_bounds": hosts, **dict(kind.options)}
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads a topology such as v5e:2x2 or v5p:2x2x1.
+
+    Raises:
+      ValueError: it is none; one line that says what they look like.
+
+    Examples:
+      >>> parse_topology("v5e:2x2").num_devices
+      4
+      >>> parse_topology("v5p:2x2x1").request["topology_name"]
+      'v5:2x2x1'
+    """
+    name, _, bounds = text.partition(":")
+    kind = ACCELERATORS.get(name)
+    if kind is None:
+        raise ValueError(
+            f"topology is {shown(text)}; give KIND:CHIPS with one of the kinds {', '.join(ACCELERATORS)}, such as "
+            "v5e:2x2"
+        )
+    if not re.fullmatch(r"[1-9]\d{0,2}" + r"x[1-9]\d{0,2}" * (kind.axes - 1), bounds):
+        example = "x".join("221"[: kind.axes])
+        raise ValueError(
+            f"topology is {shown(text)}; give the chips along each of the {kind.axes} axes of {name}, such as "
+            f"{name}:{example}"
+        )
+    return Topology(kind, tuple(map(int, bounds.split("x"))))
+
+
+def parse_mesh(text: str | None, num_devices: int) -> dict[str, int]:
+    """Reads a mesh such as data=1,model=4, which must have as many places as there are devices.
+
+    None spreads the model over all of them. An axis that is left out has length 1.
+
+    Raises:
+      ValueError: it is none, or does not fit; one line.
+
+    Examples:
+      >>> parse_mesh("model=4", 4)
+      {'data': 1, 'model': 4}
+    """
+    if text is None:
+        return {"data": 1, "model": num_devices}
+    pairs = [re.fullmatch(r"\s*(data|model)\s*=\s*([1-9]\d{0,5})\s*", part) for part in text.split(",")]
+    axes = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    if not all(pairs) or len(axes) < len(pairs):
+        raise ValueError(
+            f"mesh is {shown(text)}; give its axes data (rows) and model (heads), such as data=1,model={num_devices}"
+        )
+    axes = {"data": axes.get("data", 1), "model": axes.get("model", 1)}
+    if math.prod(axes.values()) != num_devices:
+        raise ValueError(
+            f"mesh is {shown(text)}, which has {math.prod(axes.values())} places, and the topology has {num_devices} "
+            f"chips; give data × model = {num_devices}"
+        )
+    return axes

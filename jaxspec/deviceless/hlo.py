@@ -1,0 +1,149 @@
+"""Optimised HLO as text, read: its computations and their instructions. Pure functions; nothing is compiled here.
+
+Only what `rounds` asks is read: of each instruction its name, its results, its operands, the computations that it calls
+and the name of the operation that it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = ")
+_BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([^}]*)\})?")
+_CALLED = re.compile(r"\b(\w+)=(?:%([\w.-]+)|\{((?:%[\w.-]+(?:, )?)+)\})")
+_CALLS = {"calls", "body", "condition", "to_apply", "branch_computations", "called_computations"}
+_CALLS |= {"true_computation", "false_computation"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array that an instruction makes.
+
+    Attributes:
+      dtype: such as bf16.
+      dims: its shape.
+      space: number of the memory that it is in; 0 is the device's main memory, others are small and fast.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: its own.
+      opcode: what it does, such as fusion.
+      results: the arrays that it makes; several for a tuple.
+      operands: names of other instructions.
+      called: names of computations, by attribute, such as body.
+      scope: the name of the operation that it came from, such as jit(f)/while/body/dot_general; "" if unknown.
+      target: of a custom call, what is called.
+      root: whether the computation gives its result back.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Buffer, ...]
+    operands: tuple[str, ...]
+    called: Mapping[str, tuple[str, ...]]
+    scope: str
+    target: str
+    root: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+      computations: their instructions by name, in order.
+      entry: the name of the one that begins.
+    """
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+
+
+def parse(text: str) -> Module:
+    """Reads the text of an HLO module, as `jax.stages.Compiled.as_text` gives it.
+
+    Raises:
+      ValueError: it has no entry computation.
+
+    Examples:
+      >>> module = parse('''HloModule f
+      ... ENTRY %main (x: f32[2]) -> f32[2] {
+      ...   %x = f32[2]{0} parameter(0)
+      ...   ROOT %y = f32[2]{0} copy(%x)
+      ... }''')
+      >>> [one.opcode for one in module.computations[module.entry]]
+      ['parameter', 'copy']
+    """
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry, name, body = "", "", list[Instruction]()
+    for line in text.splitlines():
+        begins = _COMPUTATION.match(line)
+        if begins:
+            name, body = begins[2], []
+            entry = name if begins[1] else entry
+        elif line.startswith("}"):
+            computations[name] = tuple(body)
+        elif name and (instruction := _instruction(line)) is not None:
+            body.append(instruction)
+    if not entry:
+        raise ValueError(
+            "the text is no HLO module: it has no ENTRY computation; give what as_text() returns"
+        )
+    return Module(computations, entry)
+
+
+def _instruction(line: str) -> Instruction | None:
+    begins = _INSTRUCTION.match(line)
+    if begins is None:
+        return None
+    rest = line[begins.end() :]
+    end = _closed(rest, 0) if rest.startswith("(") else rest.index(" ")
+    results = tuple(_buffer(*found) for found in _BUFFER.findall(rest[:end]))
+    rest = rest[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    end = _closed(rest, len(opcode))
+    operands = re.findall(r"%([\w.-]+)", rest[len(opcode) : end])
+    rest = rest[end:]
+    called = {
+        kind: tuple(re.findall(r"%([\w.-]+)", f"%{one}" if one else several))
+        for kind, one, several in _CALLED.findall(rest)
+        if kind in _CALLS
+    }
+    scope, target = (re.search(rf'\b{name}="([^"]*)"', rest) for name in ("op_name", "custom_call_target"))
+    return Instruction(
+        name=begins[2],
+        opcode=opcode,
+        results=results,
+        operands=tuple(operands),
+        called=called,
+        scope=scope[1] if scope else "",
+        target=target[1] if target else "",
+        root=bool(begins[1]),
+    )
+
+
+def _closed(text: str, at: int) -> int:
+    """Just after the parenthesis that closes the one at `at`."""
+    depth = 0
+    for index in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if not depth:
+            return index + 1
+    return len(text)
+
+
+def _buffer(dtype: str, dims: str, layout: str) -> Buffer:
+    space = re.search(r"S\((\d+)\)", layout)
+    return Buffer(dtype, tuple(int(n) for n in dims.split(",") if n), int(space[1]) if space else 0)

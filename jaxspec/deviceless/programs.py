@@ -1,0 +1,279 @@
+"""The programs that generation runs, lowered for devices that are not there: from shapes and shardings alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import tempfile
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from jaxspec.decoding import DecodeState, Parts, Request
+from jaxspec.deviceless.accelerators import Topology
+from jaxspec.deviceless.stand_ins import UNREAD, ModelShape, draft_shape, loaded_head, write_files
+from jaxspec.engine import compiled
+from jaxspec.engine.buckets import bucket
+from jaxspec.engine.requests import RowRequest, filters_used
+from jaxspec.engine.session import law_of
+from jaxspec.io.extras import require
+from jaxspec.io.method_files import PLAN_NAME, law_name, read_plan
+from jaxspec.methods import Method, Resources
+from jaxspec.methods.acceptors import build_acceptor
+from jaxspec.methods.base import LoadedModel, ModelLike
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.sharding import param_shardings, state_shardings
+from jaxspec.protocol import Drafter, MaskedDrafter, Weights, taps_of
+
+
+def devices(topology: Topology) -> Sequence[jax.Device]:
+    """The chips of a topology, to compile for; there need not be any.
+
+    Raises:
+      MissingExtra: libtpu, the compiler, is not installed.
+      ValueError: it knows no such topology; one line.
+    """
+    require("aot", "libtpu")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", **topology.request).devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"libtpu cannot compile for {topology.request['topology_name']}: {reason}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program's arrays would be.
+
+    Attributes:
+      devices: all of them.
+      mesh: over which arrays are spread; None for one device.
+    """
+
+    devices: Sequence[jax.Device]
+    mesh: Mesh | None
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Place:
+        """A mesh of these axes over the devices; without a mesh where there is only one."""
+        if len(devices) == 1:
+            return cls(devices, None)
+        places = np.array(devices).reshape(tuple(axes.values()))
+        return cls(devices, Mesh(places, tuple(axes)))
+
+    @property
+    def whole(self) -> Any:
+        """The sharding of an array that each device has whole."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def put(self, tree: Any, shardings: Any = None) -> Any:
+        """The shapes of a tree of arrays, placed: whole, or as a tree of shardings says."""
+
+        def shape(leaf: Any, sharding: Any = self.whole) -> jax.ShapeDtypeStruct:
+            leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, tree) if shardings is None else jax.tree.map(shape, tree, shardings)
+
+    def put_params(self, params: Params, config: LlamaConfig) -> Params:
+        """The shapes of a model's parameters, placed as generation places them; of other entries, whole."""
+        if self.mesh is None or "embed" not in params:
+            placed: Params = self.put(params)
+            return placed
+        known = param_shardings(self.mesh, config)
+        return {name: self.put(part, known.get(name)) for name, part in params.items()}
+
+    def put_state(self, state: Any) -> Any:
+        """The shapes of a loop's state, placed as `engine.compiled` leaves it."""
+        return self.put(state, None if self.mesh is None else state_shardings(self.mesh, state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What generation runs with a method: the prefill, and the rounds.
+
+    Attributes:
+      config: the target.
+      weights: all parameters, placed shapes like the following.
+      parts: the method.
+      request: the rows.
+      place: where everything would be.
+      static: the static arguments of the prefill.
+      shared_bytes: of parameters, a device, that the drafter shares with the target: they are passed twice and lie
+        there once.
+    """
+
+    config: LlamaConfig
+    weights: Weights
+    parts: Parts
+    request: Request
+    place: Place
+    static: Mapping[str, Any]
+    shared_bytes: int
+
+    @functools.cached_property
+    def state(self) -> DecodeState:
+        """What the prefill returns and the rounds take."""
+        state, _ = compiled.prefill.eval_shape(self.weights, self.parts, self.request, **self.static)
+        placed: DecodeState = self.place.put_state(state)
+        return placed
+
+    def prefill(self) -> Any:
+        """The prefill, lowered."""
+        return compiled.prefill.lower(self.weights, self.parts, self.request, **self.static)
+
+    def rounds(self) -> Any:
+        """The loop of rounds, lowered."""
+        batch = self.request.length.shape[0]
+        limits = self.place.put((jnp.int32(0), jnp.zeros(batch, bool)))
+        static = compiled.rounds_static(
+            self.config, self.parts.drafter, self.static["log_probs"], self.static["mesh"]
+        )
+        return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
+
+    def cache_shapes(self) -> set[tuple[int, ...]]:
+        """Of the keys and values of every cache, one device's part."""
+        nodes = jax.tree.leaves(self.state, is_leaf=_is_cache)
+        layers = [leaf for node in nodes if _is_cache(node) for leaf in jax.tree.leaves(node.layers)]
+        return {part(leaf) for leaf in layers}
+
+    def weight_shapes(self) -> set[tuple[int, ...]]:
+        """Of the matrices among the parameters, one device's part: as they lie, and as matrices of two axes."""
+        lying = {part(leaf) for leaf in jax.tree.leaves(self.weights) if leaf.ndim > 1}
+        return lying | {(math.prod(shape[:-1]), shape[-1]) for shape in lying}
+
+
+def part(leaf: Any) -> tuple[int, ...]:
+    """The shape of one device's part of a placed array."""
+    shape: tuple[int, ...] = leaf.sharding.shard_shape(leaf.shape)
+    return shape
+
+
+def part_bytes(tree: Any) -> int:
+    """Bytes of one device's part of placed arrays; of keys of randomness nothing."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def make(
+    target: ModelShape,
+    method: Method,
+    place: Place,
+    *,
+    batch: int = 1,
+    capacity: int = 1024,
+    dtype: DTypeLike = jnp.bfloat16,
+    law: Mapping[str, Any] | None = None,
+) -> Programs:
+    """The programs of a method at these sizes, the very ones that generation runs.
+
+    Files of the method (a plan, a probe, a ranking) are stand-ins: their numbers are data to the program. Where a mask
+    is static, it is the stand-in's, which skips every other sublayer of the later layers.
+
+    Args:
+      target: the model.
+      method: as made by `methods.registry.make`.
+      place: the devices.
+      batch: rows.
+      capacity: tokens that a row has room for; rounded up to a power of two, as generation does.
+      dtype: of weights and cache.
+      law: sampling numbers, see `sampling.Sampling`; greedy by default.
+
+    Raises:
+      ValueError, FileNotFoundError: an option does not fit; one line.
+    """
+    for name, number in {"batch": batch, "capacity": capacity}.items():
+        if number < 1:
+            raise ValueError(f"{name} is {number}; give at least 1")
+    capacity = bucket(capacity)
+    row = RowRequest(prompt=(0,) * (capacity - 1), max_new_tokens=1, **(law or {}))
+    sampling = row.temperature > 0
+    name = law_name(row.temperature, row.top_k, row.top_p, row.min_p)
+    with _files(target.config, name, getattr(method, "draft_vocab", None) is not None) as directory:
+        drafter, own, shared = _build(target, method, directory, name, place, dtype)
+        if getattr(drafter, "static", False):
+            plan = read_plan(directory / PLAN_NAME, UNREAD, target.config.num_layers)
+            drafter = typing.cast(MaskedDrafter, drafter).specialised(plan)
+    if drafter.reach >= capacity:
+        raise ValueError(
+            f"capacity is {capacity}, and a round of {method.name} writes {drafter.reach} slots; give more than "
+            f"{drafter.reach}"
+        )
+    parts = Parts(
+        drafter,
+        build_acceptor(None, sampling),
+        law_of([row] * batch, filters_used([row]) if sampling else None),
+    )
+    rows = jnp.zeros(batch, jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    request = Request(jnp.zeros((batch, capacity), jnp.int32), rows, rows, rows[:, None], keys)
+    weights = Weights(place.put_params(target.params(dtype), target.config), own)
+    platform = place.devices[0].platform
+    static = compiled.prefill_static(target.config, capacity, capacity, platform, False, place.mesh)
+    return Programs(
+        target.config, weights, place.put(parts), place.put(request), place, static, part_bytes(shared)
+    )
+
+
+def _build(
+    target: ModelShape, method: Method, directory: Path, law: str, place: Place, dtype: DTypeLike
+) -> tuple[Drafter, Any, Any]:
+    """The drafter, its parameters, and those among them that are the target's own; all as placed shapes."""
+    shared: list[bool] = []
+
+    def load_draft(draft: ModelLike) -> LoadedModel:
+        found = draft_shape(draft)
+        if found.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"draft {found.name} has a vocabulary of {found.config.vocab_size} tokens, the target of "
+                f"{target.config.vocab_size}; a draft must have the target's"
+            )
+        return found.loaded(dtype)
+
+    def build() -> tuple[Drafter, Any]:
+        loaded = target.loaded(dtype)
+        resources = Resources(
+            load_draft,
+            lambda text: [0] * len(text),
+            directory,
+            (law,),
+            place.devices[0].platform,
+            load_head=lambda path, _: loaded_head(Path(path), directory, target.config, dtype),
+        )
+        drafter, own = method.build(loaded, resources)
+        theirs = {id(leaf) for leaf in jax.tree.leaves(loaded.params)}
+        shared.extend(id(leaf) in theirs for leaf in jax.tree.leaves(own))
+        return drafter, own
+
+    drafter, own = jax.eval_shape(build)
+    if isinstance(own, dict) and not taps_of(drafter):
+        own = place.put_params(own, getattr(drafter, "config", target.config))
+    elif own is not None:
+        own = place.put(own)
+    leaves = jax.tree.leaves(own)
+    return drafter, own, [leaf for leaf, same in zip(leaves, shared, strict=True) if same]
+
+
+@contextlib.contextmanager
+def _files(config: LlamaConfig, law: str, vocabulary: bool) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="jaxspec-") as name:
+        write_files(Path(name), config, law, vocabulary)
+        yield Path(name)
+
+
+def _is_cache(node: object) -> bool:
+    return isinstance(node, KVCache)

@@ -1,0 +1,153 @@
+"""What the compiled programs say of a model and a method: memory, copies, exchanges, and what to expect of a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspec.deviceless import hlo
+from jaxspec.deviceless.accelerators import Accelerator
+from jaxspec.deviceless.programs import Programs, part, part_bytes
+from jaxspec.deviceless.rounds import collectives, copies, main_loop, write_backs
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program as its device's compiler made it, or found it too large.
+
+    Attributes:
+      seconds: to trace and compile it.
+      text: its optimised HLO; "" where it does not fit.
+      argument_bytes, temporary_bytes, other_bytes: a device; `other_bytes` is results that take no argument's place,
+        and the program itself. None where it does not fit.
+      flops, bytes: as the compiler counts them, with each inner loop gone around once. None where it does not say.
+    """
+
+    seconds: float
+    text: str = ""
+    argument_bytes: int | None = None
+    temporary_bytes: int | None = None
+    other_bytes: int = 0
+    flops: float | None = None
+    bytes: float | None = None
+
+
+def build(lower: Callable[[], Any]) -> Program:
+    """Traces and compiles a program.
+
+    Args:
+      lower: makes the `jax.stages.Lowered`.
+    """
+    began = time.perf_counter()
+    try:
+        compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Program(time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Program(
+        seconds,
+        compiled.as_text(),
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        results + memory.generated_code_size_in_bytes,
+        costs.get("flops"),
+        costs.get("bytes accessed"),
+    )
+
+
+def report(
+    programs: Programs, accelerator: Accelerator, rounds: Program, prefill: Program | None = None
+) -> dict[str, Any]:
+    """What there is to say of a method's programs.
+
+    Args:
+      programs: what was compiled.
+      accelerator: for which chips.
+      rounds: the loop of rounds.
+      prefill: the prefill, if it was compiled.
+
+    Returns:
+      `fits`: whether arguments, temporaries, results and programs fit a chip's memory.
+      `argument_bytes_per_device`, `temporary_bytes_per_device`: of the rounds; the latter None where they do not fit.
+      `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
+      `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
+      `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
+      `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
+      `compile_seconds`: of the rounds, traced and compiled.
+      `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
+      `predicted_tokens_per_second`: of plain decoding, from published figures: see `predicted`.
+    """
+    shared = programs.shared_bytes
+    given = (programs.weights, programs.parts, programs.state)
+    compiled = {"rounds": rounds} | ({"prefill": prefill} if prefill is not None else {})
+    record: dict[str, Any] = {"fits": all(_fits(one, accelerator, shared) for one in compiled.values())}
+    record |= _memory(rounds, shared, part_bytes(given))
+    if rounds.text:
+        module = hlo.parse(rounds.text)
+        loop = main_loop(module)
+        caches = programs.cache_shapes()
+        record |= {
+            "cache_copies": copies(module, loop, caches),
+            "cache_write_backs": write_backs(module, loop, caches),
+            "weight_copies": copies(module, loop, programs.weight_shapes() - caches),
+            "collectives": collectives(module, loop, programs.parts.drafter.num_draft_tokens),
+        }
+    else:
+        unknown = ("cache_copies", "cache_write_backs", "weight_copies", "collectives")
+        record |= dict.fromkeys(unknown)
+    record |= {"flops": rounds.flops, "bytes": rounds.bytes, "compile_seconds": rounds.seconds}
+    record["prefill"] = None
+    if prefill is not None:
+        fed = part_bytes((programs.weights, programs.parts, programs.request))
+        record["prefill"] = {
+            "fits": _fits(prefill, accelerator, shared),
+            **_memory(prefill, shared, fed),
+            "compile_seconds": prefill.seconds,
+        }
+    record["predicted_tokens_per_second"] = predicted(programs, accelerator)
+    return record
+
+
+def predicted(programs: Programs, accelerator: Accelerator) -> float:
+    """Tokens a second of plain decoding with these weights and a full cache, all rows together: a prediction.
+
+    A token of each row takes as long as its device needs to read its part of the weights (of an untied embedding the
+    rows' own) and of the target's cache, or to multiply by them, whichever is longer. Exchanges between devices, and
+    whatever else is in a step, take no time in it: it is a bound that real devices stay below.
+    """
+    config, target, state = programs.config, programs.weights.target, programs.state
+    read = (
+        target if config.tie_embeddings else {name: leaf for name, leaf in target.items() if name != "embed"}
+    )
+    batch, rows = state.length.shape[0], part(state.length)[0]
+    cache = [leaf for pair in state.cache.layers for leaf in pair]
+    matrices = sum(math.prod(part(leaf)) for leaf in jax.tree.leaves(read) if leaf.ndim > 1)
+    slots = sum(math.prod(part(leaf)) for leaf in cache)
+    flops = 2 * rows * matrices + 2 * config.group_size * slots
+    seconds = max(part_bytes((read, cache)) / accelerator.bandwidth, flops / accelerator.flops)
+    return batch / seconds
+
+
+def _memory(program: Program, shared: int, arguments: int) -> dict[str, int | None]:
+    """The program's memory; `arguments`: bytes of what it takes, where the compiler does not say."""
+    taken = arguments if program.argument_bytes is None else program.argument_bytes
+    return {
+        "argument_bytes_per_device": taken - shared,
+        "temporary_bytes_per_device": program.temporary_bytes,
+    }
+
+
+def _fits(program: Program, accelerator: Accelerator, shared: int) -> bool:
+    if program.argument_bytes is None or program.temporary_bytes is None:
+        return False
+    needed = program.argument_bytes - shared + program.temporary_bytes + program.other_bytes
+    return needed <= accelerator.memory_bytes

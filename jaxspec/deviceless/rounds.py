@@ -1,0 +1,199 @@
+"""What happens in a round of a compiled loop, from its optimised HLO: copies of arrays, and exchanges of devices."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Iterator
+
+from jaxspec.deviceless.hlo import Buffer, Instruction, Module
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+# Instructions that hand on a buffer, and those that write a part of it in place.
+_HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
+_IN_PLACE = {*_HANDED_ON, "optimization-barrier", "dynamic-update-slice", "scatter"}
+# Scopes of `decoding` and `drafting.chain`: the loop that drafts token by token, and those that verify, of which a
+# round takes one.
+_CHAIN, _VERIFY = "chain", re.compile(r"verify_(\d+)")
+
+
+def main_loop(module: Module) -> Instruction:
+    """The loop of the entry computation with the largest body: of `engine.compiled.run_rounds`, its rounds.
+
+    Raises:
+      ValueError: there is no loop.
+    """
+    loops = [one for one in module.computations[module.entry] if one.opcode == "while"]
+    if not loops:
+        raise ValueError("the program's entry has no loop")
+    return max(loops, key=lambda loop: sum(1 for _ in executed(module, *loop.called["body"])))
+
+
+def executed(module: Module, *names: str) -> Iterator[tuple[str, Instruction]]:
+    """Every instruction that runs where these computations do, each once, with the name of its computation.
+
+    What is within a fusion is no instruction of its own: it leaves nothing in memory.
+    """
+    seen, waiting = set(names), list(names)
+    while waiting:
+        name = waiting.pop()
+        for one in module.computations[name]:
+            yield name, one
+            for other in _entered(one):
+                if other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+
+
+def _entered(one: Instruction) -> list[str]:
+    """The computations that an instruction runs step by step."""
+    if one.opcode == "fusion":
+        return []
+    return [
+        name
+        for kind, names in one.called.items()
+        if kind != "to_apply" or one.opcode == "call"
+        for name in names
+    ]
+
+
+def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
+    """How many arrays of these shapes the body of a loop writes whole: copies, and whatever else is not in place.
+
+    Moves between main memory and a fast one do not count: so an array is read; see `write_backs` for the way back. In
+    which order the axes lie, and axes of length 1, do not matter.
+
+    Args:
+      module: the program.
+      loop: one of its `while` instructions.
+      shapes: of the arrays; on a mesh, of one device's part.
+
+    Examples:
+      >>> from jaxspec.deviceless.hlo import parse
+      >>> module = parse('''HloModule f
+      ... %body (t: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+      ...   %t = (s32[], f32[2,8]{1,0}) parameter(0)
+      ...   %i = s32[] get-tuple-element(%t), index=0
+      ...   %x = f32[2,8]{1,0} get-tuple-element(%t), index=1
+      ...   %y = f32[2,8]{0,1} copy(%x)
+      ...   ROOT %next = (s32[], f32[2,8]{0,1}) tuple(%i, %y)
+      ... }
+      ... %more (t: (s32[], f32[2,8])) -> pred[] {
+      ...   ROOT %p = pred[] constant(false)
+      ... }
+      ... ENTRY %main (s: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+      ...   %s = (s32[], f32[2,8]{1,0}) parameter(0)
+      ...   ROOT %w = (s32[], f32[2,8]{1,0}) while(%s), condition=%more, body=%body
+      ... }''')
+      >>> copies(module, main_loop(module), [(8, 2)]), copies(module, main_loop(module), [(8, 3)])
+      (1, 0)
+    """
+    wanted = {_squeezed(shape) for shape in shapes}
+    count = 0
+    for computation, one in executed(module, *loop.called["body"]):
+        # A TPU reads a large array ahead in slices; this only says that they are one.
+        if one.opcode in _IN_PLACE or one.opcode.endswith("-done") or one.target == "ConcatBitcast":
+            continue
+        moved = _moved(module, computation, one)
+        if moved is not None:
+            source, made = moved
+            count += _squeezed(made.dims) in wanted and source.space == made.space
+        else:
+            roots = _roots(module, one) or [one.opcode] * len(one.results)
+            written = zip(one.results, roots, strict=True)
+            count += sum(_squeezed(made.dims) in wanted and root not in _IN_PLACE for made, root in written)
+    return count
+
+
+def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
+    """How many arrays of these shapes the body of a loop moves whole from a fast memory to the main one.
+
+    The arguments are those of `copies`. A compiler does so where it has read an array ahead, and updated it there.
+    """
+    wanted = {_squeezed(shape) for shape in shapes}
+    moves = (_moved(module, name, one) for name, one in executed(module, *loop.called["body"]))
+    return sum(
+        _squeezed(move[1].dims) in wanted and move[0].space > move[1].space == 0
+        for move in moves
+        if move is not None
+    )
+
+
+def _moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, Buffer] | None:
+    """What a copy, or the start of a transfer, is made of, and what it makes; None for other instructions."""
+    if one.opcode == "copy-start":  # its results are (what is made, what it is made of, …)
+        return one.results[1], one.results[0]
+    if one.opcode.endswith("-start") and len(one.results) > 1:  # (what it is made of, what is made, …)
+        return one.results[0], one.results[1]
+    if one.opcode == "copy":
+        (source,) = (other for other in module.computations[computation] if other.name == one.operands[0])
+        return source.results[0], one.results[0]
+    return None
+
+
+def _roots(module: Module, one: Instruction) -> list[str]:
+    """What makes each result of a fusion: the opcodes at its root, seen through bitcasts; of others none."""
+    if one.opcode != "fusion":
+        return []
+    (name,) = one.called["calls"]
+    inside = {inner.name: inner for inner in module.computations[name]}
+    (root,) = [inner for inner in inside.values() if inner.root]
+
+    def origin(inner: Instruction) -> str:
+        while inner.opcode == "bitcast" and inner.operands[0] in inside:
+            inner = inside[inner.operands[0]]
+        if inner.opcode == "fusion":
+            return _roots(module, inner)[0]
+        return inner.opcode
+
+    if root.opcode == "tuple":
+        return [origin(inside[part]) for part in root.operands]
+    return [origin(root)] * len(one.results)
+
+
+def _squeezed(dims: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(dim for dim in dims if dim != 1))
+
+
+def collectives(module: Module, loop: Instruction, num_draft_tokens: int) -> dict[str, int]:
+    """The exchanges between devices in one round, by kind: of a whole draft, and its verification.
+
+    Counted as a round runs: the loop that drafts goes around once a draft token, of the verifications of several widths
+    the widest runs, of the branches of a condition the one with most, and any other loop once. Which loop is which
+    follows from the scopes `chain` and `verify_WIDTH` of its name.
+
+    Args:
+      module: the program.
+      loop: the loop of its rounds.
+      num_draft_tokens: K.
+    """
+    total = _counted(module, loop.called["body"][0], num_draft_tokens)
+    return {kind: total[kind] for kind in COLLECTIVES if total[kind]}
+
+
+def _counted(module: Module, computation: str, num_draft_tokens: int) -> collections.Counter[str]:
+    total: collections.Counter[str] = collections.Counter()
+    verified: dict[int, collections.Counter[str]] = {}
+    for one in module.computations[computation]:
+        kind = one.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            total[kind] += 1
+        elif one.opcode == "while":
+            within = _counted(module, one.called["body"][0], num_draft_tokens)
+            scope = one.scope.split("/")[-2:-1]
+            width = _VERIFY.fullmatch(scope[0]) if scope else None
+            if width:
+                verified[int(width[1])] = within
+            else:
+                for _ in range(num_draft_tokens if scope == [_CHAIN] else 1):
+                    total.update(within)
+        elif one.opcode == "conditional":
+            branches = [_counted(module, name, num_draft_tokens) for name in _entered(one)]
+            most: collections.Counter[str] = max(branches, key=collections.Counter.total)
+            total.update(most)
+        else:
+            for name in _entered(one):
+                total.update(_counted(module, name, num_draft_tokens))
+    if verified:
+        total.update(verified[max(verified)])
+    return total

@@ -1,0 +1,117 @@
+"""What the TPU's own compiler makes of every method, without a TPU: no cache copied, few exchanges between chips."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxspec.console.environment import compile_only
+from jaxspec.deviceless.accelerators import parse_mesh, parse_topology
+from jaxspec.methods import registry
+from jaxspec.model.config import LlamaConfig
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot"),
+]
+# Small, but no two of its matrices, nor a cache, of one shape.
+L, E, K = 4, 1, 5
+SMALL = LlamaConfig(2048, 256, 768, L, 8, 4, 64)
+# Of each method its options, and how many caches it is known to copy in a round.
+METHODS: dict[str, tuple[dict, int]] = {
+    "autoregressive": ({}, 0),
+    "ngram": ({}, 0),
+    "suffix": ({}, 0),
+    "hybrid": ({"exit_layer": E}, 0),
+    "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
+    "layerskip": ({"exit_layer": E}, 0),
+    "adaspeed": ({"exit_layer": E}, 0),
+    "adaspeed-probe": ({"exit_layer": E}, 0),
+    "s2d": ({"draft": "31m"}, 0),
+    "asd": ({}, 0),
+    "draft-verify": ({}, 0),
+    "eagle": ({}, 0),
+    "eagle3": ({}, 0),
+    "draft-verify static": ({"static": True}, 0),
+}
+# Summed over the chips: the embedded tokens, and once more in each layer after attention and after the MLP; in the
+# head the largest logit, its token, and whether all are finite.
+EMBED, LAYER, HEAD = 1, 2, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """JAX on this machine's processor; the shape has a name."""
+    compile_only()
+    from jaxspec.bench import profile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(profile.SHAPES, "31m", SMALL)
+        yield
+
+
+def compiled(topology: str, method: str, options: dict) -> dict:
+    """The report of a method's rounds."""
+    from jaxspec.deviceless.programs import Place, devices, make
+    from jaxspec.deviceless.report import build, report
+    from jaxspec.deviceless.stand_ins import model_shape
+
+    chips = parse_topology(topology)
+    place = Place.of(devices(chips), parse_mesh(None, chips.num_devices))
+    programs = make(model_shape(None, "31m"), registry.make(method, options), place, capacity=256)
+    return report(programs, chips.accelerator, build(programs.rounds))
+
+
+def test_every_method_has_a_row():
+    assert {name.split()[0] for name in METHODS} == set(registry.built_in())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_cache_and_no_weight_is_copied(name):
+    """On one chip."""
+    options, known = METHODS[name]
+    found = compiled("v5e:1x1", name.split()[0], options)
+    assert found["fits"]
+    assert found["cache_copies"] == known
+    assert found["weight_copies"] == 0
+    assert found["collectives"] == {}
+
+
+def test_plain_decoding_on_four_chips():
+    found = compiled("v5e:2x2", "autoregressive", {})
+    assert found["cache_copies"] == found["weight_copies"] == 0
+    assert found["collectives"] == {"all-reduce": EMBED + L * LAYER + HEAD}
+
+
+def test_layerskip_on_four_chips():
+    """K draft steps of E layers, the last token through these layers, and its verification by the others, whose
+    several rows are compared by what each chip knows: two exchanges of another kind."""
+    found = compiled("v5e:2x2", "layerskip", {"exit_layer": E, "num_draft_tokens": K})
+    assert found["cache_copies"] == found["weight_copies"] == 0
+    step, last, verification = EMBED + E * LAYER + HEAD, EMBED + E * LAYER, (L - E) * LAYER + HEAD - 2
+    assert found["collectives"] == {"all-reduce": K * step + last + verification, "all-gather": 2}
+
+
+def test_a_model_that_is_too_large(capsys, monkeypatch):
+    """The compiler refuses; the rest is still said."""
+    from jaxspec.bench import profile
+    from jaxspec.cli import main
+
+    monkeypatch.setitem(profile.SHAPES, "13b", LlamaConfig(800_000, 8192, 768, 1, 8, 4, 64))
+    given = ["--topology", "v5e:1x1", "--shape", "13b", "--no-prefill", "--json"]
+    assert main(["compile", *given]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] is False
+    assert record["cache_copies"] is None
+    assert record["argument_bytes_per_device"] > 25e9
+
+
+def test_a_topology_that_the_compiler_does_not_know(capsys):
+    from jaxspec.cli import main
+
+    assert main(["compile", "--topology", "v5e:3x3", "--shape", "31m"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxspec: error: libtpu cannot compile for v5e:3x3: ")
+    assert err.count("\n") == 1

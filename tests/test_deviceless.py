@@ -1,0 +1,418 @@
+"""Programs for accelerators that are not there, as far as no compiler of theirs is needed: reading HLO, topologies."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxspec.cli import main
+from jaxspec.deviceless import accelerators, hlo, programs, rounds, stand_ins
+from jaxspec.deviceless.accelerators import ACCELERATORS, parse_mesh, parse_topology
+from jaxspec.deviceless.programs import Place
+from jaxspec.deviceless.report import Program, build, predicted, report
+from jaxspec.deviceless.stand_ins import ModelShape
+from jaxspec.io.extras import MissingExtra
+from jaxspec.methods import registry
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.testing.models import TARGET
+from tests.commands import called, one_error
+
+# What a TPU's compiler writes, shortened: one round that drafts in a loop, then verifies in one of two widths.
+ROUND = """HloModule jit_run_rounds, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+%in_place (p0: bf16[4,64,8], p1: bf16[4,1,8]) -> bf16[4,64,8] {
+  %p0 = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[4,1,8]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %dus = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0, %p1)
+  ROOT %same = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} bitcast(%dus)
+}
+
+%chosen (p0: bf16[4,64,8], p1: pred[]) -> (bf16[4,64,8], bf16[4]) {
+  %p0 = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = pred[] parameter(1)
+  %whole = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} select(%p1, %p0, %p0)
+  %part = bf16[4]{0} slice(%p0)
+  ROOT %two = (bf16[4,64,8]{2,1,0:T(8,128)(2,1)}, bf16[4]{0}) tuple(%whole, %part)
+}
+
+%more (t: (s32[], bf16[4,64,8])) -> pred[] {
+  %t = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+%skipped (t: bf16[4]) -> bf16[4] {
+  ROOT %t = bf16[4]{0} parameter(0)
+}
+
+%sublayer (t: bf16[4]) -> bf16[4] {
+  %t = bf16[4]{0} parameter(0)
+  ROOT %r = bf16[4]{0} all-reduce(%t), channel_id=1, to_apply=%add
+}
+
+%draft (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
+  %t = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %row = bf16[4,1,8]{2,1,0:T(8,128)(2,1)} constant(0)
+  %wrote = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} fusion(%x, %row), kind=kLoop, calls=%in_place
+  %h = bf16[4]{0} constant(0)
+  %maybe = bf16[4]{0} conditional(%i, %h, %h), branch_computations={%skipped, %sublayer}
+  %ar = bf16[4]{0} all-reduce(%maybe), channel_id=2, to_apply=%add, metadata={op_name="jit(f)/while/body/psum"}
+  ROOT %n = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) tuple(%i, %wrote)
+}
+
+%narrow (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
+  %t = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %h = bf16[4]{0} constant(0)
+  %g1 = bf16[8]{0} all-gather(%h), channel_id=3, dimensions={0}
+  %g2 = bf16[8]{0} all-gather(%h), channel_id=4, dimensions={0}
+  ROOT %same = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) copy-done(%t)
+}
+
+%wide (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
+  %t = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %h = bf16[4]{0} constant(0)
+  %s = (bf16[4]{0}, bf16[4]{0}) all-reduce-start(%h), channel_id=5, to_apply=%add
+  %d = bf16[4]{0} all-reduce-done(%s)
+  %ahead = (bf16[4,64,8]{2,1,0:T(8,128)(2,1)S(1)}, bf16[4,64,8]{2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%x)
+  %here = bf16[4,64,8]{2,1,0:T(8,128)(2,1)S(1)} copy-done(%ahead)
+  %moved = bf16[4,64,8]{1,2,0:T(8,128)(2,1)S(1)} copy(%here)
+  %back = (bf16[4,64,8]{2,1,0:T(8,128)(2,1)}, bf16[4,64,8]{2,1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) copy-start(%moved)
+  %there = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} copy-done(%back)
+  ROOT %n = (s32[], bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) tuple(%i, %there)
+}
+
+%round (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
+  %t = (s32[], /*index=1*/bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %k = (s32[], bf16[4,64,8]{2,1,0}) while(%t), condition=%more, body=%draft, metadata={op_name="f/chain/while"}
+  %n = (s32[], bf16[4,64,8]{2,1,0}) while(%k), condition=%more, body=%narrow, metadata={op_name="f/verify_1/while"}
+  %w = (s32[], bf16[4,64,8]{2,1,0}) while(%n), condition=%more, body=%wide, metadata={op_name="f/verify_4/while"}
+  %x = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%w), index=1
+  %p = pred[] constant(true)
+  %both = (bf16[4,64,8]{2,1,0:T(8,128)(2,1)}, bf16[4]{0}) fusion(%x, %p), kind=kLoop, calls=%chosen
+  ROOT %next = (s32[], bf16[4,64,8]{2,1,0}) tuple(%w, %x)
+}
+
+ENTRY %main (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
+  %t = (s32[], bf16[4,64,8]{2,1,0}) parameter(0)
+  %first = bf16[4,64,8]{2,1,0} copy(%t)
+  %short = (s32[], bf16[4,64,8]{2,1,0}) while(%t), condition=%more, body=%narrow
+  ROOT %rounds = (s32[], bf16[4,64,8]{2,1,0}) while(%t), condition=%more, body=%round, metadata={op_name="f/while"}
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module() -> hlo.Module:
+    return hlo.parse(ROUND)
+
+
+def test_what_is_read_of_an_instruction(module):
+    one = {one.name: one for one in module.computations["wide"]}["ahead"]
+    assert (one.opcode, one.operands, one.root) == ("copy-start", ("x",), False)
+    assert one.results[:2] == (hlo.Buffer("bf16", (4, 64, 8), 1), hlo.Buffer("bf16", (4, 64, 8)))
+    loop = rounds.main_loop(module)
+    assert (loop.name, loop.scope) == ("rounds", "f/while")
+    assert loop.called == {"condition": ("more",), "body": ("round",)}
+
+
+def test_copies_in_a_round(module):
+    """A change of layout in fast memory, and a choice between two whole arrays; neither what stands outside the loop,
+    nor what is written in place, nor the moves between memories, of which one is a way back."""
+    loop = rounds.main_loop(module)
+    assert rounds.copies(module, loop, [(1, 4, 64, 8)]) == 2
+    assert rounds.write_backs(module, loop, [(1, 4, 64, 8)]) == 1
+    assert rounds.copies(module, loop, [(4, 64, 9)]) == rounds.write_backs(module, loop, [(4, 64, 9)]) == 0
+
+
+def test_collectives_are_counted_as_a_round_runs(module):
+    """Two in each draft step, one of them in a branch; of the two verifications the wider one, of which a start and a
+    done are one."""
+    loop = rounds.main_loop(module)
+    assert rounds.collectives(module, loop, 3) == {"all-reduce": 3 * 2 + 1}
+    assert rounds.collectives(module, loop, 0) == {"all-reduce": 1}
+    narrow = hlo.parse(ROUND.replace("verify_4", "verify_0"))
+    assert rounds.collectives(narrow, rounds.main_loop(narrow), 1) == {"all-reduce": 2, "all-gather": 2}
+
+
+def test_text_that_is_no_program():
+    with pytest.raises(ValueError, match="no HLO module"):
+        hlo.parse("a text")
+    straight = "ENTRY %main (x: f32[2]) -> f32[2] {\n  ROOT %x = f32[2]{0} parameter(0)\n}"
+    with pytest.raises(ValueError, match="has no loop"):
+        rounds.main_loop(hlo.parse(straight))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("v5e:2x4", {"topology_name": "v5e:2x4", "chips_per_host_bounds": (2, 2, 1)}),
+        ("v6e:1x1", {"topology_name": "v6e:1x1", "chips_per_host_bounds": (1, 1, 1)}),
+        (
+            "v5p:2x2x2",
+            {
+                "topology_name": "v5:2x2x2",
+                "chips_per_host_bounds": (2, 2, 1),
+                "chip_config_name": "megacore",
+            },
+        ),
+    ],
+)
+def test_what_the_compiler_is_asked_for(text, expected):
+    assert parse_topology(text).request == expected
+
+
+@pytest.mark.parametrize("of", [hlo, rounds, accelerators, stand_ins])
+def test_the_examples_run(of):
+    outcome = doctest.testmod(of)
+    assert outcome.attempted
+    assert not outcome.failed
+
+
+# What a model of no weights compiles to here, where the compiler is that of this machine.
+
+
+@pytest.fixture(scope="module")
+def here() -> Place:
+    return Place(jax.devices("cpu")[:1], None)
+
+
+METHODS = {
+    "autoregressive": {},
+    "ngram": {},
+    "suffix": {},
+    "hybrid": {"exit_layer": 1},
+    "draft-model": {"draft_exit": 1},
+    "layerskip": {"exit_layer": 1},
+    "adaspeed": {"exit_layer": 1},
+    "adaspeed-probe": {"exit_layer": 1},
+    "s2d": {},
+    "asd": {},
+    "draft-verify": {},
+    "eagle": {},
+    "eagle3": {},
+}
+TINY = ModelShape("tiny", TARGET, exits=(1, 2))
+
+
+def test_every_method_has_a_row():
+    assert set(METHODS) == set(registry.built_in())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_programs_of_every_method_are_made_of_shapes(here, method):
+    """Nothing is allocated; files that the method reads are stand-ins."""
+    made = programs.make(TINY, registry.make(method, METHODS[method]), here, capacity=60, dtype=jnp.float32)
+    assert made.request.tokens.shape == (1, 64)
+    arrays = jax.tree.leaves((made.weights, made.parts, made.request, made.state))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
+    assert "while" in made.rounds().as_text()
+    assert all(64 in shape for shape in made.cache_shapes())
+
+
+def test_the_loops_of_a_round_have_names(here):
+    """By which `rounds.collectives` tells them apart."""
+    for method, names in {"layerskip": {"chain"}, "adaspeed": {"chain", "verify_1", "verify_4"}}.items():
+        made = programs.make(TINY, registry.make(method, METHODS[method]), here, dtype=jnp.float32)
+        text = made.rounds().as_text(debug_info=True)
+        assert {name for name in ("chain", "verify_1", "verify_4") if f"/{name}/while" in text} == names
+
+
+def test_a_shared_draft_is_counted_once(here):
+    """The target's own first layer as a draft model: passed twice, in memory once."""
+    method = registry.make("draft-model", {"draft_exit": 1})
+    made = programs.make(TINY, method, here, capacity=32, dtype=jnp.float32)
+    first = llama.truncate(made.weights.target, 1)
+    assert made.shared_bytes == programs.part_bytes(first) == programs.part_bytes(made.weights.drafter)
+
+
+def test_static_masks_and_part_of_the_vocabulary(here):
+    method = registry.make("draft-verify", {"static": True, "draft_vocab": 5})
+    made = programs.make(TINY, method, here, dtype=jnp.float32)
+    assert made.parts.drafter.plan.num_layers == TARGET.num_layers
+    assert made.weights.drafter["vocabulary"].head.shape == (5, TARGET.hidden_size)
+
+
+def test_the_report_of_a_program(here):
+    """The bound by hand; memory as the compiler says; no copies in the plain loop."""
+    made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
+    chip = ACCELERATORS["v5e"]
+    found = report(made, chip, build(made.rounds))
+    assert found["fits"] is True
+    assert found["collectives"] == {}
+    assert found["cache_copies"] == found["weight_copies"] == 0
+    assert found["prefill"] is None
+    assert found["argument_bytes_per_device"] >= programs.part_bytes((made.weights, made.state))
+    read = llama.num_params(TARGET)
+    read -= 0 if TARGET.tie_embeddings else TARGET.vocab_size * TARGET.hidden_size
+    cache = 2 * TARGET.num_layers * TARGET.num_kv_heads * 32 * TARGET.head_dim
+    assert found["predicted_tokens_per_second"] == pytest.approx(chip.bandwidth / (4 * (read + cache)))
+    many = programs.make(
+        TINY, registry.make("autoregressive", {}), here, batch=4, capacity=32, dtype=jnp.float32
+    )
+    assert predicted(many, chip) == pytest.approx(4 * chip.bandwidth / (4 * (read + 4 * cache)))
+
+
+def test_a_program_that_does_not_fit(here):
+    made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
+
+    def lower():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+
+    found = report(made, ACCELERATORS["v5e"], build(lower))
+    assert found["fits"] is False
+    assert found["cache_copies"] is found["collectives"] is found["temporary_bytes_per_device"] is None
+    assert found["argument_bytes_per_device"] > 0
+    large = Program(1.0, "", 2**40, 0)
+    assert report(made, ACCELERATORS["v5e"], large)["fits"] is False
+
+
+def test_a_device_holds_its_part():
+    """Of an abstract mesh of four: a quarter of the heads, of the MLP and of the vocabulary."""
+    devices = [jax.devices("cpu")[0]] * 4
+    assert Place.of(devices[:1], {"data": 1, "model": 1}).mesh is None
+    config = LlamaConfig(64, 16, 32, 1, 8, 4, 8)
+    place = Place(devices, AbstractMesh((1, 4), ("data", "model")))
+    placed = place.put_params(ModelShape("one", config).params(jnp.bfloat16), config)
+    shapes = {programs.part(leaf) for leaf in jax.tree.leaves(placed) if leaf.ndim > 1}
+    assert shapes == {(16, 16), (1, 32, 16), (16, 16), (2, 8, 16), (16, 8)}
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--topology", "h100"), "topology is 'h100'; give KIND:CHIPS with one of the kinds v5e, v5p, v6e"),
+        (("--topology", "v5e:2"), "each of the 2 axes of v5e, such as v5e:2x2"),
+        (("--topology", "v5p:2x2"), "each of the 3 axes of v5p, such as v5p:2x2x1"),
+        (("--topology", "v5e:0x2"), "such as v5e:2x2"),
+        (("--topology", "v5e:2x2", "--mesh", "model=3"), "has 3 places, and the topology has 4 chips"),
+        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "its axes data (rows) and model (heads)"),
+        (("--topology", "v5e:2x2", "--mesh", "model=2,model=2"), "its axes data (rows) and model (heads)"),
+        (("--topology", "v5e:2x2", "--method", "none"), "unknown method 'none'"),
+        (("--topology", "v5e:2x2", "--method", "ngram", "--exit-layer", "2"), "has no option --exit-layer"),
+    ],
+)
+def test_wrong_topologies_and_meshes(capsys, arguments, says):
+    assert says in one_error(lambda *given: called(capsys, *given), "compile", "--shape", "31m", *arguments)
+
+
+def test_a_mesh_that_says_less():
+    assert parse_mesh(None, 4) == {"data": 1, "model": 4}
+    assert parse_mesh("data=4", 4) == {"data": 4, "model": 1}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """What the command changes for its own process."""
+    for name in ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.setenv(name, "cpu")
+    for name in ("TPU_WORKER_ID", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        monkeypatch.setenv(name, "1")
+    before = {name: jax.config.values[name] for name in ("jax_platforms", "jax_enable_compilation_cache")}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_compiler_is_an_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    assert main(["compile", "--topology", "v5e:1x1", "--shape", "31m"]) == 1
+    err = capsys.readouterr().err
+    remedy = "pip install '.[aot]' in jaxspec's repository"
+    assert err == f"jaxspec: error: this needs libtpu, of the extra `aot`: {remedy}\n"
+    with pytest.raises(MissingExtra):
+        programs.devices(parse_topology("v6e:2x2"))
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_process_that_runs_on_an_accelerator(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    said = one_error(
+        lambda *given: called(capsys, *given), "compile", "--shape", "31m", "--topology", "v5e:1x1"
+    )
+    assert "JAX runs on a tpu in this process already" in said
+
+
+@pytest.fixture
+def compiler(monkeypatch, environment, here):
+    """This machine's in place of a TPU's."""
+    from jaxspec.bench import profile
+
+    monkeypatch.setattr(programs, "devices", lambda topology: here.devices * topology.num_devices)
+    monkeypatch.setitem(profile.SHAPES, "31m", TARGET)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_command_prints_a_table(capsys, tmp_path):
+    file = tmp_path / "rounds.txt"
+    given = ("--topology", "v5e:1x1", "--shape", "31m", "--capacity", "40", "--hlo", file)
+    status, out, _ = called(capsys, "compile", *given)
+    assert status == 0
+    assert "copies of a cache in a round" in out
+    assert "https://cloud.google.com/tpu/docs/v5e" in out
+    assert rounds.main_loop(hlo.parse(file.read_text()))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_command_prints_json(capsys):
+    given = ("--topology", "v5e:1x1", "--shape", "31m", "--capacity", "40", "--no-prefill", "--json")
+    status, out, _ = called(capsys, "compile", *given, "--method", "layerskip", "--temperature", "1")
+    record = json.loads(out)
+    assert status == 0
+    assert record["method"] == "layerskip"
+    assert record["capacity"] == 64
+    assert record["prefill"] is None
+    wanted = {
+        "fits",
+        "argument_bytes_per_device",
+        "temporary_bytes_per_device",
+        "cache_copies",
+        "weight_copies",
+        "collectives",
+        "flops",
+        "bytes",
+        "compile_seconds",
+        "predicted_tokens_per_second",
+    }
+    assert wanted <= record.keys()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
+        (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
+        (("--shape", "31m", "--hlo", "no/such/file"), "no/such/file: No such file or directory"),
+        (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
+        (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
+        (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),
+        (
+            ("--shape", "31m", "--method", "ngram", "--num-draft-tokens", "99", "--capacity", "64"),
+            "100 slots",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled(capsys, arguments, says):
+    assert says in one_error(
+        lambda *given: called(capsys, *given), "compile", "--topology", "v5e:1x1", *arguments
+    )
