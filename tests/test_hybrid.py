@@ -14,8 +14,10 @@ from flax import struct
 from jaxspec import methods
 from jaxspec.cli.runs import parse_run
 from jaxspec.decoding import Parts
+from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.hybrid import Counts, Hybrid
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
@@ -143,6 +145,19 @@ def test_a_second_that_no_row_wants_does_not_run():
     assert (state.drafter_state.second > 0).all()
     # Its nonsense does not pay, so that most rounds are plain steps.
     assert (2 * state.stats.num_drafts < state.stats.num_rounds).all()
+
+
+def test_a_last_token_that_leaves_no_room_for_a_draft():
+    """Then the second does not run, and the first layers that verification shares with it must."""
+    second = LayerSkip(tiny.DEEP, 1, num_draft_tokens=5)
+    texts = []
+    for drafter in (Autoregressive(), hybrid(tiny.suffix(), second, tiny.DEEP)):
+        made = loop(drafter, config=tiny.DEEP)
+        state, _ = made.begin(PROMPTS, (2, 2, 2), capacity=2 * tiny.CAPACITY)
+        state, _ = made.go_on(state)
+        assert state.done.all()
+        texts.append(tiny.generated(state, PROMPTS))
+    assert texts[0] == texts[1]
 
 
 # The state of the one that sits out
