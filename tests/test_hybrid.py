@@ -227,7 +227,10 @@ def test_both_methods_take_their_options():
         ({"second": "autoregressive"}, "second is 'autoregressive'; give a method that drafts"),
         ({"first": 3}, "first is 3; give a text"),
         ({"draft_cost": -1}, "draft_cost is -1.0; give a number from 0 on"),
-        ({"draft_exit": 1}, "method hybrid has no option `draft_exit`; leave it out or choose another"),
+        ({"draft_exit": 1}, "method hybrid of suffix and layerskip has no option `draft_exit`; leave it out"),
+        ({"second": "asd", "exit_layer": 1}, "method hybrid of suffix and asd has no option `exit_layer`"),
+        ({"second": methods.Hybrid()}, "second is 'hybrid'; give a method that drafts, and no hybrid"),
+        ({"second": methods.Autoregressive()}, "second is 'autoregressive'; give a method that drafts"),
         ({"gamma": 0.5}, "method layerskip with stop_rule=constant has no option `gamma`"),
         ({"exit_layr": 1}, "unknown option exit_layr; perhaps you meant exit_layer"),
     ],
@@ -251,6 +254,7 @@ def test_what_it_is_made_of():
     np.testing.assert_allclose(float(made.draft_cost), sizes[0] / sizes[1], rtol=1e-6)
     assert (made.num_draft_tokens, made.verify_widths, made.second.catch_up) == (10, (1, 4, 6, 8, 11), 6)
     assert float(lm.drafter("hybrid", second="asd")[0].draft_cost) == 0.5
+    assert float(lm.drafter("hybrid", second="ngram")[0].draft_cost) == 0
     with pytest.raises(
         ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"
     ):
