@@ -14,8 +14,10 @@ from flax import struct
 from jaxspec import methods
 from jaxspec.cli.runs import parse_run
 from jaxspec.decoding import Parts
+from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.hybrid import Counts, Hybrid
+from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
@@ -159,6 +161,19 @@ def test_a_second_that_no_row_wants_does_not_run():
     assert (2 * state.stats.num_drafts < state.stats.num_rounds).all()
 
 
+def test_a_last_token_that_leaves_no_room_for_a_draft():
+    """Then the second does not run, and the first layers that verification shares with it must."""
+    second = LayerSkip(tiny.DEEP, 1, num_draft_tokens=5)
+    texts = []
+    for drafter in (Autoregressive(), hybrid(tiny.suffix(), second, tiny.DEEP)):
+        made = loop(drafter, config=tiny.DEEP)
+        state, _ = made.begin(PROMPTS, (2, 2, 2), capacity=2 * tiny.CAPACITY)
+        state, _ = made.go_on(state)
+        assert state.done.all()
+        texts.append(tiny.generated(state, PROMPTS))
+    assert texts[0] == texts[1]
+
+
 # The state of the one that sits out
 
 
@@ -251,7 +266,10 @@ def test_both_methods_take_their_options():
         ({"second": "autoregressive"}, "second is 'autoregressive'; give a method that drafts"),
         ({"first": 3}, "first is 3; give a text"),
         ({"draft_cost": -1}, "draft_cost is -1.0; give a number from 0 on"),
-        ({"draft_exit": 1}, "method hybrid has no option `draft_exit`; leave it out or choose another"),
+        ({"draft_exit": 1}, "method hybrid of suffix and layerskip has no option `draft_exit`; leave it out"),
+        ({"second": "asd", "exit_layer": 1}, "method hybrid of suffix and asd has no option `exit_layer`"),
+        ({"second": methods.Hybrid()}, "second is 'hybrid'; give a method that drafts, and no hybrid"),
+        ({"second": methods.Autoregressive()}, "second is 'autoregressive'; give a method that drafts"),
         ({"gamma": 0.5}, "method layerskip with stop_rule=constant has no option `gamma`"),
         ({"exit_layr": 1}, "unknown option exit_layr; perhaps you meant exit_layer"),
     ],
@@ -275,6 +293,7 @@ def test_what_it_is_made_of():
     np.testing.assert_allclose(float(made.draft_cost), sizes[0] / sizes[1], rtol=1e-6)
     assert (made.num_draft_tokens, made.verify_widths, made.second.catch_up) == (10, (1, 4, 6, 8, 11), 6)
     assert float(lm.drafter("hybrid", second="asd")[0].draft_cost) == 0.5
+    assert float(lm.drafter("hybrid", second="ngram")[0].draft_cost) == 0
     with pytest.raises(
         ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"
     ):

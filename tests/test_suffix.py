@@ -107,6 +107,12 @@ def test_suffix_finds_what_the_slow_twin_finds(name, texts, beyond):
         np.testing.assert_allclose(score[row], expected, rtol=1e-6)
 
 
+def test_the_places_are_found_without_a_sort():
+    """Which of long texts costs more than all the rest."""
+    tokens, length = shown([[0, 1]] * ROWS)
+    assert " sort(" not in look_up.lower("few-places", tokens, length).compile().as_text()
+
+
 def test_the_most_frequent_continuation_is_followed_as_far_as_it_is_likely():
     """N-gram search would take the latest; here 5 followed 1 2 in two of three places, then twice 6 and 7."""
     text = [1, 2, 5, 6, 7, 1, 2, 5, 6, 7, 1, 2, 9, 1, 2]

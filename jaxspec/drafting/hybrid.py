@@ -168,10 +168,10 @@ class Hybrid:
 
         shapes = jax.eval_shape(draft, (None, state.second, view.cache))[0]
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        drafted, second, cache = once(
-            jnp.any(~takes & (view.room > 0)), draft, (nothing, state.second, view.cache)
-        )
-        proposal, cache = self._joined(takes, found, drafted, params, dataclasses.replace(view, cache=cache))
+        runs = jnp.any(~takes & (view.room > 0))
+        drafted, second, cache = once(runs, draft, (nothing, state.second, view.cache))
+        view = dataclasses.replace(view, cache=cache)
+        proposal, cache = self._joined(takes, runs, found, drafted, params, view)
         return proposal, state._replace(second=second, took_first=takes, promised=promised), cache
 
     def observe(self, params: Weights, state: HybridState, outcome: Outcome) -> HybridState:
@@ -196,9 +196,15 @@ class Hybrid:
         )
 
     def _joined(
-        self, takes: jax.Array, found: Proposal, drafted: Proposal, params: Weights, view: View
+        self,
+        takes: jax.Array,
+        ran: jax.Array,
+        found: Proposal,
+        drafted: Proposal,
+        params: Weights,
+        view: View,
     ) -> tuple[Proposal, KVCache]:
-        """One proposal of both: `found` where a row takes it, bool[B]."""
+        """One proposal of both: `found` where a row takes it, bool[B]; `ran`, bool[], whether the second drafted."""
 
         def widened(array: jax.Array, width: int = self.num_draft_tokens) -> jax.Array:
             rest = (0, 0), (0, width - array.shape[1])
@@ -215,9 +221,10 @@ class Hybrid:
 
             log_probs = once(jnp.any(takes), certain, widened(log_probs))
         if exits is not None:
-            # The second's verification goes on from its first layers: what was found goes through them here.
+            # The second's verification goes on from its first layers: what was found goes through them here. Where the
+            # second ran, it has fed the pending token of every row; else nobody has, not even of a row without room.
             fed = jnp.concatenate([view.pending[:, None], tokens], axis=1)
-            needed = jnp.where(jnp.any(takes), jnp.max(count) + 1, 0)
+            needed = jnp.where(jnp.any(takes & (count > 0)) | ~ran, jnp.max(count) + 1, 0)
             carry = widened(exits, self.num_draft_tokens + 1), cache
             for below, width in zip((0, *self.verify_widths), self.verify_widths, strict=False):
 

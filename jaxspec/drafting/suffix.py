@@ -101,7 +101,9 @@ class Suffix(LookupDrafter):
         padded = jnp.pad(text, ((0, 0), (0, self.num_draft_tokens)), constant_values=BREAK)
         followed = padded[:, 1 : size + 1] != BREAK
         matched = jnp.where(followed, match_lengths(text, view, self.suffix_max), 0)
-        ranks, _ = jax.lax.top_k(matched * size + jnp.arange(size), min(self.num_places, size))
-        columns = (ranks % size)[:, :, None] + jnp.arange(1, self.num_draft_tokens + 1)
+        # From the back: of equal ones `top_k` takes the first. In float32: of whole numbers XLA sorts all, which takes
+        # a CPU 5 to 20 times as long.
+        longest, places = jax.lax.top_k(matched[:, ::-1].astype(jnp.float32), min(self.num_places, size))
+        columns = (size - 1 - places)[:, :, None] + jnp.arange(1, self.num_draft_tokens + 1)
         following = jnp.take_along_axis(padded, columns.reshape(batch, -1), axis=1)
-        return ranks // size, following.reshape(columns.shape)
+        return longest.astype(jnp.int32), following.reshape(columns.shape)

@@ -33,7 +33,8 @@ def flat_options(methods: Iterable[type[Method]], name: str = "MethodOptions") -
       4
     """
     methods = list(methods)
-    drafting = [method for method in methods if method.options()]
+    # One that is made of others has their options.
+    drafting = [method for method in methods if method.options() and method.readers() == (method,)]
     fields: dict[str, dataclasses.Field[Any]] = {}
     types: dict[str, Any] = {}
     readers: dict[str, dict[str, list[str]]] = {}

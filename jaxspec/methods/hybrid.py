@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods import registry
@@ -19,12 +19,12 @@ _USUAL = {"first": "suffix", "second": "layerskip"}
 class Hybrid(Method):
     """Two methods, in each round the one whose draft promises more for its cost.
 
-    On a command line the options of both are given beside these; in Python either the same, or two methods with options
-    of their own.
+    On a command line the options of both are given beside these. In Python that holds for `generate(method="hybrid",
+    ...)`; this class takes two methods with options of their own.
 
     Attributes:
-      first: what copies drafts from text: suffix or ngram. Default suffix.
-      second: what drafts with a model: any other method. Default layerskip.
+      first: what copies drafts from text: suffix or ngram; its options stand beside this one. Default suffix.
+      second: what drafts with a model: any other method; its options stand beside this one. Default layerskip.
       draft_cost: what a draft token of the second costs, in verifications. Default: its share of the model's layers, or
         of its parameters; 0.5 where that depends on the text.
 
@@ -45,6 +45,8 @@ class Hybrid(Method):
         for role, part in self.given.items():
             if isinstance(part, str):
                 object.__setattr__(self, role, _kind(role, part)())
+            elif isinstance(part, Method):
+                _check(role, type(part))
         if self.draft_cost is not None and not 0 <= self.draft_cost < float("inf"):
             raise ValueError(f"draft_cost is {self.draft_cost}; give a number from 0 on")
 
@@ -64,8 +66,7 @@ class Hybrid(Method):
         kinds = _kinds(own)
         unread = sorted(name for name in rest if all(name not in kind.options() for kind in kinds.values()))
         if unread:
-            made = cls(**own)
-            raise ValueError(made.refusal([f"`{name}`" for name in unread]))
+            raise ValueError(cls(**own).refusal([f"`{name}`" for name in unread]))
         for role, kind in kinds.items():
             own[role] = kind.of({name: value for name, value in rest.items() if name in kind.options()})
         return cls(**own)
@@ -86,6 +87,14 @@ class Hybrid(Method):
         """Returns whether one of its two methods is given."""
         return num_layers > 1 and not _USUAL.keys().isdisjoint(given)
 
+    def refusal(self, foreign: Sequence[str]) -> str:
+        """Returns what to say of options that neither it nor its two methods read."""
+        first, second = (part.name for part in self._parts().values())
+        options = ", ".join(foreign)
+        return (
+            f"method hybrid of {first} and {second} has no option {options}; leave it out or choose another"
+        )
+
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter of both; its parameters are the second's."""
         import jax.numpy as jnp
@@ -93,7 +102,7 @@ class Hybrid(Method):
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
 
-        parts = {role: _made(getattr(self, role) or usual) for role, usual in _USUAL.items()}
+        parts = self._parts()
         first, _ = parts["first"].build(target, resources)
         if not isinstance(first, LookupDrafter):
             raise ValueError(
@@ -105,13 +114,21 @@ class Hybrid(Method):
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
         return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(0.95)), own
 
+    def _parts(self) -> dict[str, Method]:
+        return {role: _made(getattr(self, role) or usual) for role, usual in _USUAL.items()}
+
 
 def _kind(role: str, name: str) -> type[Method]:
     """Returns the method of a name that may be a part."""
     kind = registry.find(name)
-    if kind is Hybrid or not kind.options():
-        raise ValueError(f"{role} is {name!r}; give a method that drafts, and no hybrid")
+    _check(role, kind)
     return kind
+
+
+def _check(role: str, kind: type[Method]) -> None:
+    """Raises a ValueError where a method cannot be a part."""
+    if kind.readers() != (kind,) or not kind.options():
+        raise ValueError(f"{role} is {kind.name!r}; give a method that drafts, and no hybrid")
 
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
@@ -128,9 +145,13 @@ def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
     """Returns what a draft token costs, by what the draft has of the target."""
     import jax
 
+    from jaxspec.drafting.lookup import LookupDrafter
+
     def size(params: Any) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
+    if isinstance(drafter, LookupDrafter):
+        return 0.0
     if own is not None and "layers" in own:
         return size(own) / size(target.params)
     layers = getattr(drafter, "exit_layer", None) or max(getattr(drafter, "exits", ()), default=None)
