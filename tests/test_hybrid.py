@@ -21,6 +21,7 @@ from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
+from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Proposal, StatelessDrafter, Weights
 from jaxspec.sampling import Greedy
 from tests import tiny
@@ -221,6 +222,18 @@ def test_a_head_absorbs_rounds_that_are_longer_than_its_own():
     assert longest > head.num_draft_tokens
     assert turns.all()
     assert tiny.generated(state, PROMPTS) == tiny.generated(alone, PROMPTS)
+
+
+def test_a_masked_second_is_specialised():
+    drafter, _ = tiny.drafter_of("hybrid-asd", "constant")
+    assert not drafter.static
+    assert dataclasses.replace(drafter, second=drafter.second.replace(static=True)).static
+    state = loop(drafter, config=drafter.config).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)[0]
+    plans = np.asarray(drafter.plans(state.drafter_state, jnp.ones(3, bool)))
+    assert plans.shape == (3, drafter.config.num_layers, 2)
+    special = drafter.specialised(LayerPlan.of(plans[0]))
+    assert special.second.plan == LayerPlan.of(plans[0])
+    assert special.first is drafter.first
 
 
 def test_the_draft_model_catches_up_in_blocks():

@@ -155,3 +155,16 @@ def test_references_are_searched_beside_the_text(tmp_path):
     drafter, _ = lm.drafter(methods.Suffix(reference=path))
     assert drafter.reference.tolist() == [*lm.encode("ab cd"), BREAK]
     assert lm.drafter("suffix")[0].reference is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "size", "line"),
+    [
+        (["abc"], 6, "the token 'a'; give token ids"),
+        ([[1.5]], 6, "the token 1.5; give token ids"),
+        ([[1]], 0, "size is 0; give a whole number"),
+    ],
+)
+def test_past_outputs_are_token_ids(texts, size, line):
+    with pytest.raises(ValueError, match=line):
+        Suffix().remembering(texts, size)

@@ -13,9 +13,11 @@ from jaxspec.drafting.lookup import LookupDrafter
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import once
+from jaxspec.model.control import narrowest, once
+from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import (
     Drafter,
+    MaskedDrafter,
     Outcome,
     Prefill,
     Proposal,
@@ -134,6 +136,19 @@ class Hybrid:
         """Lets the second, a `TappedDrafter`, take in a piece of the prompts."""
         return cast(TappedDrafter, self.second).absorb(params, state, features, tokens, start, count)
 
+    @property
+    def static(self) -> bool:
+        """Whether the second, a `MaskedDrafter`, is to be compiled for the rows' mask."""
+        return getattr(self.second, "static", False)
+
+    def plans(self, state: HybridState, live: jax.Array) -> jax.Array:
+        """The masks of the second, a `MaskedDrafter`."""
+        return cast(MaskedDrafter, self.second).plans(state.second, live)
+
+    def specialised(self, plan: LayerPlan) -> Hybrid:
+        """The same with a static mask of the second, a `MaskedDrafter`."""
+        return dataclasses.replace(self, second=cast(MaskedDrafter, self.second).specialised(plan))
+
     def init(self, params: Weights, view: View, prefill: Prefill) -> HybridState:
         """Both states, and nothing seen."""
         batch = view.length.shape[0]
@@ -219,26 +234,21 @@ class Hybrid:
                 points = jnp.log(jax.nn.one_hot(tokens, log_probs.shape[-1], dtype=log_probs.dtype))
                 return jnp.where(takes[:, None, None], points, log_probs)
 
-            log_probs = once(jnp.any(takes), certain, widened(log_probs))
+            log_probs = once(jnp.any(takes & (count > 0)), certain, widened(log_probs))
         if exits is not None:
             # The second's verification goes on from its first layers: what was found goes through them here. Where the
             # second ran, it has fed the pending token of every row; else nobody has, not even of a row without room.
             fed = jnp.concatenate([view.pending[:, None], tokens], axis=1)
             needed = jnp.where(jnp.any(takes & (count > 0)) | ~ran, jnp.max(count) + 1, 0)
+
+            def through(width: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+                exits, cache = carry
+                hidden, layers = llama.embed(params.target, fed[:, :width]), range(drafted.exit_layer)
+                hidden, cache = llama.run_layers(
+                    self.config, params.target, hidden, view.start, cache, layers=layers
+                )
+                return exits.at[:, :width].set(hidden), cache
+
             carry = widened(exits, self.num_draft_tokens + 1), cache
-            for below, width in zip((0, *self.verify_widths), self.verify_widths, strict=False):
-
-                def through(
-                    carry: tuple[jax.Array, KVCache], width: int = width
-                ) -> tuple[jax.Array, KVCache]:
-                    exits, cache = carry
-                    hidden = llama.embed(params.target, fed[:, :width])
-                    layers = range(drafted.exit_layer)
-                    hidden, cache = llama.run_layers(
-                        self.config, params.target, hidden, view.start, cache, layers=layers
-                    )
-                    return exits.at[:, :width].set(hidden), cache
-
-                carry = once((below < needed) & (needed <= width), through, carry)
-            exits, cache = carry
+            exits, cache = narrowest(self.verify_widths, needed, through, carry)
         return Proposal(tokens, count, log_probs, exits, drafted.exit_layer), cache

@@ -24,13 +24,23 @@ def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array
       size: R, to which the reference is padded with `BREAK`, and of which the beginning is cut off where it is longer;
         None for as long as the texts are.
 
+    Raises:
+      ValueError: a text is no sequence of token ids, or `size` is below 1.
+
     Examples:
       >>> joined([[4, 5], [6]]).tolist()
       [4, 5, -1, 6, -1]
       >>> joined([[4, 5], [6]], size=4).tolist(), joined([[6]], size=4).tolist()
       ([5, -1, 6, -1], [6, -1, -1, -1])
     """
-    tokens = [token for text in texts for token in (*text, BREAK)]
+    rows = [text.tolist() if isinstance(text, (np.ndarray, jax.Array)) else list(text) for text in texts]
+    if wrong := next(
+        (token for row in rows for token in row if not isinstance(token, int | np.integer)), None
+    ):
+        raise ValueError(f"a text has the token {wrong!r}; give token ids, such as a result's `tokens`")
+    if size is not None and size < 1:
+        raise ValueError(f"size is {size}; give a whole number of at least 1")
+    tokens = [token for row in rows for token in (*row, BREAK)]
     if size is not None:
         tokens = tokens[max(0, len(tokens) - size) :]
         tokens += [BREAK] * (size - len(tokens))
