@@ -169,6 +169,17 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(second, target, own, config)), PROMPTS)
 
 
+def test_a_head_reads_what_the_other_drafted():
+    """Of drafts longer than its own as well, as if it had drafted alone."""
+    head, own = tiny.drafter_of("eagle", "confidence")
+    first = texts_of_the_target().replace(num_draft_tokens=9)
+    state, together = [ended(loop(one, own=own)) for one in (head, hybrid(first, head))]
+    assert (together.stats.num_accepted_tokens > state.stats.num_accepted_tokens).all()
+    assert tiny.generated(together, PROMPTS) == tiny.generated(state, PROMPTS)
+    alone, beside = state.drafter_state.own, together.drafter_state.second.own
+    np.testing.assert_allclose(beside.hidden, alone.hidden, atol=1e-5)
+
+
 def test_the_draft_model_catches_up_in_blocks():
     second = DraftModel(tiny.TARGET, num_draft_tokens=3)
     assert (second.catch_up, second.taking_turns().catch_up) == (1, 4)

@@ -109,7 +109,10 @@ class Eagle(ChainDrafter):
             features, tokens = outcome.features[:, :width], outcome.tokens[:, :width]
             return self.absorb(params, own, features, tokens, outcome.start, outcome.count)
 
-        own = narrowest(self.verify_widths, jnp.max(outcome.count), absorb, state.own)
+        # Beside a drafter whose drafts are longer, more comes than this one drafts.
+        full = outcome.tokens.shape[1]
+        widths = (*(width for width in self.verify_widths if width < full), full)
+        own = narrowest(widths, jnp.max(outcome.count), absorb, state.own)
         return super().observe(params, state._replace(own=own), outcome)
 
     def _run(

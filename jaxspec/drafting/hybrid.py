@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,18 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
-from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.model.llama import Tap
+from jaxspec.protocol import (
+    Drafter,
+    Outcome,
+    Prefill,
+    Proposal,
+    State,
+    TappedDrafter,
+    View,
+    Weights,
+    taps_of,
+)
 from jaxspec.sampling import Law
 
 # What a row's counts begin with: as if the first drafter had promised so many tokens and kept its word, and as if the
@@ -102,6 +113,27 @@ class Hybrid:
     def reach(self) -> int:
         """The number of slots that a round may write: the larger of both."""
         return max(self.first.reach, self.second.reach)
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """What the second reads of the target; it is handed the features of every round, whoever drafted."""
+        return taps_of(self.second)
+
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
+        """As the second, if it taps the target."""
+        return cast(TappedDrafter, self.second).begin(params, length, capacity, merged)
+
+    def absorb(
+        self,
+        params: Weights,
+        state: State,
+        features: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> State:
+        """As the second, if it taps the target."""
+        return cast(TappedDrafter, self.second).absorb(params, state, features, tokens, start, count)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> HybridState:
         """Both states, and nothing seen."""
