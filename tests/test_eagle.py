@@ -349,6 +349,12 @@ BAD = {
     "model_type 'qwen3' is not supported": with_config(eagle3(), model_type="qwen3"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
     "is no EAGLE head": (LLAMA, {"0.0.linear.weight": np.ones((2, 2))}),
+    "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
+        eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
+    ),
+    "two tensors are fc.weight, one of them as model.fc.weight": with_tensors(
+        eagle3(), **{"model.fc.weight": np.ones((WIDTH, 3 * WIDTH), np.float32)}
+    ),
     "jaxspec.target is 3": with_config(eagle3(), jaxspec={"target": 3}),
 }
 
