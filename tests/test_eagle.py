@@ -22,7 +22,7 @@ from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.eagle import Eagle
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import heads
+from jaxspec.io import heads, torch_file
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
 from jaxspec.testing import head_reference as reference
@@ -349,6 +349,12 @@ BAD = {
     "model_type 'qwen3' is not supported": with_config(eagle3(), model_type="qwen3"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
     "is no EAGLE head": (LLAMA, {"0.0.linear.weight": np.ones((2, 2))}),
+    "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
+        eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
+    ),
+    "two tensors are fc.weight, one of them as model.fc.weight": with_tensors(
+        eagle3(), **{"model.fc.weight": np.ones((WIDTH, 3 * WIDTH), np.float32)}
+    ),
     "jaxspec.target is 3": with_config(eagle3(), jaxspec={"target": 3}),
 }
 
@@ -412,6 +418,29 @@ def test_nothing_of_a_bin_file_is_run(tmp_path, capsys, pickled, message):
     with pytest.raises(ValueError, match=message):
         heads.read_head(tmp_path, TARGET)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("pickled", "compression", "message"),
+    [
+        # A dict, remembered as number 1,000,000: `pickle` would make room for twice as many.
+        (b"\x80\x02}r\x40\x42\x0f\x00.", zipfile.ZIP_STORED, "is no file of PyTorch tensors"),
+        (pickle.dumps({}), zipfile.ZIP_DEFLATED, "is compressed, which PyTorch does not do"),
+    ],
+)
+def test_a_small_bin_file_takes_little_memory(tmp_path, pickled, compression, message):
+    with zipfile.ZipFile(tmp_path / "head.bin", "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    with pytest.raises(ValueError, match=message):
+        torch_file.read(tmp_path / "head.bin")
+
+
+def test_a_bin_file_of_other_than_tensors_by_name_is_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    for content in ({"huge": torch.zeros(1).expand(10**6, 10**6)}, {1: torch.zeros(1)}):
+        torch.save(content, tmp_path / "head.bin")
+        with pytest.raises(ValueError, match="is no file of PyTorch tensors"):
+            torch_file.read(tmp_path / "head.bin")
 
 
 # The methods

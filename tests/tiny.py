@@ -324,6 +324,7 @@ DRAFTERS: dict[str, Case] = {
     "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
     "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
+    "hybrid-eagle": _hybrid(_random, _eagle, "confidence"),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
@@ -406,7 +407,7 @@ def pairwise() -> list[Combination]:
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
     chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
-    chosen += [("hybrid", "-"), ("hybrid-draft-model", "-")]
+    chosen += [("hybrid", "-"), ("hybrid-draft-model", "-"), ("hybrid-eagle", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]
 

@@ -31,7 +31,7 @@ from jaxspec.io.hf_layout import Source, sources_of
 from jaxspec.io.hf_values import flag, section, whole
 from jaxspec.io.huggingface import Place
 from jaxspec.io.messages import shown
-from jaxspec.io.tensors import Tensors
+from jaxspec.io.tensors import DTYPES, Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig, param_shapes, usual_taps
 from jaxspec.model.llama import FINAL, Params, is_shape
@@ -117,7 +117,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
     """
     directory = Path(directory)
     content = read_json(directory / "config.json")
-    tensors = {_plain(name): tensor for name, tensor in _open(directory).items()}
+    tensors = _renamed(directory, _open(directory))
     kind = _kind(directory, tensors)
     with errors_of(directory / "config.json"):
         config = _config(kind, content, tensors, target)
@@ -133,6 +133,22 @@ def _open(directory: Path) -> Tensors:
     if not any(directory.glob("*.safetensors")) and (directory / _BIN).is_file():
         return torch_file.read(directory / _BIN)
     return huggingface.open_tensors(directory, integers=True)
+
+
+def _renamed(directory: Path, found: Tensors) -> Tensors:
+    """Tensors by their plain names, if all could be read."""
+    for name, code in sorted(found.left_out.items()):
+        if _plain(name) != "t2d":  # which only repeats what d2t says
+            raise ValueError(
+                f"{directory}: tensor {name} is {code}; quantised heads are not supported, give one with one of "
+                f"{', '.join(DTYPES)}"
+            )
+    tensors = Tensors()
+    for name, tensor in found.items():
+        if _plain(name) in tensors:
+            raise ValueError(f"{directory}: two tensors are {_plain(name)}, one of them as {name}; leave one")
+        tensors[_plain(name)] = tensor
+    return tensors
 
 
 def _plain(name: str) -> str:

@@ -2,14 +2,18 @@
 
 Such a file is a zip archive: `data.pkl`, a pickle that says what lies where, and the numbers of each storage as
 `data/KEY`. A pickle may name any function to be called; here only those that make tensors are known, and any other
-one ends the reading.
+one ends the reading. Nor does a small file take much memory: PyTorch neither compresses nor, in what it saves of a
+model, lets a tensor be larger than its numbers.
 """
 
 from __future__ import annotations
 
 import collections
+import io
+import math
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,6 +58,8 @@ def read(path: str | os.PathLike[str]) -> Tensors:
 
 
 def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+        raise ValueError(f"{path} is compressed, which PyTorch does not do; {_CONVERT}")
     names = {name.partition("/")[2]: name for name in archive.namelist()}
     storages: dict[str, np.ndarray] = {}
 
@@ -69,6 +75,8 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
         end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         if min((offset, *shape, *strides)) < 0 or (0 not in shape and end > whole.size):
             raise ValueError("a tensor reaches past its numbers")
+        if math.prod(shape) > whole.size:
+            raise ValueError("a tensor repeats its numbers")
         steps = [stride * whole.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(whole[offset:], shape, steps, writeable=False)
 
@@ -90,8 +98,9 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
             return _Storage(storage.dtype, str(key))
 
     try:
-        with archive.open(names["data.pkl"]) as file:
-            content = Unpickler(file).load()
+        pickled = archive.read(names["data.pkl"])
+        _check_memo(pickled)
+        content = Unpickler(io.BytesIO(pickled)).load()
         found = Tensors()
         found.update(_tensors_of(content))
     except _MoreThanTensorsError as error:
@@ -103,6 +112,13 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
     return found
 
 
+def _check_memo(pickled: bytes) -> None:
+    """Refuses numbers of remembered objects past their count, for which `pickle` would make room."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(pickled):
+            raise ValueError("a pickle asks for too much memory")
+
+
 class _MoreThanTensorsError(Exception):
     """A pickle names something that makes no tensor."""
 
@@ -111,6 +127,8 @@ def _tensors_of(content: Any) -> Mapping[str, np.ndarray]:
     """What a file holds, which must be tensors by name, perhaps under the name that trainers give it."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(isinstance(one, np.ndarray) for one in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(one, np.ndarray) for name, one in content.items()
+    ):
         raise TypeError("expected tensors by name")
     return content
