@@ -22,7 +22,9 @@ from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.eagle import Eagle
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import heads, torch_file
+from jaxspec.io import heads, huggingface, torch_file
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
 from jaxspec.testing import head_reference as reference
@@ -364,6 +366,26 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
     with pytest.raises(ValueError, match=message) as error:
         heads.read_head(write(tmp_path, BAD[message]), TARGET)
     assert "\n" not in str(error.value)
+
+
+def test_a_head_is_no_draft_model(tmp_path):
+    with pytest.raises(
+        ValueError, match="this is an EAGLE head, not a model; it drafts with method='eagle3'"
+    ):
+        huggingface.stored_dtype(write(tmp_path, eagle3()))
+
+
+def test_a_tap_is_of_the_layers_that_run():
+    cache = kv.create(tiny.TARGET, 1, 8, jnp.float32)
+    arguments = (
+        tiny.TARGET,
+        tiny.params(),
+        jnp.zeros((1, 1, tiny.TARGET.hidden_size)),
+        jnp.zeros(1, jnp.int32),
+        cache,
+    )
+    with pytest.raises(ValueError, match=r"taps \[0\] are not of the layers that run, 1 to 2"):
+        llama.run_tapped(*arguments, (0, 1, "final"), layers=range(1, 2))
 
 
 @pytest.mark.parametrize("layout", ["eagle", "eagle3"])

@@ -195,6 +195,8 @@ def _missing(name: str, found: Tensors) -> str:
             f"tensor {name} is {found.left_out[name]}; quantised weights are not supported, give a model with one of "
             f"{', '.join(tensors.DTYPES)}"
         )
+    if any(other.rpartition("model.")[2] == "fc.weight" for other in found):
+        return "this is an EAGLE head, not a model; it drafts with method='eagle3' or method='eagle'"
     return f"tensor {name} is missing"
 
 

@@ -267,6 +267,9 @@ def run_tapped(
 
     Returns:
       hidden; the features [B, T, F], the taps of each token side by side, or None without taps; and the cache.
+
+    Raises:
+      ValueError: a tap is not of the layers that run.
     """
     streams: list[jax.Array] = []
 
@@ -275,7 +278,9 @@ def run_tapped(
         if watch is not None:
             watch(before, after)
 
-    first = 0 if layers is None else layers.start
+    first, last = (0, config.num_layers) if layers is None else (layers.start, layers.stop)
+    if foreign := [tap for tap in taps if tap != FINAL and not first <= tap <= last]:
+        raise ValueError(f"taps {foreign} are not of the layers that run, {first} to {last}")
     hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep)
     if not taps:
         return hidden, None, cache
