@@ -99,7 +99,7 @@ def report(
             "cache_copies": copies(module, loop, caches),
             "cache_write_backs": write_backs(module, loop, caches),
             "weight_copies": copies(module, loop, programs.weight_shapes() - caches),
-            "collectives": collectives(module, loop, programs.parts.drafter.num_draft_tokens),
+            "collectives": collectives(module, loop),
         }
     else:
         unknown = ("cache_copies", "cache_write_backs", "weight_copies", "collectives")
