@@ -150,6 +150,15 @@ def test_collectives_are_counted_as_a_round_runs(module):
     assert rounds.collectives(narrow, rounds.main_loop(narrow)) == {"all-reduce": 2, "all-gather": 2}
 
 
+def test_a_write_into_what_a_fusion_made_is_a_copy():
+    """Of a part, but the rest was written just before."""
+    made = "%dus = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0"
+    assert made in ROUND
+    text = ROUND.replace(made, "%new = bf16[4,64,8]{2,1,0} negate(%p0)\n  " + made.replace("%p0", "%new"))
+    module = hlo.parse(text)
+    assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2 + 1
+
+
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="no HLO module"):
         hlo.parse("a text")
@@ -219,6 +228,11 @@ def test_programs_of_every_method_are_made_of_shapes(here, method):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     assert "while" in made.rounds().as_text()
     assert all(64 in shape for shape in made.cache_shapes())
+
+
+def test_room_that_this_machine_does_not_have(here):
+    made = programs.make(TINY, registry.make("autoregressive", {}), here, batch=2**10, capacity=2**30)
+    assert made.request.tokens.shape == (2**10, 2**30)
 
 
 def test_the_loops_of_a_round_have_names(here):
@@ -304,8 +318,11 @@ def test_a_device_holds_its_part():
         (("--topology", "v5e:2"), "each of the 2 axes of v5e, such as v5e:2x2"),
         (("--topology", "v5p:2x2"), "each of the 3 axes of v5p, such as v5p:2x2x1"),
         (("--topology", "v5e:0x2"), "such as v5e:2x2"),
-        (("--topology", "v5e:2x2", "--mesh", "model=3"), "has 3 places, and the topology has 4 chips"),
-        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "its axes data (rows) and model (heads)"),
+        (
+            ("--topology", "v5e:2x2", "--mesh", "data=1,model=3"),
+            "--mesh is 'data=1,model=3', which has 3 places",
+        ),
+        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "and model (heads), such as data=1,model=4\n"),
         (("--topology", "v5e:2x2", "--mesh", "model=2,model=2"), "its axes data (rows) and model (heads)"),
         (("--topology", "v5e:2x2", "--method", "none"), "unknown method 'none'"),
         (("--topology", "v5e:2x2", "--method", "ngram", "--exit-layer", "2"), "has no option --exit-layer"),
@@ -404,6 +421,7 @@ def test_the_command_prints_json(capsys):
         (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
         (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
         (("--shape", "31m", "--hlo", "no/such/file"), "no/such/file: No such file or directory"),
+        (("--shape", "31m", "--hlo", "."), ".: Is a directory"),
         (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
         (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
         (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),
@@ -417,3 +435,16 @@ def test_what_cannot_be_compiled(capsys, arguments, says):
     assert says in one_error(
         lambda *given: called(capsys, *given), "compile", "--topology", "v5e:1x1", *arguments
     )
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_file_is_left_alone_until_there_is_a_program(capsys, monkeypatch, tmp_path):
+    from jaxspec.deviceless import report as of
+
+    file = tmp_path / "rounds.txt"
+    given = ("compile", "--topology", "v5e:1x1", "--no-prefill", "--json", "--hlo", file)
+    one_error(lambda *given: called(capsys, *given), *given, "--shape", "9b")
+    assert not file.exists()
+    monkeypatch.setattr(of, "build", lambda lower: Program(1.0))
+    assert called(capsys, *given, "--shape", "31m")[0] == 0
+    assert file.read_text() == "the rounds do not fit the memory of a chip\n"

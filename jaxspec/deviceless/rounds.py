@@ -11,7 +11,8 @@ from jaxspec.deviceless.hlo import Buffer, Instruction, Module
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # Instructions that hand on a buffer, and those that write a part of it in place.
 _HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
-_IN_PLACE = {*_HANDED_ON, "optimization-barrier", "dynamic-update-slice", "scatter"}
+_WRITES = ("dynamic-update-slice", "scatter")
+_IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
 # Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
 # that verify, of which a round takes one (`decoding`).
 _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
@@ -132,7 +133,7 @@ def _moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, 
 
 
 def _roots(module: Module, one: Instruction) -> list[str]:
-    """What makes each result of a fusion: the opcodes at its root, seen through bitcasts; of others none."""
+    """What makes each result of a fusion: its root, seen through bitcasts and writes of a part; of others none."""
     if one.opcode != "fusion":
         return []
     (name,) = one.called["calls"]
@@ -140,7 +141,7 @@ def _roots(module: Module, one: Instruction) -> list[str]:
     (root,) = [inner for inner in inside.values() if inner.root]
 
     def origin(inner: Instruction) -> str:
-        while inner.opcode == "bitcast" and inner.operands[0] in inside:
+        while inner.opcode in ("bitcast", *_WRITES) and inner.operands[0] in inside:
             inner = inside[inner.operands[0]]
         if inner.opcode == "fusion":
             return _roots(module, inner)[0]
