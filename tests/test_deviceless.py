@@ -293,6 +293,12 @@ def test_a_program_that_does_not_fit(here):
     assert found["fits"] is False
     assert found["cache_copies"] is found["collectives"] is found["temporary_bytes_per_device"] is None
     assert found["argument_bytes_per_device"] > 0
+
+    def other():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        build(other)
     large = Program(1.0, "", 2**40, 0)
     assert report(made, ACCELERATORS["v5e"], large)["fits"] is False
 
