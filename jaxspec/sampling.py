@@ -64,7 +64,10 @@ def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Arr
         nearer = jnp.sum(jnp.where(rank < farther, weight, 0.0), axis=-1, keepdims=True)
         return jnp.where(nearer < most, farther, farthest)
 
-    stays: jax.Array = rank <= jax.lax.fori_loop(0, 31, narrow, jnp.zeros((*rank.shape[:-1], 1), jnp.int32))
+    bits = 31
+    with jax.named_scope(f"trips_{bits}"):  # for a reader of the compiled program
+        last = jax.lax.fori_loop(0, bits, narrow, jnp.zeros((*rank.shape[:-1], 1), jnp.int32))
+    stays: jax.Array = rank <= last
     return stays
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
 import sys
 
 import jax
@@ -99,7 +100,7 @@ ROUND = """HloModule jit_run_rounds, is_scheduled=true
 
 %round (t: (s32[], bf16[4,64,8])) -> (s32[], bf16[4,64,8]) {
   %t = (s32[], /*index=1*/bf16[4,64,8]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %k = (s32[], bf16[4,64,8]{2,1,0}) while(%t), condition=%more, body=%draft, metadata={op_name="f/chain/while"}
+  %k = (s32[], bf16[4,64,8]{2,1,0}) while(%t), condition=%more, body=%draft, metadata={op_name="f/trips_3/while"}
   %n = (s32[], bf16[4,64,8]{2,1,0}) while(%k), condition=%more, body=%narrow, metadata={op_name="f/verify_1/while"}
   %w = (s32[], bf16[4,64,8]{2,1,0}) while(%n), condition=%more, body=%wide, metadata={op_name="f/verify_4/while"}
   %x = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} get-tuple-element(%w), index=1
@@ -144,10 +145,18 @@ def test_collectives_are_counted_as_a_round_runs(module):
     """Two in each draft step, one of them in a branch; of the two verifications the wider one, of which a start and a
     done are one."""
     loop = rounds.main_loop(module)
-    assert rounds.collectives(module, loop, 3) == {"all-reduce": 3 * 2 + 1}
-    assert rounds.collectives(module, loop, 0) == {"all-reduce": 1}
-    narrow = hlo.parse(ROUND.replace("verify_4", "verify_0"))
-    assert rounds.collectives(narrow, rounds.main_loop(narrow), 1) == {"all-reduce": 2, "all-gather": 2}
+    assert rounds.collectives(module, loop) == {"all-reduce": 3 * 2 + 1}
+    narrow = hlo.parse(ROUND.replace("verify_4", "verify_0").replace("trips_3", "unknown"))
+    assert rounds.collectives(narrow, rounds.main_loop(narrow)) == {"all-reduce": 2, "all-gather": 2}
+
+
+def test_a_write_into_what_a_fusion_made_is_a_copy():
+    """Of a part, but the rest was written just before."""
+    made = "%dus = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0"
+    assert made in ROUND
+    text = ROUND.replace(made, "%new = bf16[4,64,8]{2,1,0} negate(%p0)\n  " + made.replace("%p0", "%new"))
+    module = hlo.parse(text)
+    assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2 + 1
 
 
 def test_text_that_is_no_program():
@@ -225,12 +234,22 @@ def test_programs_of_every_method_are_made_of_shapes(here, method):
     assert all(64 in shape for shape in made.cache_shapes())
 
 
+def test_room_that_this_machine_does_not_have(here):
+    made = programs.make(TINY, registry.make("autoregressive", {}), here, batch=2**10, capacity=2**30)
+    assert made.request.tokens.shape == (2**10, 2**30)
+
+
 def test_the_loops_of_a_round_have_names(here):
     """By which `rounds.collectives` tells them apart."""
-    for method, names in {"layerskip": {"chain"}, "adaspeed": {"chain", "verify_1", "verify_4"}}.items():
-        made = programs.make(TINY, registry.make(method, METHODS[method]), here, dtype=jnp.float32)
+    cases: list[tuple[str, dict, set]] = [
+        ("autoregressive", {"temperature": 1.0, "top_k": 3}, {"trips_31"}),  # a filter looks bit by bit
+        ("layerskip", {}, {"trips_5"}),
+        ("adaspeed", {}, {"trips_12", "verify_1", "verify_4", "verify_8", "verify_13"}),
+    ]
+    for method, law, names in cases:
+        made = programs.make(TINY, registry.make(method, METHODS[method]), here, dtype=jnp.float32, law=law)
         text = made.rounds().as_text(debug_info=True)
-        assert {name for name in ("chain", "verify_1", "verify_4") if f"/{name}/while" in text} == names
+        assert set(re.findall(r"/((?:trips|verify)_\d+)/while", text)) == names
 
 
 def test_a_shared_draft_is_counted_once(here):
@@ -278,6 +297,12 @@ def test_a_program_that_does_not_fit(here):
     assert found["fits"] is False
     assert found["cache_copies"] is found["collectives"] is found["temporary_bytes_per_device"] is None
     assert found["argument_bytes_per_device"] > 0
+
+    def other():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        build(other)
     large = Program(1.0, "", 2**40, 0)
     assert report(made, ACCELERATORS["v5e"], large)["fits"] is False
 
@@ -303,8 +328,11 @@ def test_a_device_holds_its_part():
         (("--topology", "v5e:2"), "each of the 2 axes of v5e, such as v5e:2x2"),
         (("--topology", "v5p:2x2"), "each of the 3 axes of v5p, such as v5p:2x2x1"),
         (("--topology", "v5e:0x2"), "such as v5e:2x2"),
-        (("--topology", "v5e:2x2", "--mesh", "model=3"), "has 3 places, and the topology has 4 chips"),
-        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "its axes data (rows) and model (heads)"),
+        (
+            ("--topology", "v5e:2x2", "--mesh", "data=1,model=3"),
+            "--mesh is 'data=1,model=3', which has 3 places",
+        ),
+        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "and model (heads), such as data=1,model=4\n"),
         (("--topology", "v5e:2x2", "--mesh", "model=2,model=2"), "its axes data (rows) and model (heads)"),
         (("--topology", "v5e:2x2", "--method", "none"), "unknown method 'none'"),
         (("--topology", "v5e:2x2", "--method", "ngram", "--exit-layer", "2"), "has no option --exit-layer"),
@@ -403,6 +431,7 @@ def test_the_command_prints_json(capsys):
         (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
         (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
         (("--shape", "31m", "--hlo", "no/such/file"), "no/such/file: No such file or directory"),
+        (("--shape", "31m", "--hlo", "."), ".: Is a directory"),
         (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
         (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
         (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),
@@ -416,3 +445,16 @@ def test_what_cannot_be_compiled(capsys, arguments, says):
     assert says in one_error(
         lambda *given: called(capsys, *given), "compile", "--topology", "v5e:1x1", *arguments
     )
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_file_is_left_alone_until_there_is_a_program(capsys, monkeypatch, tmp_path):
+    from jaxspec.deviceless import report as of
+
+    file = tmp_path / "rounds.txt"
+    given = ("compile", "--topology", "v5e:1x1", "--no-prefill", "--json", "--hlo", file)
+    one_error(lambda *given: called(capsys, *given), *given, "--shape", "9b")
+    assert not file.exists()
+    monkeypatch.setattr(of, "build", lambda lower: Program(1.0))
+    assert called(capsys, *given, "--shape", "31m")[0] == 0
+    assert file.read_text() == "the rounds do not fit the memory of a chip\n"

@@ -62,8 +62,6 @@ class Compile:
         topology = parse_topology(self.topology)
         axes = parse_mesh(self.mesh, topology.num_devices)
         method = registry.make(self.method, given_options(self.drafting))
-        if self.hlo is not None:
-            Path(self.hlo).touch()  # else an unwritable place would be noticed at the end
         compile_only()
         with Progress() as progress:
             from jaxspec.deviceless.programs import Place, devices, make
@@ -82,10 +80,13 @@ class Compile:
                 dtype=DTYPES[self.dtype],
                 law=self.sampling.numbers(),
             )
+            if self.hlo is not None:
+                open(self.hlo, "a").close()  # else an unwritable place would be noticed after compiling
             progress("compiling the rounds")
             rounds = build(programs.rounds)
             if self.hlo is not None:
-                Path(self.hlo).write_text(rounds.text)
+                # Where the rounds do not fit, the compiler gives no program.
+                Path(self.hlo).write_text(rounds.text or "the rounds do not fit the memory of a chip\n")
             if self.prefill:
                 progress("compiling the prefill")
             prefill = build(programs.prefill) if self.prefill else None

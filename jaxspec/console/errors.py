@@ -92,8 +92,8 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     """A library's message, which names parameters of Python, in the options of a command line.
 
     A parameter is known by how it is written, because many are ordinary words: `name` in backquotes, name=value,
-    "name is …" where the message begins so, and any name with an underscore. What stands in quotation marks
-    or within a path is left alone.
+    "name is …" where the message begins so, and any name with an underscore. What stands in quotation marks,
+    within a path or just after a comma, as in data=1,model=4, is left alone.
 
     Args:
       message: such as "max_new_tokens is 0; give at least 1" or "give plan=FILE".
@@ -106,7 +106,7 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
         return message
     name = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
     long = "|".join(sorted((re.escape(one) for one in options if "_" in one), key=len, reverse=True))
-    alone = r"(?<![\w./\\'\"`-])"
+    alone = r"(?<![\w./\\'\"`,-])"
 
     def given(match: re.Match[str]) -> str:
         option, value = options[match[1]], match[2]

@@ -200,7 +200,7 @@ def make(
         if number < 1:
             raise ValueError(f"{name} is {number}; give at least 1")
     capacity = bucket(capacity)
-    row = RowRequest(prompt=(0,) * (capacity - 1), max_new_tokens=1, **(law or {}))
+    row = RowRequest(prompt=(0,), max_new_tokens=1, **(law or {}))
     sampling = row.temperature > 0
     name = law_name(row.temperature, row.top_k, row.top_p, row.min_p)
     with _files(target.config, name, getattr(method, "draft_vocab", None) is not None) as directory:
@@ -218,9 +218,13 @@ def make(
         build_acceptor(None, sampling),
         law_of([row] * batch, filters_used([row]) if sampling else None),
     )
-    rows = jnp.zeros(batch, jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    request = Request(jnp.zeros((batch, capacity), jnp.int32), rows, rows, rows[:, None], keys)
+
+    def asked() -> Request:
+        rows = jnp.zeros(batch, jnp.int32)
+        keys = jax.random.split(jax.random.key(0), batch)
+        return Request(jnp.zeros((batch, capacity), jnp.int32), rows, rows, rows[:, None], keys)
+
+    request = jax.eval_shape(asked)
     weights = Weights(place.put_params(target.params(dtype), target.config), own)
     platform = place.devices[0].platform
     static = compiled.prefill_static(target.config, capacity, capacity, platform, False, place.mesh)

@@ -11,10 +11,11 @@ from jaxspec.deviceless.hlo import Buffer, Instruction, Module
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # Instructions that hand on a buffer, and those that write a part of it in place.
 _HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
-_IN_PLACE = {*_HANDED_ON, "optimization-barrier", "dynamic-update-slice", "scatter"}
-# Scopes of `decoding` and `drafting.chain`: the loop that drafts token by token, and those that verify, of which a
-# round takes one.
-_CHAIN, _VERIFY = "chain", re.compile(r"verify_(\d+)")
+_WRITES = ("dynamic-update-slice", "scatter")
+_IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
+# Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
+# that verify, of which a round takes one (`decoding`).
+_TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
 
 
 def main_loop(module: Module) -> Instruction:
@@ -132,7 +133,7 @@ def _moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, 
 
 
 def _roots(module: Module, one: Instruction) -> list[str]:
-    """What makes each result of a fusion: the opcodes at its root, seen through bitcasts; of others none."""
+    """What makes each result of a fusion: its root, seen through bitcasts and writes of a part; of others none."""
     if one.opcode != "fusion":
         return []
     (name,) = one.called["calls"]
@@ -140,7 +141,7 @@ def _roots(module: Module, one: Instruction) -> list[str]:
     (root,) = [inner for inner in inside.values() if inner.root]
 
     def origin(inner: Instruction) -> str:
-        while inner.opcode == "bitcast" and inner.operands[0] in inside:
+        while inner.opcode in ("bitcast", *_WRITES) and inner.operands[0] in inside:
             inner = inside[inner.operands[0]]
         if inner.opcode == "fusion":
             return _roots(module, inner)[0]
@@ -155,23 +156,22 @@ def _squeezed(dims: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 
-def collectives(module: Module, loop: Instruction, num_draft_tokens: int) -> dict[str, int]:
+def collectives(module: Module, loop: Instruction) -> dict[str, int]:
     """The exchanges between devices in one round, by kind: of a whole draft, and its verification.
 
-    Counted as a round runs: the loop that drafts goes around once a draft token, of the verifications of several widths
-    the widest runs, of the branches of a condition the one with most, and any other loop once. Which loop is which
-    follows from the scopes `chain` and `verify_WIDTH` of its name.
+    Counted as a round runs: a loop of a known number of trips goes around as often (one that drafts, once a draft
+    token), of the verifications of several widths the widest runs, of the branches of a condition the one with most,
+    and any other loop once. Which loop is which follows from the scopes `trips_NUMBER` and `verify_WIDTH` of its name.
 
     Args:
       module: the program.
       loop: the loop of its rounds.
-      num_draft_tokens: K.
     """
-    total = _counted(module, loop.called["body"][0], num_draft_tokens)
+    total = _counted(module, loop.called["body"][0])
     return {kind: total[kind] for kind in COLLECTIVES if total[kind]}
 
 
-def _counted(module: Module, computation: str, num_draft_tokens: int) -> collections.Counter[str]:
+def _counted(module: Module, computation: str) -> collections.Counter[str]:
     total: collections.Counter[str] = collections.Counter()
     verified: dict[int, collections.Counter[str]] = {}
     for one in module.computations[computation]:
@@ -179,21 +179,21 @@ def _counted(module: Module, computation: str, num_draft_tokens: int) -> collect
         if kind in COLLECTIVES:
             total[kind] += 1
         elif one.opcode == "while":
-            within = _counted(module, one.called["body"][0], num_draft_tokens)
-            scope = one.scope.split("/")[-2:-1]
-            width = _VERIFY.fullmatch(scope[0]) if scope else None
+            within = _counted(module, one.called["body"][0])
+            scope = "".join(one.scope.split("/")[-2:-1])
+            width, trips = _VERIFY.fullmatch(scope), _TRIPS.fullmatch(scope)
             if width:
                 verified[int(width[1])] = within
             else:
-                for _ in range(num_draft_tokens if scope == [_CHAIN] else 1):
+                for _ in range(int(trips[1]) if trips else 1):
                     total.update(within)
         elif one.opcode == "conditional":
-            branches = [_counted(module, name, num_draft_tokens) for name in _entered(one)]
+            branches = [_counted(module, name) for name in _entered(one)]
             most: collections.Counter[str] = max(branches, key=collections.Counter.total)
             total.update(most)
         else:
             for name in _entered(one):
-                total.update(_counted(module, name, num_draft_tokens))
+                total.update(_counted(module, name))
     if verified:
         total.update(verified[max(verified)])
     return total

@@ -109,7 +109,7 @@ def draft_chain(
     drawn_from = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
     empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), drawn_from)
     state = (jnp.int32(0), room > 0, token, empty, rule_state, carry)
-    with jax.named_scope("chain"):  # by which a reader of the compiled program finds it
+    with jax.named_scope(f"trips_{num_draft_tokens}"):  # for a reader of the compiled program
         state = jax.lax.while_loop(lambda s: (s[0] < num_draft_tokens) & jnp.any(s[1]), body, state)
     return state[3], state[5], state[4]
 
