@@ -144,9 +144,10 @@ def test_a_finished_row_is_never_behind():
     drafter = DraftModel(tiny.SMALL)
     drafted = jnp.array([5, 5, 0])
     outcome = Outcome(jnp.zeros((3, 6), jnp.int32), jnp.array([6, 3, 0]), drafted, jnp.array([5, 2, 0]))
-    state = ChainState((), ((), jnp.zeros(3, bool)))
-    _, behind = drafter.observe(Weights(None), state, outcome).own
-    assert behind.tolist() == [True, False, False]
+    state = ChainState((), ((), jnp.array([10, 10, 10])))
+    _, held = drafter.observe(Weights(None), state, outcome).own
+    # Positions before the pending token that its cache lacks.
+    assert (10 + outcome.count - held).tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("integral", [np.int64, np.uint8, jnp.int32, np.array])

@@ -516,7 +516,7 @@ def test_wrong_options(run, model, arguments, message):
         (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
         (
             ["generat"],
-            "unknown command 'generat'; the commands are generate, compare, bench, profile, convert",
+            "unknown command 'generat'; the commands are generate, compare, bench, profile, compile, convert",
         ),
         (["--verbose"], "--verbose"),
     ],

@@ -291,10 +291,12 @@ def test_a_program_that_does_not_fit(here):
     made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
 
     def lower():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED:\n Ran out of memory in memory space hbm\nlists")
 
     found = report(made, ACCELERATORS["v5e"], build(lower))
     assert found["fits"] is False
+    assert found["refusal"] == "Ran out of memory in memory space hbm"
+    assert found["predicted_tokens_per_second"] is None
     assert found["cache_copies"] is found["collectives"] is found["temporary_bytes_per_device"] is None
     assert found["argument_bytes_per_device"] > 0
 
@@ -411,6 +413,7 @@ def test_the_command_prints_json(capsys):
     assert record["prefill"] is None
     wanted = {
         "fits",
+        "refusal",
         "argument_bytes_per_device",
         "temporary_bytes_per_device",
         "cache_copies",

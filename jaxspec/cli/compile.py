@@ -122,6 +122,8 @@ def _print(record: dict[str, Any], source: str) -> None:
     )
     table.columns[1].justify = "right"
     table.add_row("fits the memory of a chip", "yes" if record["fits"] else "no")
+    if record["refusal"] is not None:
+        table.add_row("the compiler says", record["refusal"])
     for name, part in {"rounds": record, "prefill": record["prefill"]}.items():
         if part is not None:
             table.add_row(f"{name}: arguments, a chip", _size(part["argument_bytes_per_device"]))
@@ -134,8 +136,9 @@ def _print(record: dict[str, Any], source: str) -> None:
         table.add_row(f"{kind} in a round", _number(count))
     table.add_row("operations of a round, each inner loop once", _number(record["flops"]))
     table.add_row("bytes of a round, each inner loop once", _size(record["bytes"]))
+    speed = record["predicted_tokens_per_second"]
     table.add_row(
-        "plain decoding, predicted at best", f"{record['predicted_tokens_per_second']:,.0f} tokens/s"
+        "plain decoding, predicted at best", "unknown" if speed is None else f"{speed:,.0f} tokens/s"
     )
     console = Console(file=sys.stdout)
     console.print(table)
@@ -143,7 +146,9 @@ def _print(record: dict[str, Any], source: str) -> None:
 
 
 def _size(size: float | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:,.3f} GB"
+    if size is None:
+        return "unknown"
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def _number(count: float | None) -> str:

@@ -45,7 +45,7 @@ ACCELERATORS = {
             *("v5p", 95 * 2**30, 2765e9, 459e12, _DOCS + "v5p", 3, "v5"),
             options=(("chip_config_name", "megacore"),),
         ),
-        Accelerator("v6e", 32 * 2**30, 1640e9, 918e12, _DOCS + "v6e", 2),
+        Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2),
     )
 }
 # Chips of one host along each axis, at most.

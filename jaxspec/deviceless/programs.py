@@ -53,6 +53,10 @@ def devices(topology: Topology) -> Sequence[jax.Device]:
         raise ValueError(f"libtpu cannot compile for {topology.request['topology_name']}: {reason}") from None
 
 
+# Positions are int32, with room for a round above.
+LARGEST_CAPACITY = 2**30
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a program's arrays would be.
@@ -199,6 +203,8 @@ def make(
     for name, number in {"batch": batch, "capacity": capacity}.items():
         if number < 1:
             raise ValueError(f"{name} is {number}; give at least 1")
+    if capacity > LARGEST_CAPACITY:
+        raise ValueError(f"capacity is {capacity}; give at most {LARGEST_CAPACITY}")
     capacity = bucket(capacity)
     row = RowRequest(prompt=(0,), max_new_tokens=1, **(law or {}))
     sampling = row.temperature > 0

@@ -26,6 +26,7 @@ class Program:
       argument_bytes, temporary_bytes, other_bytes: a device; `other_bytes` is results that take no argument's place,
         and the program itself. None where it does not fit.
       flops, bytes: as the compiler counts them, with each inner loop gone around once. None where it does not say.
+      refusal: what the compiler says where it does not fit.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class Program:
     other_bytes: int = 0
     flops: float | None = None
     bytes: float | None = None
+    refusal: str | None = None
 
 
 def build(lower: Callable[[], Any]) -> Program:
@@ -50,7 +52,8 @@ def build(lower: Callable[[], Any]) -> Program:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" not in reason or "hbm" not in reason.lower():  # a smaller memory ran out
             raise
-        return Program(time.perf_counter() - began)
+        refusal = next((line for line in reason.splitlines() if "hbm" in line.lower()), reason)
+        return Program(time.perf_counter() - began, refusal=refusal.strip())
     seconds = time.perf_counter() - began
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -78,6 +81,7 @@ def report(
 
     Returns:
       `fits`: whether arguments, temporaries, results and programs fit a chip's memory.
+      `refusal`: what the compiler says where they do not; None where it compiles.
       `argument_bytes_per_device`, `temporary_bytes_per_device`: of the rounds; the latter None where they do not fit.
       `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
@@ -85,12 +89,14 @@ def report(
       `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
       `compile_seconds`: of the rounds, traced and compiled.
       `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
-      `predicted_tokens_per_second`: of plain decoding, from published figures: see `predicted`.
+      `predicted_tokens_per_second`: of plain decoding, from published figures: see `predicted`; None where it does not
+        fit.
     """
     shared = programs.shared_bytes
     given = (programs.weights, programs.parts, programs.state)
     compiled = {"rounds": rounds} | ({"prefill": prefill} if prefill is not None else {})
     record: dict[str, Any] = {"fits": all(_fits(one, accelerator, shared) for one in compiled.values())}
+    record["refusal"] = next((one.refusal for one in compiled.values() if one.refusal is not None), None)
     record |= _memory(rounds, shared, part_bytes(given))
     if rounds.text:
         module = hlo.parse(rounds.text)
@@ -114,7 +120,7 @@ def report(
             **_memory(prefill, shared, fed),
             "compile_seconds": prefill.seconds,
         }
-    record["predicted_tokens_per_second"] = predicted(programs, accelerator)
+    record["predicted_tokens_per_second"] = predicted(programs, accelerator) if record["fits"] else None
     return record
 
 
