@@ -23,6 +23,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest
+from jaxspec.model.numerics import widened
 from jaxspec.protocol import (
     Acceptance,
     Acceptor,
@@ -34,6 +35,7 @@ from jaxspec.protocol import (
     TappedDrafter,
     View,
     Weights,
+    kinds_of,
     taps_of,
 )
 from jaxspec.sampling import Law, is_finite
@@ -45,11 +47,20 @@ Verified = tuple[KVCache, Acceptance, jax.Array, Any, Any]
 
 @struct.dataclass
 class Parts:
-    """What a method is made of."""
+    """What a method is made of.
+
+    Attributes:
+      drafter, acceptor, law: the parts.
+      kinds: their classes, see `protocol.kinds_of`; set here, whatever is given.
+    """
 
     drafter: Drafter
     acceptor: Acceptor
     law: Law
+    kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.law)))
 
 
 @struct.dataclass
@@ -453,7 +464,7 @@ def _verify(
             config, params.target, hidden, start, cache, taps, layers=rest
         )
         if features is not None:
-            features = _widened(features, full)
+            features = widened(features, full)
         logits = llama.logits(config, params.target, hidden)
         finite = is_finite(logits)
         sound = jnp.sum(jnp.cumprod(finite.astype(jnp.int32), axis=1), axis=1)
@@ -463,7 +474,7 @@ def _verify(
         if not log_probs:
             return cache, acceptance, sound, None, features
         raw = _log_probs_of(logits, _with_next(kept.tokens, acceptance))
-        return cache, acceptance, sound, _widened(raw, full), features
+        return cache, acceptance, sound, widened(raw, full), features
 
     widths = parts.drafter.verify_widths
     if widths == (full,):
@@ -477,11 +488,6 @@ def _verify(
         no_features = jnp.zeros((batch, full, width_of_taps), params.target["embed"].dtype)
     carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs, no_features)
     return narrowest(widths, needed, lambda width, carry: verify(width, carry[0]), carry, "verify")
-
-
-def _widened(values: jax.Array, width: int) -> jax.Array:
-    """Values [B, T, ...] with zeros behind them, [B, width, ...]."""
-    return jnp.pad(values, ((0, 0), (0, width - values.shape[1]), *[(0, 0)] * (values.ndim - 2)))
 
 
 def _with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:

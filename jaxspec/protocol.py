@@ -10,6 +10,7 @@ B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -415,3 +416,23 @@ def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
     """
     full = num_draft_tokens + 1
     return (1, *(width for width in (4, 8, 16, 32, 64) if width < full), full)
+
+
+def kinds_of(part: Any) -> tuple[type, ...]:
+    """Returns the classes of a part and of the parts in it: static, they keep the programs of two parts apart.
+
+    JAX takes the structures of two dataclasses for equal that have the same fields and only another name, and tells
+    them apart by their hashes; so now and then it would run the program of one for the other.
+
+    Examples:
+      >>> from jaxspec.stopping import ConfidenceBelow, FixedGamma, ProductBelow
+      >>> confidence, product = ConfidenceBelow(FixedGamma(0.5)), ProductBelow(FixedGamma(0.5))
+      >>> jax.tree.structure(confidence) == jax.tree.structure(product), kinds_of(confidence) == kinds_of(product)
+      (True, False)
+    """
+    if isinstance(part, tuple):
+        return tuple(kind for member in part for kind in kinds_of(member))
+    # What JAX puts in a leaf's place is now and then a dataclass too.
+    if not dataclasses.is_dataclass(part) or jax.tree_util.all_leaves([part]):
+        return ()
+    return type(part), *kinds_of(tuple(getattr(part, field.name) for field in dataclasses.fields(part)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -36,8 +37,8 @@ def write_model(directory: Path, config: LlamaConfig = CONFIG, seed: int = 1) ->
     return directory
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE: a token may be part of a character."""
+def write_byte_level(directory: Path, texts: Sequence[str] = (PROMPT,)) -> None:
+    """A byte-level BPE as GPT-2's and Llama 3's, made from texts: a token may be any piece of a character."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,9 +48,14 @@ def write_tokenizer(directory: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([PROMPT] * 3, trainer)
+    backend.train_from_iterator([*texts] * 3, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     backend.save(str(directory / "tokenizer.json"))
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE with its settings."""
+    write_byte_level(directory)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
 

@@ -134,8 +134,7 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     loop = tiny.loop(combination)
     contracts.check_log_probs(loop)
     state = jax.eval_shape(lambda: begin(loop)[0])
-    arguments = (loop.parts.drafter, loop.weights)
-    proposal, _ = jax.eval_shape(lambda s: propose(*arguments, s, loop.parts.law, 1), state)
+    proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
     runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
     assert (proposal.log_probs is not None) == isinstance(runs_a_model, ChainDrafter)
 
@@ -145,8 +144,8 @@ def test_a_greedy_draft_is_a_point_mass(drafter):
     """Not the softmax that it is the maximum of."""
     loop = tiny.loop(tiny.Combination(drafter, "constant", "greedy"))
     state = jax.eval_shape(lambda: begin(loop)[0])
-    made = loop.parts.drafter
-    proposal, _ = jax.eval_shape(lambda state: propose(made, loop.weights, state, Greedy(), 1), state)
+    assert loop.parts.law == Greedy()
+    proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
     assert proposal.log_probs is None
 
 

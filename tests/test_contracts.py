@@ -23,9 +23,6 @@ class Wrapped:
     """A draft model that keeps the contracts; its state is that and a number per row, of the rounds drafted."""
 
     inner: DraftModel
-    # JAX takes the structures of two dataclasses for equal that differ in their names alone, and now and then gave one
-    # the program of the other.
-    kind: str = struct.field(pytree_node=False, default="")
 
     @property
     def num_draft_tokens(self):
@@ -128,7 +125,7 @@ def table() -> jax.Array:
 
 def loop_of(drafter: Any) -> tiny.Loop:
     small = dataclasses.replace(tiny.TARGET, num_layers=1, intermediate_size=20)
-    made = drafter(DraftModel(small, Constant(), tiny.K), drafter.__name__)
+    made = drafter(DraftModel(small, Constant(), tiny.K))
     return contracts.drafter_loop(lambda config: (made, tiny.params(small)), "rejection")
 
 

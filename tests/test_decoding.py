@@ -57,6 +57,22 @@ class Scripted:
         return state
 
 
+@struct.dataclass
+class OtherScripted(Scripted):
+    """Another class with the same fields."""
+
+
+def test_methods_of_other_classes_have_other_structures():
+    """Else JAX would now and then run the program of one for the other."""
+    numbers = jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32)
+    one, other = (Parts(kind(*numbers), GreedyAcceptor(), Greedy()) for kind in (Scripted, OtherScripted))
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert jax.tree.structure(one) == jax.tree.structure(jax.tree.map(jnp.copy, one))
+    assert jax.tree.structure(dataclasses.replace(one, drafter=other.drafter)) == jax.tree.structure(other)
+    within = (Parts(part, GreedyAcceptor(), Greedy()) for part in ((one.drafter,), (other.drafter,)))
+    assert len({jax.tree.structure(parts) for parts in within}) == 2
+
+
 @functools.cache
 def truth(row: int) -> list[int]:
     """Prompt and greedy text, more of it than any test needs."""

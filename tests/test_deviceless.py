@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import re
@@ -18,6 +19,7 @@ from jaxspec.deviceless.accelerators import ACCELERATORS, parse_mesh, parse_topo
 from jaxspec.deviceless.programs import Place
 from jaxspec.deviceless.report import Program, build, predicted, report
 from jaxspec.deviceless.stand_ins import ModelShape
+from jaxspec.io import hf_config
 from jaxspec.io.extras import MissingExtra
 from jaxspec.methods import registry
 from jaxspec.model import llama
@@ -318,6 +320,21 @@ def test_a_device_holds_its_part():
     placed = place.put_params(ModelShape("one", config).params(jnp.bfloat16), config)
     shapes = {programs.part(leaf) for leaf in jax.tree.leaves(placed) if leaf.ndim > 1}
     assert shapes == {(16, 16), (1, 32, 16), (16, 16), (2, 8, 16), (16, 8)}
+
+
+def test_a_draft_is_spread_as_its_own_shape(tmp_path):
+    """Also where a hybrid, whose config is the target's, drafts with it."""
+    target = LlamaConfig(64, 16, 32, 4, num_heads=8, num_kv_heads=2, head_dim=8)
+    draft = dataclasses.replace(target, hidden_size=8, num_layers=3, num_kv_heads=8, intermediate_size=24)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.config_json(draft, "bfloat16")))
+    place = Place([jax.devices("cpu")[0]] * 4, AbstractMesh((1, 4), ("data", "model")))
+    shapes = []
+    for name, options in {"draft-model": {}, "hybrid": {"second": "draft-model"}}.items():
+        method = registry.make(name, {**options, "draft": tmp_path, "draft_exit": 2})
+        made = programs.make(ModelShape("one", target), method, place, dtype=jnp.bfloat16)
+        shapes.append(jax.tree.map(programs.part, made.weights.drafter))
+    assert shapes[0] == shapes[1]
+    assert shapes[0]["layers"][0]["attention"]["qkv"] == (2, 24, 8)
 
 
 # The command

@@ -160,11 +160,12 @@ def rounds_of(directory: Path, drafter_of: Any = Eagle) -> list[Round]:
     drafter = drafter_of(TARGET, head.config, num_draft_tokens=tiny.K)
     weights = Weights(tiny.params(TARGET), head.load(np.float32))
     law = Sampling(jnp.full(len(PROMPTS), TEMPERATURE))
-    loop = tiny.Loop(Parts(drafter, BlockAcceptor(), law), weights, TARGET)
+    parts = Parts(drafter, BlockAcceptor(), law)
+    loop = tiny.Loop(parts, weights, TARGET)
     state, _ = loop.begin(PROMPTS, 12)
     found, accepted = [], 0
     for _ in range(4):
-        proposal, _ = propose(drafter, weights, state, law, 1)
+        proposal, _ = propose(parts, weights, state, 1)
         for row, length in enumerate(state.length.tolist()):
             tokens, drafts = state.tokens[row, :length].tolist(), proposal.tokens[0, row].tolist()
             found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row]))))
@@ -248,7 +249,7 @@ def test_a_feature_of_another_position_would_be_noticed(said, layout):
 
 @struct.dataclass
 class Stale(Eagle):
-    """Keeps what it had foretold of accepted drafts, as some servers did."""
+    """Keeps what it had predicted of accepted drafts, as some servers did."""
 
     def observe(self, params, state, outcome):
         before = state.own.cache

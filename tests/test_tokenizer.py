@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxspec.io.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
 from jaxspec.io.tokenizer_file import FileTokenizer, read_tokenizer
+from tests.commands import write_byte_level
 
 MODELS = Path(__file__).parents[1].parent / "shared" / "data" / "models"
 TEMPLATE = (
@@ -26,22 +27,7 @@ TEXTS = ["Once upon a time, there was a tiny bear.", "Ünïcödé — “quotes�
 
 
 def _byte_level(directory: Path) -> None:
-    """A byte-level BPE as GPT-2's and Llama 3's: a token may be any piece of a character."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXTS * 3, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    backend.save(str(directory / "tokenizer.json"))
+    write_byte_level(directory, TEXTS)
 
 
 def _byte_fallback(directory: Path) -> None:

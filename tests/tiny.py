@@ -263,7 +263,7 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
-    """A head that foretells exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
+    """A head that predicts exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
 
     The target's layers write nothing, and its embeddings are signs, so that what it says follows from the last token
     alone, by its first eight coordinates. The EAGLE-1 head hands on the token's embedding. The EAGLE-3 head attends

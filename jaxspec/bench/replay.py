@@ -28,7 +28,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Outcome, Signal, StopRule
+from jaxspec.protocol import Outcome, Signal, StopRule, kinds_of
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Estimate, GammaState
 
@@ -206,7 +206,7 @@ def replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: in
       num_draft_tokens: K, at most that of the record.
       batch_size: B.
     """
-    rounds, drafted, accepted, state = _replay(record, rule, num_draft_tokens, batch_size)
+    rounds, drafted, accepted, state = _replay(record, rule, kinds_of(rule), num_draft_tokens, batch_size)
     gammas = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_gamma) if _is_gamma(leaf)]
     gamma = np.asarray(gammas[0].gamma) if gammas else None
     return Counts(int(record.end) - 1, np.asarray(rounds), np.asarray(drafted), np.asarray(accepted), gamma)
@@ -216,9 +216,14 @@ def _is_gamma(node: Any) -> bool:
     return isinstance(node, GammaState)
 
 
-@functools.partial(jax.jit, static_argnames=("num_draft_tokens", "batch_size"))
-def _replay(record: Record, rule: StopRule, num_draft_tokens: int, batch_size: int) -> Any:
-    """Rounds by drafted tokens [B, K + 1], drafted [B], accepted [B], and the rule's state."""
+@functools.partial(jax.jit, static_argnames=("kinds", "num_draft_tokens", "batch_size"))
+def _replay(
+    record: Record, rule: StopRule, kinds: tuple[type, ...], num_draft_tokens: int, batch_size: int
+) -> Any:
+    """Rounds by drafted tokens [B, K + 1], drafted [B], accepted [B], and the rule's state.
+
+    `kinds`: of the rule, which keep the programs of two rules apart, see `kinds_of`.
+    """
     limit, rows = len(record.right), jnp.arange(batch_size)
     keys = jax.random.split(jax.random.key(0), batch_size)  # of no consequence: nothing is drawn
 

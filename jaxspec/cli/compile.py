@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions
 from jaxspec.console.environment import compile_only
+from jaxspec.console.output import writable
 from jaxspec.console.terminal import Progress
 from jaxspec.deviceless.accelerators import parse_mesh, parse_topology
+from jaxspec.io.files import write_atomic
 from jaxspec.methods import registry
 from jaxspec.methods.flat import given_options
 
@@ -23,9 +24,9 @@ class Compile:
     Of the model only the shape counts: no weights are read or made. What a method reads from files (a plan, a probe) is
     made up, for it is data to the program.
 
-    Copies are of whole caches or weights in one round; there should be none. Written back is a cache that was brought
-    whole into fast memory, and updated there. Collectives are the exchanges between devices in one round, of a whole
-    draft. The speed is a prediction, from published figures.
+    Copies are of whole caches or weights in one round; there should be none. A cache is written back where the
+    program moves all of it to fast memory, changes it there and moves it back. Collectives are the exchanges between
+    devices in one round, of a whole draft. The speed is a prediction, from published figures.
 
     Attributes:
       topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on.
@@ -62,6 +63,7 @@ class Compile:
         topology = parse_topology(self.topology)
         axes = parse_mesh(self.mesh, topology.num_devices)
         method = registry.make(self.method, given_options(self.drafting))
+        hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()
         with Progress() as progress:
             from jaxspec.deviceless.programs import Place, devices, make
@@ -80,13 +82,11 @@ class Compile:
                 dtype=DTYPES[self.dtype],
                 law=self.sampling.numbers(),
             )
-            if self.hlo is not None:
-                open(self.hlo, "a").close()  # else an unwritable place would be noticed after compiling
             progress("compiling the rounds")
             rounds = build(programs.rounds)
-            if self.hlo is not None:
+            if hlo is not None:
                 # Where the rounds do not fit, the compiler gives no program.
-                Path(self.hlo).write_text(rounds.text or "the rounds do not fit the memory of a chip\n")
+                write_atomic(hlo, rounds.text or "the rounds do not fit the memory of a chip\n")
             if self.prefill:
                 progress("compiling the prefill")
             prefill = build(programs.prefill) if self.prefill else None

@@ -29,16 +29,27 @@ def output_file(given: str | None, lm: Model, name: str) -> Path:
     Raises:
       ValueError: it cannot be written.
     """
-    path = Path(given) if given is not None else home(lm.directory, lm.name, lm.fingerprint) / name
+    if given is not None:
+        return writable(given, "output")
+    return writable(home(lm.directory, lm.name, lm.fingerprint) / name, "output", make_directory=True)
+
+
+def writable(path: str | os.PathLike[str], option: str, make_directory: bool = False) -> Path:
+    """The path of a file that is to be written, checked before long work begins; nothing is left there.
+
+    Raises:
+      ValueError: it cannot be written; the line names the option that gave it.
+    """
+    path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a directory; give output=FILE")
+        raise ValueError(f"{path} is a directory; give {option}=FILE")
     try:
-        if given is None:
+        if make_directory:
             path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}); give another output=FILE") from None
+        raise ValueError(f"cannot write {path} ({error.strerror}); give another {option}=FILE") from None
     return path
 
 

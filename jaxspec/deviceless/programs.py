@@ -244,6 +244,7 @@ def _build(
 ) -> tuple[Drafter, Any, Any]:
     """The drafter, its parameters, and those among them that are the target's own; all as placed shapes."""
     shared: list[bool] = []
+    drafts: list[LlamaConfig] = []
 
     def load_draft(draft: ModelLike) -> LoadedModel:
         found = draft_shape(draft)
@@ -252,6 +253,7 @@ def _build(
                 f"draft {found.name} has a vocabulary of {found.config.vocab_size} tokens, the target of "
                 f"{target.config.vocab_size}; a draft must have the target's"
             )
+        drafts.append(found.config)
         return found.loaded(dtype)
 
     def build() -> tuple[Drafter, Any]:
@@ -270,8 +272,9 @@ def _build(
         return drafter, own
 
     drafter, own = jax.eval_shape(build)
-    if isinstance(own, dict) and not taps_of(drafter):
-        own = place.put_params(own, getattr(drafter, "config", target.config))
+    if isinstance(own, dict) and "layers" in own and not taps_of(drafter):
+        model = drafts[-1] if drafts else target.config
+        own = place.put_params(own, model.truncated(len(own["layers"])))
     elif own is not None:
         own = place.put(own)
     leaves = jax.tree.leaves(own)

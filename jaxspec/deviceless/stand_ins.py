@@ -117,9 +117,7 @@ def loaded_head(path: Path, directory: Path, target: LlamaConfig, dtype: DTypeLi
     if config is None:
         config = heads.read_head(heads.resolve(path), target).config
     shapes = eagle.param_shapes(config)
-    params = jax.tree.map(
-        lambda shape: jnp.zeros(shape, dtype), shapes, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
+    params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), shapes, is_leaf=llama.is_shape)
     if config.head_size is not None and config.head_size < target.vocab_size:
         ids = jnp.zeros(config.head_size, jnp.int32)
         params["vocabulary"] = Vocabulary(params.pop("head"), ids, target.vocab_size)

@@ -28,7 +28,7 @@ class Absorbed(NamedTuple):
 
     Attributes:
       cache: the head's: a pair a slot.
-      hidden: [B, D], its output at each row's last pair, which foretells the token after the pending one.
+      hidden: [B, D], its output at each row's last pair, which predicts the token after the pending one.
     """
 
     cache: KVCache
@@ -37,7 +37,7 @@ class Absorbed(NamedTuple):
 
 @struct.dataclass
 class Eagle(ChainDrafter):
-    """A head foretells the target's features, and from each the token after it.
+    """A head predicts the target's features, and from each the token after it.
 
     The head's cache is filled with true features alone: those of accepted drafts come with verification, and
     overwrite what the head had put there from its own. The last of them gives the first draft token, so a draft of K

@@ -14,6 +14,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest, once
+from jaxspec.model.numerics import widened
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import (
     Drafter,
@@ -220,12 +221,8 @@ class Hybrid:
         view: View,
     ) -> tuple[Proposal, KVCache]:
         """One proposal of both: `found` where a row takes it, bool[B]; `ran`, bool[], whether the second drafted."""
-
-        def widened(array: jax.Array, width: int = self.num_draft_tokens) -> jax.Array:
-            rest = (0, 0), (0, width - array.shape[1])
-            return jnp.pad(array, (*rest, *((0, 0),) * (array.ndim - 2)))
-
-        tokens = jnp.where(takes[:, None], widened(found.tokens), widened(drafted.tokens))
+        full = self.num_draft_tokens
+        tokens = jnp.where(takes[:, None], widened(found.tokens, full), widened(drafted.tokens, full))
         count = jnp.minimum(jnp.where(takes, found.count, drafted.count), view.room)
         log_probs, exits, cache = drafted.log_probs, drafted.exit_hidden, view.cache
         if log_probs is not None:  # what was found is certain
@@ -234,7 +231,7 @@ class Hybrid:
                 points = jnp.log(jax.nn.one_hot(tokens, log_probs.shape[-1], dtype=log_probs.dtype))
                 return jnp.where(takes[:, None, None], points, log_probs)
 
-            log_probs = once(jnp.any(takes & (count > 0)), certain, widened(log_probs))
+            log_probs = once(jnp.any(takes & (count > 0)), certain, widened(log_probs, full))
         if exits is not None:
             # The second's verification goes on from its first layers: what was found goes through them here. Where the
             # second ran, it has fed the pending token of every row; else nobody has, not even of a row without room.
@@ -249,6 +246,6 @@ class Hybrid:
                 )
                 return exits.at[:, :width].set(hidden), cache
 
-            carry = widened(exits, self.num_draft_tokens + 1), cache
+            carry = widened(exits, full + 1), cache
             exits, cache = narrowest(self.verify_widths, needed, through, carry)
         return Proposal(tokens, count, log_probs, exits, drafted.exit_layer), cache

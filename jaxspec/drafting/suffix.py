@@ -26,7 +26,7 @@ class Suffix(LookupDrafter):
     below `min_prob`, and has at most `factor` · m tokens. Of the drafts by different m, the one with the largest sum of
     probabilities is proposed, the expected number of accepted tokens; of several, that of the largest m.
 
-    The paper keeps a tree of all suffixes on the host. Here the text is compared anew in each round, which needs no
+    The paper keeps a tree of all suffixes on the host. Here the text is compared again in each round, which needs no
     state and is small beside a target's step; what it costs is that only `num_places` places are counted.
 
     Attributes:

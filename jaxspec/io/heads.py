@@ -44,6 +44,8 @@ _BIN = "pytorch_model.bin"
 _Q = "layers.0.self_attn.q_proj.weight"
 # What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
 _PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
+# What an option of the config says is normed before fc.
+_FEATURE_NORMS: Mapping[str, Literal["together", "each"]] = {"norm_before_fc": "together", "fc_norm": "each"}
 # A tensor that only an option of the config gives a place.
 _OPTIONS = {"input_norm.weight": "norm_before_fc", "fc_norm.0.weight": "fc_norm"}
 
@@ -205,7 +207,8 @@ def _config(
     if kind == "eagle":
         head_size = target.vocab_size if has_head else None
         return HeadConfig(block, (FINAL,), kind, None, head_size, own_embedding, fc_bias="fc.bias" in tensors)
-    if flag(values, "norm_before_fc") and flag(values, "fc_norm"):
+    norms = [norm for name, norm in _FEATURE_NORMS.items() if flag(values, name)]
+    if len(norms) > 1:
         raise ValueError("norm_before_fc and fc_norm are both set; expected one of them at most")
     head_size = target.vocab_size
     if values.get("draft_vocab_size") is not None:
@@ -218,11 +221,7 @@ def _config(
         head_size if has_head else None,
         own_embedding,
         fc_bias="fc.bias" in tensors,
-        feature_norm="together"
-        if flag(values, "norm_before_fc")
-        else "each"
-        if flag(values, "fc_norm")
-        else "none",
+        feature_norm=norms[0] if norms else "none",
         residual_is_normed=flag(values, "norm_before_residual"),
         output_is_normed=flag(values, "norm_output"),
     )

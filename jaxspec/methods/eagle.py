@@ -1,4 +1,4 @@
-"""EAGLE-1: a layer that foretells what the target's own head reads."""
+"""EAGLE-1: a layer that predicts what the target's own head reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxspec.methods.heads import HeadMethod
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle(HeadMethod):
-    """A one-layer head foretells the model's last hidden states (EAGLE-1, Li et al. 2024).
+    """A one-layer head predicts the model's last hidden states (EAGLE-1, Li et al. 2024).
 
     The heads of EAGLE-2 are the same; here they draft a chain.
 

@@ -10,7 +10,7 @@ from jaxspec.methods.heads import HeadMethod
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(HeadMethod):
-    """A head reads three of the model's layers and foretells what follows (EAGLE-3, Li et al. 2025).
+    """A head reads three of the model's layers and predicts what follows (EAGLE-3, Li et al. 2025).
 
     Examples:
       >>> Eagle3(draft="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", num_draft_tokens=7)

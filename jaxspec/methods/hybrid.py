@@ -112,10 +112,10 @@ class Hybrid(Method):
         taking_turns = getattr(second, "taking_turns", None)
         second = second if taking_turns is None else taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
-        return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(0.95)), own
+        return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(Drafting.memory)), own
 
     def _parts(self) -> dict[str, Method]:
-        return {role: _made(getattr(self, role) or usual) for role, usual in _USUAL.items()}
+        return {role: getattr(self, role) or registry.find(usual)() for role, usual in _USUAL.items()}
 
 
 def _kind(role: str, name: str) -> type[Method]:
@@ -135,10 +135,6 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
     """Returns the methods that are given by their names, or not at all: flat options are theirs."""
     names = {role: given.get(role) or usual for role, usual in _USUAL.items()}
     return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}
-
-
-def _made(part: str | Method) -> Method:
-    return registry.find(part)() if isinstance(part, str) else part
 
 
 def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:

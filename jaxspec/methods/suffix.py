@@ -45,13 +45,13 @@ class Suffix(DraftingMethod):
 
         from jaxspec.drafting.suffix import Suffix as Drafting
 
-        longest = 16 if self.suffix_max is None else self.suffix_max
+        longest = Drafting.suffix_max if self.suffix_max is None else self.suffix_max
         if not 1 <= longest <= MAX_DRAFT_TOKENS:
             raise ValueError(f"suffix_max is {longest}; give 1 to {MAX_DRAFT_TOKENS}")
-        factor = 1.0 if self.suffix_factor is None else self.suffix_factor
+        factor = Drafting.factor if self.suffix_factor is None else self.suffix_factor
         if not 0 < factor < float("inf"):
             raise ValueError(f"suffix_factor is {factor}; give a number above 0")
-        least = 0.1 if self.suffix_min_prob is None else self.suffix_min_prob
+        least = Drafting.min_prob if self.suffix_min_prob is None else self.suffix_min_prob
         if not 0 <= least <= 1:
             raise ValueError(f"suffix_min_prob is {least}; give a number from 0 to 1")
         drafter = Drafting(
@@ -59,6 +59,6 @@ class Suffix(DraftingMethod):
             min_prob=jnp.float32(least),
             factor=jnp.float32(factor),
             suffix_max=longest,
-            num_draft_tokens=self.length(15),
+            num_draft_tokens=self.length(Drafting.num_draft_tokens),
         )
         return drafter, None

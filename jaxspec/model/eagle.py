@@ -1,6 +1,6 @@
-"""The heads of EAGLE as pure functions: a layer or a few that foretell the target's features, one token a pass.
+"""The heads of EAGLE as pure functions: a layer or a few that predict the target's features, one token a pass.
 
-EAGLE-1 (Li et al. 2024, arXiv 2401.15077) foretells what the target's head reads: a Llama layer without an input norm
+EAGLE-1 (Li et al. 2024, arXiv 2401.15077) predicts what the target's head reads: a Llama layer without an input norm
 over fc of (embedding, feature), then the target's own head. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) reads streams
 of three of the target's layers, is fed its own output in place of what it does not know, and has a head of its own,
 often over a part of the vocabulary.

@@ -82,3 +82,8 @@ def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
     return jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
+
+
+def widened(values: jax.Array, width: int) -> jax.Array:
+    """Values [B, T, ...] with zeros behind them, [B, width, ...]."""
+    return jnp.pad(values, ((0, 0), (0, width - values.shape[1]), *[(0, 0)] * (values.ndim - 2)))

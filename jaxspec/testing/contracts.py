@@ -99,16 +99,14 @@ def drafter_loop(
 
 
 @functools.partial(jax.jit, static_argnames="draws")
-def propose(
-    drafter: Drafter, weights: Weights, state: DecodeState, law: Law, draws: int
-) -> tuple[Proposal, Any]:
+def propose(parts: Parts, weights: Weights, state: DecodeState, draws: int) -> tuple[Proposal, Any]:
     """Returns the proposals and the caches of many draws from one state, [draws, B, ...].
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
       >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
       >>> state, _ = loop.begin(PROMPTS, BUDGETS)
-      >>> proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+      >>> proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
       >>> proposal.tokens.shape
       (1500, 3, 3)
     """
@@ -116,7 +114,7 @@ def propose(
     keys = jax.random.split(jax.random.key(9), (draws, len(state.length)))
 
     def once(keys: jax.Array) -> tuple[Proposal, Any]:
-        proposal, _, cache = drafter.propose(keys, weights, state.drafter_state, view, law)
+        proposal, _, cache = parts.drafter.propose(keys, weights, state.drafter_state, view, parts.law)
         return proposal, cache
 
     return jax.vmap(once)(keys)
@@ -131,7 +129,7 @@ def check_loan(loop: Loop) -> None:
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     for _ in range(2):  # after the prefill, and after some rounds
-        _, caches = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+        _, caches = propose(loop.parts, loop.weights, state, DRAWS)
         for row, length in enumerate(np.asarray(state.length)):
             lent = committed(state.cache, row, length - 1)
             back = committed(jax.tree.map(lambda leaf: leaf[-1], caches), row, length - 1)
@@ -149,7 +147,7 @@ def check_log_probs(loop: Loop) -> None:
       >>> check_log_probs(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
-    proposal, _ = propose(loop.parts.drafter, loop.weights, state, loop.parts.law, DRAWS)
+    proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
     if proposal.log_probs is None:
         # Every token is certain: another draw must give the same.
         tokens, count = np.asarray(proposal.tokens), np.asarray(proposal.count)
