@@ -119,7 +119,7 @@ class Case:
     Attributes:
       make: the target's config and a stop rule → the drafter and its parameters.
       methods: the names in `jaxspec.METHODS` that make this drafter; none for a variant.
-      family: its variants take turns where not all combinations are tried.
+      family: it has all of its variants; by default the drafter alone.
       config: the target on which it is tested.
       has_rule: whether it takes a stop rule.
     """
@@ -130,10 +130,18 @@ class Case:
     config: LlamaConfig = TARGET
     has_rule: bool = True
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The stop rules with which it is tested; `-` for none."""
+        return tuple(RULES) if self.has_rule else ("-",)
+
 
 def _ngram(match: str = "latest", **changes: Any) -> Case:
     return Case(
-        lambda config, rule: (NGram(match=match, num_draft_tokens=K), None), has_rule=False, **changes
+        lambda config, rule: (NGram(match=match, num_draft_tokens=K), None),
+        family="ngram",
+        has_rule=False,
+        **changes,
     )
 
 
@@ -142,14 +150,14 @@ def suffix(**changes: Any) -> Suffix:
     return Suffix(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
 
 
-def _referring(make: Callable[..., Any]) -> Case:
+def _referring(make: Callable[..., Any], family: str) -> Case:
     """N-gram or suffix with a reference."""
 
     def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
         return make(reference=jnp.asarray(tokens)), None
 
-    return Case(made, has_rule=False)
+    return Case(made, family=family, has_rule=False)
 
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -200,7 +208,7 @@ def _hybrid(
         drafter, own = second(config, RULES[rule](config.hidden_size))
         return Hybrid(config, first(), drafter.taking_turns(), jnp.float32(0.3), jnp.float32(0.9)), own
 
-    return Case(made, has_rule=False, **changes)
+    return Case(made, family="hybrid", has_rule=False, **changes)
 
 
 def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -318,9 +326,9 @@ DRAFTERS: dict[str, Case] = {
     "ngram-earliest": _ngram("earliest"),
     "ngram-longest": _ngram("longest"),
     "ngram-random": _ngram("random"),
-    "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K)),
-    "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), has_rule=False),
-    "suffix-reference": _referring(suffix),
+    "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K), "ngram"),
+    "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), "suffix", has_rule=False),
+    "suffix-reference": _referring(suffix, "suffix"),
     "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
     "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
@@ -359,12 +367,6 @@ DRAFTERS: dict[str, Case] = {
     "eagle": Case(_eagle, ("eagle",), "eagle"),
     "eagle3": Case(_eagle3, ("eagle3",), "eagle"),
 }
-PLAIN = tuple(name for name, case in DRAFTERS.items() if not case.has_rule)
-# Drafters with a stop rule: each family's variants.
-CHAINS = tuple(
-    tuple(name for name, case in DRAFTERS.items() if case.has_rule and (case.family or name) == family)
-    for family in dict.fromkeys(case.family or name for name, case in DRAFTERS.items() if case.has_rule)
-)
 
 
 def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tuple[Any, Any]:
@@ -377,39 +379,40 @@ def config_of(drafter: str) -> LlamaConfig:
     return DRAFTERS[drafter].config
 
 
-def with_rules() -> list[tuple[str, str]]:
-    """Every drafter with every stop rule."""
-    drafters = [(name, "-") for name in PLAIN]
-    return drafters + list(itertools.product(itertools.chain(*CHAINS), RULES))
-
-
 def full_product() -> list[Combination]:
     """Every drafter with every stop rule and acceptor."""
-    return [Combination(*drafter, acceptor) for drafter in with_rules() for acceptor in ACCEPTORS]
+    return [
+        Combination(name, rule, acceptor)
+        for name, case in DRAFTERS.items()
+        for rule in case.rules
+        for acceptor in ACCEPTORS
+    ]
 
 
-def pairwise() -> list[Combination]:
-    """Every pair of method, rule and acceptor at least once; each method's variants take turns."""
-    chosen = []
-    for turn, acceptor in enumerate(ACCEPTORS):
-        chosen.append(Combination("autoregressive", "-", acceptor))
-        chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
-        chosen.append(Combination(("suffix", "suffix-reference", "suffix")[turn], "-", acceptor))
-        chosen.append(Combination(("hybrid-asd", "hybrid", "hybrid-draft-model")[turn], "-", acceptor))
-    acceptors = list(ACCEPTORS)
-    for method, variants in enumerate(CHAINS):
-        for number, rule in enumerate(RULES):
-            variant = variants[-1 - (number + number // 3) % len(variants)]
-            chosen.append(Combination(variant, rule, acceptors[(method + number) % 3]))
+def ordinary() -> list[Combination]:
+    """Every drafter once, each with the rule and the acceptor that meet the most others for the first time.
+
+    Of families with rules and with acceptors, and of rules with acceptors. A drafter has one for all checks:
+    compiling it takes longer than they do.
+    """
+    chosen: list[Combination] = []
+    met: set[tuple[str, str]] = set()
+    for name, case in DRAFTERS.items():
+        family = case.family or name
+        options = {
+            Combination(name, rule, acceptor): {(family, rule), (family, acceptor), (rule, acceptor)}
+            for rule, acceptor in itertools.product(case.rules, ACCEPTORS)
+        }
+        best = max(options, key=lambda one: len(options[one] - met))
+        met |= options[best]
+        chosen.append(best)
     return chosen
 
 
-def every_drafter() -> list[Combination]:
-    """Every drafter and every rule at least once, with one acceptor."""
-    chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
-    chosen += [("hybrid", "-"), ("hybrid-draft-model", "-"), ("hybrid-eagle", "-")]
-    chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
-    return [Combination(*drafter, "block") for drafter in chosen]
+def families() -> list[Combination]:
+    """Of the ordinary combinations the last of each family."""
+    last = {DRAFTERS[one.drafter].family or one.drafter: one for one in ordinary()}
+    return list(last.values())
 
 
 # The loop
