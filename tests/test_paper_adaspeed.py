@@ -26,7 +26,7 @@ SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch):
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: SPLITS[split])
     # A tiny model compiles longer than it runs.
     monkeypatch.setattr(counts, "LENGTHS", (2, 16))
     monkeypatch.setattr(counts, "CONSTANT_LENGTHS", (2,))

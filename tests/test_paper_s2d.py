@@ -24,7 +24,7 @@ SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch):
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: SPLITS[split])
     monkeypatch.setattr(s2d, "CONSTANTS", (2,))
     monkeypatch.setattr(s2d, "THRESHOLDS", (0.0, 1.0))
 

@@ -59,7 +59,7 @@ REPORT = Report(
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": SPLITS[split])
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: SPLITS[split])
     # A tiny model compiles longer than it runs.
     monkeypatch.setattr(baselines, "CONSTANTS", (1,))
     monkeypatch.setattr(baselines, "_SHARES", (2,))

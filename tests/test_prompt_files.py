@@ -59,6 +59,24 @@ def test_the_projects_own():
     tasks = own_tasks()
     assert [task.category for task in tasks[::10]] == list(prompts.KINDS)
     assert (tasks[1].id, tasks[1].turns) == ("stories/2", (prompts.load("reporting")["stories"][1],))
+    assert own_tasks(directory=Path("nowhere")) == tasks
+
+
+def test_those_of_a_model(tmp_path):
+    content = {"tuning": {"sums": ["a"]}, "reporting": {"sums": ["b", "c"], "code": ["d"]}}
+    (tmp_path / prompts.NAME).write_text(json.dumps(content))
+    found = own_tasks(directory=tmp_path)
+    assert [(task.id, task.turns[0]) for task in found] == [("sums/1", "b"), ("sums/2", "c"), ("code/1", "d")]
+    assert [task.id for task in own_tasks("reporting", ["code"], tmp_path)] == ["code/1"]
+    with pytest.raises(ValueError, match="beside the model are sums, and code is needed; choose another"):
+        own_tasks("tuning", ["code"], tmp_path)
+
+
+@pytest.mark.parametrize("part", [None, [], {}, {"a": []}, {"a": "b"}, {"a": [""]}, {"a": [3]}])
+def test_a_model_with_other_prompts(part, tmp_path):
+    (tmp_path / prompts.NAME).write_text(json.dumps({"reporting": {"a": ["b"]}, "tuning": part}))
+    with pytest.raises(ValueError, match="tuning is no list of prompts for each kind of work"):
+        prompts.load("reporting", tmp_path)
 
 
 @pytest.mark.parametrize(

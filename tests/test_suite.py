@@ -422,7 +422,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Runs the command on a few prompts; returns status, standard output and standard error."""
-    monkeypatch.setattr(prompts, "load", lambda split="reporting": KINDS)
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: KINDS)
     monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
     monkeypatch.setattr(terminal, "_PATIENCE_S", 1e9)  # however slow this machine is
     return functools.partial(called, capsys, "bench")

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from jaxspec.bench import prompts
 from jaxspec.bench.prompt_files import read_tasks
 from training import tasks as task_command
 from training.data import conversations, formats, packing, reading, sources, tasks, tokenizer
@@ -289,3 +290,22 @@ def test_prompts_to_measure_on_are_none_that_are_trained_on(tmp_path, monkeypatc
         assert not {origins[task.turns[0]] for task in read if task.category == family} & learned
     assert task_command.main(["--output", str(file), "--families", "sum"]) == 2
     assert "--families is 'sum'; choose some of sums, code" in capsys.readouterr().err
+
+
+def test_prompts_of_a_model(tmp_path, monkeypatch, capsys):
+    """Half to tune with, half to report on, found beside the model."""
+    monkeypatch.setattr(tasks, "USUAL_COUNT", 200)
+    assert task_command.main(["--model", str(tmp_path)]) == 2
+    assert "which is no model's directory; give one with a config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert task_command.main(["--model", str(tmp_path), "--count", "6"]) == 0
+    splits = [prompts.load(split, tmp_path) for split in ("tuning", "reporting")]
+    for found in splits:
+        assert {kind: len(texts) for kind, texts in found.items()} == dict.fromkeys(
+            ("stories", "mathematics", "code", "copy-edit", "facts"), 3
+        )
+    texts = [text for found in splits for texts in found.values() for text in texts]
+    assert len(set(texts)) == len(texts)
+    assert prompts.sample(1, tmp_path) == tuple(texts[0] for texts in splits[1].values())
+    assert task_command.main(["--model", str(tmp_path), "--count", "5"]) == 2
+    assert "--count is 5; give an even number up to 20" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
     """Measures plain decoding by the whole and by the cut model: tokens per second of each, and their ratio."""
     config = lm.config.truncated(options.cut)
     cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
-    texts = prompts.sample(options.prompts)
+    texts = prompts.sample(options.prompts, lm.directory)
 
     def run_of(model: LanguageModel) -> Run:
         generate = functools.partial(

@@ -1,10 +1,13 @@
-"""Tasks with certain answers as a prompt set: `python -m training.tasks --output FILE`.
+"""Tasks with certain answers as prompts: a prompt set, or the prompts of a model that was trained on such tasks.
 
     python -m training.tasks --output tasks.jsonl
     jaxspec bench --model checkpoints/small --prompt-file tasks.jsonl --chat off
+    python -m training.tasks --model checkpoints/small --count 16
+    jaxspec bench --model small
 
 The embedded targets are trained on tasks that are made by rule (`training.data.tasks`). Here are others, those that
-come after the last one that a training takes, in the form of Spec-Bench: one category for each family.
+come after the last one that a training takes: in the form of Spec-Bench, one category for each family; or as the
+`prompts.json` that lies beside a model.
 """
 
 from __future__ import annotations
@@ -19,27 +22,44 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec.io.files import write_atomic
+from jaxspec.bench import prompts as own
+from jaxspec.io.files import write_atomic, write_json
 from training import command
 from training.data import tasks
 from training.parsing import parse_plain
 
+# Families by the kinds of work in `jaxspec.bench.prompts`, which has some openings of stories to tune with, others to
+# report on.
+WORK = {"sums": "mathematics", "code": "code", "edits": "copy-edit", "facts": "facts"}
+_MOST = 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Writes prompts that ask for a sum, a piece of code, an edit or a look-up, as JSON lines.
+    """Writes prompts that ask for a sum, a piece of code, an edit or a look-up.
 
     Attributes:
-      output: the file, for `jaxspec bench --prompt-file`.
-      families: which tasks. Default: all.
+      output: the file, JSON lines for `jaxspec bench --prompt-file`.
+      model: a model's directory instead: its prompts.json is written, half of the prompts to tune with, half to report
+        on, and as many of the project's own openings of stories.
+      families: which tasks. Default: all; for a model those that are work, which lists of labels are not.
       count: prompts of each.
     """
 
-    output: Path
-    families: tuple[str, ...] = tuple(tasks.FAMILIES)
+    output: Path | None = None
+    model: Path | None = None
+    families: tuple[str, ...] = ()
     count: int = 20
 
     def __post_init__(self):
+        if (self.output is None) == (self.model is None):
+            raise ValueError("give either output=FILE or model=DIR")
+        if self.model is not None and not (self.model / "config.json").is_file():
+            raise ValueError(
+                f"model is {self.model}, which is no model's directory; give one with a config.json"
+            )
+        if self.model is not None and (self.count % 2 or self.count > 2 * _MOST):
+            raise ValueError(f"count is {self.count}; give an even number up to {2 * _MOST} for a model")
         if self.count < 1:
             raise ValueError(f"count is {self.count}; give at least 1")
         for family in self.families:
@@ -65,14 +85,37 @@ def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
             yield {"question_id": f"{family}/{number}", "category": family, "turns": [task.prompt]}
 
 
+def model_prompts(families: Sequence[str], count: int) -> dict[own.Split, dict[str, list[str]]]:
+    """The prompts of a model, see `jaxspec.bench.prompts`: `count` of each kind, half for either purpose."""
+    made: dict[str, list[str]] = {WORK.get(family, family): [] for family in families}
+    for entry in prompts(families, count):
+        made[WORK.get(entry["category"], entry["category"])] += entry["turns"]
+    half = count // 2
+    parts: dict[own.Split, slice] = {"tuning": slice(half), "reporting": slice(half, None)}
+    return {
+        split: {"stories": list(own.load(split)["stories"][:half])}
+        | {kind: texts[part] for kind, texts in made.items()}
+        for split, part in parts.items()
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the file; returns the exit status."""
 
     def work(given: list[str], program: str, console: Console) -> int:
         options = parse_plain(Options, given, program)
-        entries = list(prompts(options.families, options.count))
-        write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in entries))
-        console.print(f"wrote {len(entries)} prompts to {options.output}", markup=False)
+        if options.model is not None:
+            output = options.model / own.NAME
+            by_split = model_prompts(options.families or tuple(WORK), options.count)
+            write_json(output, by_split)
+            count = sum(len(texts) for kinds in by_split.values() for texts in kinds.values())
+        else:
+            assert options.output is not None
+            output = options.output
+            entries = list(prompts(options.families or tuple(tasks.FAMILIES), options.count))
+            write_atomic(output, "".join(json.dumps(entry) + "\n" for entry in entries))
+            count = len(entries)
+        console.print(f"wrote {count} prompts to {output}", markup=False)
         return 0
 
     return command.run("training.tasks", Options, work, arguments)

@@ -88,12 +88,18 @@ class Task:
         return final_number(text.split("\nQuestion:")[0]) == self.answer
 
 
-def own_tasks(split: prompts.Split = "reporting", kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
-    """The project's own prompts by kind of work, by default those that nothing was tuned on.
+def own_tasks(
+    split: prompts.Split = "reporting", kinds: Sequence[str] | None = None, directory: Path | None = None
+) -> list[Task]:
+    """The prompts where none are given: those beside a model, else the project's; see `prompts.load`.
 
     Args:
       split: what numbers are tuned on, or what speeds are reported on.
-      kinds: which of `prompts.KINDS`.
+      kinds: of work; None for all.
+      directory: of the model.
+
+    Raises:
+      ValueError: the model's prompts have no such kind, or are not what `prompts.load` expects.
 
     Examples:
       >>> own_tasks()[0].id
@@ -101,10 +107,16 @@ def own_tasks(split: prompts.Split = "reporting", kinds: Sequence[str] = prompts
       >>> {task.category for task in own_tasks("tuning", ["code"])}
       {'code'}
     """
+    known = prompts.load(split, directory)
+    absent = set(kinds or ()) - set(known)
+    if absent:
+        raise ValueError(
+            f"the prompts beside the model are {', '.join(known)}, and {min(absent)} is needed; choose another model"
+        )
     return [
         Task(f"{kind}/{number}", kind, (text,))
-        for kind, texts in prompts.load(split).items()
-        if kind in kinds
+        for kind, texts in known.items()
+        if kinds is None or kind in kinds
         for number, text in enumerate(texts, 1)
     ]
 

@@ -60,13 +60,13 @@ class Inspect:
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.tuning.fitness_report import measure, read_texts
-            from jaxspec.tuning.inspect import PROMPTS, inspect_model
+            from jaxspec.tuning.inspect import inspect_model
 
             lm = self.model.load()
             texts = read_texts(lm, self.fitness)
             report = inspect_model(
                 lm,
-                prompts or PROMPTS,
+                prompts or None,
                 asd=self.asd,
                 max_new_tokens=self.max_new_tokens,
                 on_progress=progress,

@@ -27,8 +27,6 @@ from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning.exits import exit_agreement
 
-# Looked at where nobody gives a prompt.
-PROMPTS = prompt_set.sample(2)
 DEFAULT_BUDGET = 64
 SUBLAYERS = ("attention", "mlp")
 # One timing takes at least this long, or has this many steps.
@@ -37,7 +35,7 @@ _TIMING_MS, _MAX_STEPS = 15.0, 1024
 
 def inspect_model(
     lm: LanguageModel,
-    prompts: Sequence[Prompt] = PROMPTS,
+    prompts: Sequence[Prompt] | None = None,
     *,
     asd: ASDNumbers | None = None,
     max_new_tokens: int | None = None,
@@ -62,7 +60,7 @@ def inspect_model(
 
     Args:
       lm: the model.
-      prompts: texts or lists of token ids, at least one.
+      prompts: texts or lists of token ids, at least one; None for a few of different kinds, see `bench.prompts`.
       asd: α, m and n of `admg`; by default the paper's.
       max_new_tokens: how many tokens to go on for; None for 64, or what the context leaves.
       repeats: turns of the timing.
@@ -80,6 +78,7 @@ def inspect_model(
       ValueError: no prompt, an empty one, one too long, or what `lm.generate` raises.
     """
     asd = asd or ASDNumbers()
+    prompts = prompt_set.sample(2, lm.directory) if prompts is None else prompts
     ids = [_encode(lm, prompt) for prompt in prompts]
     budgets = [_budget(lm, len(one), max_new_tokens) for one in ids]
     on_progress("generating")

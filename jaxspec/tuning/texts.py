@@ -34,9 +34,8 @@ def read_prompts(
     context = lm.config.context_length
     encode = functools.partial(lm.encode, chat=chat)
     if not prompt_file:
-        fitting = [
-            ids for ids in map(encode, prompt_set.sample(2, "tuning")) if len(ids) + max_new_tokens <= context
-        ]
+        usual = map(encode, prompt_set.sample(2, lm.directory, "tuning"))
+        fitting = [ids for ids in usual if len(ids) + max_new_tokens <= context]
         if not fitting:
             raise ValueError(
                 f"max_new_tokens ({max_new_tokens}) and the default prompts exceed the model's context of "

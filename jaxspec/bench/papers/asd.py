@@ -27,7 +27,6 @@ from jaxspec.bench.papers.asd_runs import (
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
 from jaxspec.bench.papers.workbench import Column, Measured, Workbench, speeds
-from jaxspec.bench.prompts import KINDS
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.asd_numbers import ASDNumbers
@@ -66,8 +65,8 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
         chosen = asd_runs.chosen(bench, tuned)
         compared = {AS_PRINTED: asd_runs.asd(lm, ASDNumbers()), TUNED: asd_runs.asd(lm, tuned)}
         runs = {SEARCHED: found[SEARCHED].method, **compared}
-        greedy = asd_runs.against_plain(bench, 0.0, KINDS, {**chosen, **runs}, tuned)
-        warm = asd_runs.against_plain(bench, 0.2, KINDS, {**chosen, **runs}, tuned)
+        greedy = asd_runs.against_plain(bench, 0.0, None, {**chosen, **runs}, tuned)
+        warm = asd_runs.against_plain(bench, 0.2, None, {**chosen, **runs}, tuned)
         code = asd_runs.against_plain(bench, 0.6, (CALIBRATED,), {**chosen, **runs}, tuned)
         shift = bench.measure(
             "shift",

@@ -14,7 +14,6 @@ import numpy as np
 from jaxspec.bench.oracle import Oracle
 from jaxspec.bench.papers import baselines
 from jaxspec.bench.papers.workbench import Measured, Workbench, law
-from jaxspec.bench.prompts import KINDS
 from jaxspec.drafting.asd import ASD as Drafting
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel
@@ -64,9 +63,9 @@ class Found:
     costs: Costs | None
 
 
-# Which kinds of tuning prompts a mask is searched on, and the name of its files.
-_SEARCHES: dict[str, tuple[str, tuple[str, ...]]] = {
-    SEARCHED: ("search", KINDS),
+# Which kinds of tuning prompts a mask is searched on (None: all), and the name of its files.
+_SEARCHES: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    SEARCHED: ("search", None),
     THERE: (f"search-{CALIBRATED}", (CALIBRATED,)),
     ELSEWHERE: (f"search-{SHIFTED}", (SHIFTED,)),
 }
@@ -80,7 +79,7 @@ def search_masks(bench: Workbench) -> dict[str, Found]:
     return found
 
 
-def _search(bench: Workbench, name: str, kinds: Sequence[str], costs: Costs | None) -> Found:
+def _search(bench: Workbench, name: str, kinds: Sequence[str] | None, costs: Costs | None) -> Found:
     """What `jaxspec search` finds in few trials; the plan lies in the workbench's directory."""
     lm = bench.lm
     options = SearchOptions(
@@ -179,7 +178,7 @@ def chosen(bench: Workbench, tuned: ASDNumbers) -> dict[str, Method]:
 def against_plain(
     bench: Workbench,
     temperature: float,
-    kinds: Sequence[str],
+    kinds: Sequence[str] | None,
     methods: dict[str, Method],
     tuned: ASDNumbers,
 ) -> Measured:

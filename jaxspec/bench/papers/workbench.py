@@ -166,12 +166,12 @@ class Workbench:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def tasks(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
+    def tasks(self, split: prompts.Split, kinds: Sequence[str] | None = None) -> list[Task]:
         """The prompts of a split, of each kind in turn, as many as the options say."""
         return in_turn(self._known(split, kinds), lambda task: task.category)[: self.options.limit]
 
     def encoded(
-        self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS, most: int | None = None
+        self, split: prompts.Split, kinds: Sequence[str] | None = None, most: int | None = None
     ) -> list[list[int]]:
         """The same in tokens, at most so many, as far as they fit into the context with their texts.
 
@@ -193,10 +193,10 @@ class Workbench:
         """Notes how many prompts there were that fit."""
         self._prompts[split] = max(self._prompts[split], measured)
 
-    def _known(self, split: prompts.Split, kinds: Sequence[str] = prompts.KINDS) -> list[Task]:
+    def _known(self, split: prompts.Split, kinds: Sequence[str] | None = None) -> list[Task]:
         if not self.options.prompt_file:
-            return own_tasks(split, kinds)
-        if kinds is not prompts.KINDS:
+            return own_tasks(split, kinds, self.lm.directory)
+        if kinds is not None:
             raise ValueError(
                 "prompt_file is given, and the paper compares kinds of the project's own prompts; leave it out"
             )
@@ -217,7 +217,7 @@ class Workbench:
         split: prompts.Split,
         methods: Mapping[str, Method],
         *,
-        kinds: Sequence[str] = prompts.KINDS,
+        kinds: Sequence[str] | None = None,
         sampling: Mapping[str, Any] | None = None,
         carry_gamma: bool = False,
         peers: Mapping[str, Peer] | None = None,
@@ -229,7 +229,7 @@ class Workbench:
           name: of the file of records, unique in the paper.
           split: of the prompts. Numbers are chosen on tuning prompts, once round; speeds are reported on the others.
           methods: by the name of their run.
-          kinds: of the prompts.
+          kinds: of the prompts; None for all.
           sampling: how tokens are chosen, with all that `law` names; by default greedily.
           carry_gamma: start each text of a method from the γ that its last one ended with.
           peers: other ways to generate, by the name of their run; see `Suite`.
