@@ -61,7 +61,7 @@ JUNK = (
 )
 # How a message calls a key, where not by its name.
 ALIASES = {"rope_scaling": "rope_", "rope_parameters": "rope_", "quantization_config": "quanti"}
-KINDS = ("llama", "mistral", "qwen2")
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

@@ -124,7 +124,15 @@ def vllm() -> Files:
     }
 
 
-LAYOUTS = {"eagle": eagle, "eagle3": eagle3, "speculators": speculators, "vllm": vllm}
+def qwen3() -> Files:
+    """A layer of Qwen3, whose queries and keys are normed."""
+    content, tensors = eagle3("layers.0")
+    rng = np.random.default_rng(6)
+    tensors |= {f"layers.0.self_attn.{name}_norm.weight": norm(rng, 4) for name in "qk"}
+    return {**content, "model_type": "qwen3", "rms_norm_eps": 1e-5}, tensors
+
+
+LAYOUTS = {"eagle": eagle, "eagle3": eagle3, "speculators": speculators, "vllm": vllm, "qwen3": qwen3}
 
 
 def plain(layout: str) -> Files:
@@ -349,7 +357,7 @@ BAD = {
     ),
     "expected a list of layers": with_config(eagle3(), eagle_aux_hidden_state_layer_ids=7),
     "both set": with_config(speculators(), fc_norm=True),
-    "model_type 'qwen3' is not supported": with_config(eagle3(), model_type="qwen3"),
+    "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
     "is no EAGLE head": (LLAMA, {"0.0.linear.weight": np.ones((2, 2))}),
     "tensor fc.weight is I8; quantised heads are not supported": with_tensors(

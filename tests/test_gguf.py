@@ -52,6 +52,8 @@ CONFIGS = {
         "qwen2",
         dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, tie_embeddings=True, num_kv_heads=1),
     ),
+    # Of 128, as transformers takes it to be whatever the file says.
+    "qwen3": ("qwen3", dataclasses.replace(BASE, model_type="qwen3", qk_norm=True, head_dim=128)),
 }
 
 
@@ -212,7 +214,7 @@ def number(kind: str) -> GGMLQuantizationType:
         (
             {"general.architecture": "gemma"},
             {},
-            "architecture 'gemma' is not supported; supported: llama, qwen2",
+            "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3",
         ),
         ({"llama.expert_count": 8}, {}, r"llama\.expert_count is 8, which is not supported"),
         ({"llama.block_count": None}, {}, r"llama\.block_count is missing"),

@@ -47,6 +47,16 @@ CONFIGS = {
     "mistral": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(4, 4, 4)),
     "mistral_full": dataclasses.replace(BASE, model_type="mistral"),
     "qwen2": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, sliding_windows=(None, 4, 4)),
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", qk_norm=True, sliding_windows=(None, 4, 4)),
+    "qwen3_biases": dataclasses.replace(
+        BASE,
+        model_type="qwen3",
+        qk_norm=True,
+        qkv_bias=True,
+        output_bias=True,
+        head_dim=6,
+        tie_embeddings=True,
+    ),
     "qwen2_full": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, bos_token_id=None),
 }
 
@@ -236,6 +246,8 @@ def test_defaults_of_each_model_type(tmp_path):
     )
     assert (qwen2.num_kv_heads, qwen2.qkv_bias, qwen2.output_bias) == (4, True, False)
     assert (qwen2.bos_token_id, qwen2.eos_token_ids, qwen2.sliding_windows) == (None, (), ())
+    qwen3 = huggingface.read_config(write_config(tmp_path, model_type="qwen3", num_key_value_heads=2))
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.output_bias) == (128, True, False, False)
 
 
 def test_sliding_windows(tmp_path):
@@ -256,7 +268,10 @@ def test_sliding_windows(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3",
+        ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         (
@@ -453,6 +468,9 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"a llama config\.json cannot say qkv_bias True") as error:
         huggingface.save(tmp_path, odd, reference.random_params(odd, 0))
     one_line(error)
+    normed = dataclasses.replace(BASE, qk_norm=True)
+    with pytest.raises(ValueError, match=r"a llama config\.json cannot say qk_norm True"):
+        huggingface.save(tmp_path, normed, reference.random_params(normed, 0))
     for bad in ({"sliding_windows": (4, 4, 4)}, {"model_type": "gpt2"}, {"model_type": "qwen2"}):
         with pytest.raises(ValueError, match="cannot"):
             huggingface.save(tmp_path, dataclasses.replace(BASE, **bad), params)

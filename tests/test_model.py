@@ -40,6 +40,7 @@ CONFIGS = {
     "tied": dataclasses.replace(BASE, tie_embeddings=True),
     "biases": dataclasses.replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
     "qwen2": dataclasses.replace(BASE, qkv_bias=True, model_type="qwen2", sliding_windows=(None, 4)),
+    "qwen3": dataclasses.replace(BASE, qk_norm=True, model_type="qwen3", head_dim=8, num_kv_heads=1),
     "head_dim": dataclasses.replace(BASE, head_dim=10),
     "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
     "dynamic": dataclasses.replace(BASE, max_position_embeddings=8, rope_scaling=RopeScaling("dynamic", 3.0)),

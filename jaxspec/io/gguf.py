@@ -19,7 +19,7 @@ from jaxspec.io.huggingface import Place, assemble
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import Params
 
-ARCHITECTURES = ("llama", "qwen2")
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # llama.cpp rotates neighbours in this one, not halves: the rows of q and k are stored in another order.
 _INTERLEAVED = "llama"
 _WHOLE = {EMBED: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
@@ -28,6 +28,8 @@ _OF_A_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -108,6 +110,7 @@ def _config(file: GGUFFile) -> LlamaConfig:
         qkv_bias=architecture == "qwen2" or "attn_q" in biased,
         output_bias="attn_output" in biased,
         mlp_bias="ffn_down" in biased,
+        qk_norm=architecture == "qwen3",
         sliding_windows=(own.size("attention.sliding_window"),) * layers if window else (),
         bos_token_id=ids.get("bos"),
         eos_token_ids=tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),

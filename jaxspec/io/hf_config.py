@@ -54,8 +54,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }
+DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"head_dim": 128}
 GENERATION = "generation_config.json"
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
 _MIN_EPSILON, _MAX_THETA, _MAX_FACTOR = 1e-30, 1e30, 1e6
 
@@ -174,7 +180,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
     if whole(values, "head_dim") % 2:
         raise ValueError(f"head_dim {values['head_dim']} is odd; rotary embeddings need an even one")
     theta, scaling = _read_rope(values)
-    attention_bias = kind == "llama" and flag(values, "attention_bias")
+    attention_bias = kind in ("llama", "qwen3") and flag(values, "attention_bias")
     config = LlamaConfig(
         vocab_size=whole(values, "vocab_size"),
         hidden_size=hidden,
@@ -191,6 +197,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         qkv_bias=attention_bias or kind == "qwen2",
         output_bias=attention_bias,
         mlp_bias=kind == "llama" and flag(values, "mlp_bias"),
+        qk_norm=kind == "qwen3",
         sliding_windows=read_windows(kind, values),
         bos_token_id=next(iter(token_ids(values, "bos_token_id")), None),
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
@@ -317,13 +324,21 @@ def _flags_json(config: LlamaConfig) -> dict[str, Any]:
     biases = (config.qkv_bias, config.output_bias, config.mlp_bias)
     windows = config.sliding_windows
     sizes = {window for window in windows if window is not None}
+    if config.qk_norm != (kind == "qwen3"):
+        raise ValueError(
+            f"a {kind} config.json cannot say qk_norm {config.qk_norm}; choose another model_type"
+        )
     if kind == "llama" and config.qkv_bias == config.output_bias and not sizes:
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     if kind == "mistral" and not any(biases) and len(set(windows)) <= 1:
         return {"sliding_window": next(iter(sizes), None)}
-    if kind == "qwen2" and biases == (True, False, False) and len(sizes) <= 1:
+    own: dict[str, Any] = {"attention_bias": config.qkv_bias} if kind == "qwen3" else {}
+    usual = (
+        biases == (True, False, False) if kind == "qwen2" else biases in ((True, True, False), (False,) * 3)
+    )
+    if kind in ("qwen2", "qwen3") and usual and len(sizes) <= 1:
         types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        return {
+        return own | {
             "use_sliding_window": bool(sizes),
             "sliding_window": next(iter(sizes), None),
             "layer_types": types or ["full_attention"] * config.num_layers,

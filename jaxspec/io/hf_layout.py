@@ -32,6 +32,8 @@ _PLAIN = {
     "norm": "model.norm.weight",
     "head": HEAD,
     "attention/norm": "input_layernorm.weight",
+    "attention/q_norm": "self_attn.q_norm.weight",
+    "attention/k_norm": "self_attn.k_norm.weight",
     "attention/out": "self_attn.o_proj.weight",
     "attention/out_bias": "self_attn.o_proj.bias",
     "mlp/norm": "post_attention_layernorm.weight",

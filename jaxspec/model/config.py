@@ -31,7 +31,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Llama 1 to 3.2, CodeLlama, Vicuna, TinyLlama, Mistral and Qwen2: one architecture and its flags.
+    """Llama 1 to 3.2, CodeLlama, Vicuna, TinyLlama, Mistral, Qwen2 and Qwen3: one architecture and its flags.
 
     Attributes:
       vocab_size: V.
@@ -47,10 +47,11 @@ class LlamaConfig:
       rope_scaling: see `RopeScaling`; None for none.
       tie_embeddings: the head is the embedding.
       qkv_bias, output_bias, mlp_bias: which products carry a bias (Qwen2: qkv only).
+      qk_norm: whether the queries and keys of each head are normed before they are rotated (Qwen3).
       sliding_windows: per layer, how many latest positions it sees, None for all; () for all in every layer.
       bos_token_id: put before a text, or None.
       eos_token_ids: any of them ends a text; may be empty.
-      model_type: `llama`, `mistral` or `qwen2`: what it is written back as.
+      model_type: `llama`, `mistral`, `qwen2` or `qwen3`: what it is written back as.
     """
 
     vocab_size: int
@@ -68,6 +69,7 @@ class LlamaConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

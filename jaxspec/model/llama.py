@@ -8,8 +8,8 @@ key/value head, so that one device runs one product where a mesh still divides b
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
     layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
 
-with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D] where configured. Those of a
-draft may have, in place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
+with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `q_norm` [hd] and `k_norm` [hd]
+where configured. Those of a draft may have, in place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def param_shapes(config: LlamaConfig) -> Params:
         attention["qkv_bias"] = qkv
     if config.output_bias:
         attention["out_bias"] = (width,)
+    if config.qk_norm:
+        attention |= dict.fromkeys(("q_norm", "k_norm"), (config.head_dim,))
     if config.mlp_bias:
         mlp |= {"gate_up_bias": (2, inner), "down_bias": (width,)}
     layer = {"attention": attention, "mlp": mlp}
@@ -93,7 +95,7 @@ def init_params(
     drawn = []
     for index, (path, shape) in enumerate(leaves):
         name = path[-1].key
-        if name == "norm":
+        if name.endswith("norm"):
             drawn.append(jnp.ones(shape, dtype))
         elif name.endswith("bias"):
             drawn.append(jnp.zeros(shape, dtype))
@@ -152,7 +154,10 @@ def attention(
     group, hd = config.group_size, config.head_dim
     qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
     qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
-    turned = rope.rotate(qkv[..., : group + 1, :], *tables)
+    turning = qkv[..., : group + 1, :]
+    if config.qk_norm:
+        turning = rms_norm(turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]), config.rms_norm_eps)
+    turned = rope.rotate(turning, *tables)
     mixed, layer_cache = attend(
         turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
     )

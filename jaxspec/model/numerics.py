@@ -71,7 +71,7 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, taken in float32, times weight [D]."""
+    """x [..., D] over its root mean square, taken in float32, times weight [..., D]."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight

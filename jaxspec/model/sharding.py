@@ -24,6 +24,8 @@ _LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "norm": (None,),
     "qkv": ("kv_heads", None, None),
     "qkv_bias": ("kv_heads", None),
+    "q_norm": (None,),
+    "k_norm": (None,),
     "out": (None, "heads"),
     "out_bias": (None,),
     "gate_up": (None, "mlp", None),

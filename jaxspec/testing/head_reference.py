@@ -149,7 +149,11 @@ def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-    query, key, value = turned(projected("q")), turned(projected("k")), projected("v")
+    def normed(name: str) -> np.ndarray:
+        weight = p.get(f"self_attn.{name}_norm.weight")
+        return projected(name) if weight is None else _norm(projected(name), weight, content["rms_norm_eps"])
+
+    query, key, value = turned(normed("q")), turned(normed("k")), projected("v")
     mixed = []
     for head in range(heads):
         scores = query[:, head] @ key[:, head // group].T / math.sqrt(size)

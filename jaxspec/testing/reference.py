@@ -121,12 +121,16 @@ def _attention(
         bias = p["qkv_bias"].reshape(bias.shape)
     behind = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+
+    def turned(x: np.ndarray, name: str) -> np.ndarray:
+        return _rotate(config, _norm(x, p[name], config.rms_norm_eps) if config.qk_norm else x, rope_length)
+
     heads = []
     for kv_head in range(config.num_kv_heads):
-        key = _rotate(config, x @ fused[kv_head, group].T + bias[kv_head, group], rope_length)
+        key = turned(x @ fused[kv_head, group].T + bias[kv_head, group], "k_norm")
         value = x @ fused[kv_head, group + 1].T + bias[kv_head, group + 1]
         for member in range(group):
-            query = _rotate(config, x @ fused[kv_head, member].T + bias[kv_head, member], rope_length)
+            query = turned(x @ fused[kv_head, member].T + bias[kv_head, member], "q_norm")
             scores = np.where(seen, query @ key.T / math.sqrt(hd), -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             heads.append(weights / weights.sum(axis=-1, keepdims=True) @ value)

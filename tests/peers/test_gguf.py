@@ -121,7 +121,7 @@ def assert_same_logits(path: Path, vocab_size: int) -> None:
 
 
 # transformers leaves out what a file says of biases in Llama, of windows and of RoPE scaling.
-@pytest.mark.parametrize("name", ["llama", "tied", "multi_head", "head_dim", "qwen2", "qwen2_tied"])
+@pytest.mark.parametrize("name", ["llama", "tied", "multi_head", "head_dim", "qwen2", "qwen2_tied", "qwen3"])
 def test_architectures(tmp_path, name):
     architecture, config = CONFIGS[name]
     metadata = byte_level("default")  # they want a vocabulary; ids beyond the model's are not used

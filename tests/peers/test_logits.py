@@ -59,6 +59,8 @@ FAMILIES = {
     "mistral_full": ("Mistral", {"sliding_window": None, "head_dim": 10}),
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 12}),
+    "qwen3_biases": ("Qwen3", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen2_tied": (
         "Qwen2",
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},

@@ -89,7 +89,7 @@ def decayed(params: Params) -> Any:
     def is_matrix(path, leaf) -> bool:
         del leaf
         name = path[-1].key
-        return name != "norm" and not name.endswith("bias")
+        return not name.endswith(("norm", "bias"))
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
