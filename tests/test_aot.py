@@ -31,6 +31,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "adaspeed-probe": ({"exit_layer": E}, 0),
     "s2d": ({"draft": "31m"}, 0),
     "asd": ({}, 0),
+    "clasp": ({}, 0),
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),

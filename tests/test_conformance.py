@@ -18,6 +18,7 @@ from jaxspec.acceptance import BlockAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.chain import ChainDrafter, draft_chain
+from jaxspec.drafting.clasp import CLaSp
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.layerskip import LayerSkip
@@ -145,7 +146,9 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     assert (proposal.log_probs is not None) == isinstance(runs_a_model, ChainDrafter)
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "asd", "draft-verify", "layerskip", "s2d", "eagle"])
+@pytest.mark.parametrize(
+    "drafter", ["draft-model", "asd", "clasp", "draft-verify", "layerskip", "s2d", "eagle"]
+)
 def test_a_greedy_draft_is_a_point_mass(drafter):
     """Not the softmax that it is the maximum of."""
     loop = tiny.loop(tiny.Combination(drafter, "constant", "greedy"))
@@ -184,6 +187,12 @@ def test_greedy_text_is_that_of_the_slow_decoder(combination):
     contracts.check_greedy_text(tiny.loop(combination))
 
 
+def first_idle(weights: Any) -> Any:
+    """Parameters of a target whose first layer writes nothing."""
+    nothing = jax.tree.map(jnp.zeros_like, weights["layers"][0])
+    return {**weights, "layers": [nothing, *weights["layers"][1:]]}
+
+
 def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
     """Config, drafter, target's parameters, draft's parameters: the draft computes what the target does."""
     config, weights = tiny.DEEP, tiny.params(tiny.DEEP)
@@ -208,6 +217,8 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
             tiny.params(),
         ),
         "asd": (config, asd, weights, None),
+        # Without the first layer, which writes nothing, it is the target.
+        "clasp": (config, CLaSp(config, 1, jnp.int32(1), Constant(), tiny.K), first_idle(weights), None),
         "asd-shared": (config, asd.replace(shared_mask=True), weights, None),
         "draft-verify": (config, verify.replace(plan=everything.traced()), weights, None),
         "draft-verify-static": (config, verify, weights, None),
@@ -220,6 +231,7 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
 WHOLE = [
     ("draft-model", "block"),
     ("asd", "block"),
+    ("clasp", "block"),
     ("draft-verify", "rejection"),
     ("layerskip", "greedy"),
     ("s2d", "block"),
@@ -254,6 +266,7 @@ SAMPLED = [
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("asd", "product", "block"),
+    tiny.Combination("clasp", "constant", "block"),
     tiny.Combination("draft-verify", "any_of", "rejection"),
     tiny.Combination("layerskip", "probe", "block"),
     tiny.Combination("s2d", "adaptive", "rejection"),

@@ -214,6 +214,7 @@ METHODS = {
     "adaspeed-probe": {"exit_layer": 1},
     "s2d": {},
     "asd": {},
+    "clasp": {},
     "draft-verify": {},
     "eagle": {},
     "eagle3": {},

@@ -20,6 +20,7 @@ LAYERS = (
     "jaxspec.protocol",
     "jaxspec.stopping jaxspec.acceptance",
     "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.decoding",
+    "jaxspec.drafting.masked",
     "jaxspec.drafting",
     "jaxspec.io",
     "jaxspec.console",
@@ -208,9 +209,9 @@ def test_a_wrong_import_is_noticed(name, line):
     assert violations(name, ast.parse(line)) != []
 
 
-def test_siblings_share_only_the_chain_and_the_lookup():
+def test_siblings_share_only_what_bases_are_for():
     drafters = [name for name in MODULES if within(name, "jaxspec.drafting")]
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if within(other, "jaxspec.drafting")}
-        assert siblings <= {"jaxspec.drafting.chain", "jaxspec.drafting.lookup"}, name
+        assert siblings <= {f"jaxspec.drafting.{base}" for base in ("chain", "lookup", "masked")}, name

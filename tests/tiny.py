@@ -18,6 +18,7 @@ import numpy as np
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.clasp import CLaSp
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
@@ -185,6 +186,10 @@ def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return _draft_verify(config, rule)[0].specialised(plan), None
 
 
+def _clasp(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    return CLaSp(config, 1, jnp.int32(2), rule, K), None
+
+
 def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return LayerSkip(config, 1, rule, K), None
 
@@ -343,6 +348,8 @@ DRAFTERS: dict[str, Case] = {
     "asd-static": Case(_asd_static, family="asd", config=DEEP),
     "asd-shared": Case(functools.partial(_asd, shared=True), family="asd", config=DEEP),
     "asd": Case(_asd, ("asd",), "asd", DEEP),
+    "clasp-vocab": over_some_tokens(_clasp, family="clasp", config=DEEP),
+    "clasp": Case(_clasp, ("clasp",), "clasp", DEEP),
     "draft-verify-vocab": over_some_tokens(_draft_verify, family="draft-verify", config=DEEP),
     "draft-verify-static": Case(_draft_verify_static, family="draft-verify", config=DEEP),
     "draft-verify": Case(_draft_verify, ("draft-verify",), "draft-verify", DEEP),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain import ChainDrafter, ChainState, keep_rows, model_step
+from jaxspec.drafting.chain import ChainState
+from jaxspec.drafting.masked import MaskedChain
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -48,7 +48,7 @@ def admg(
 
 
 @struct.dataclass
-class ASD(ChainDrafter):
+class ASD(MaskedChain):
     """The target drafts for itself with the sublayers skipped that its prompt shows to matter least.
 
     The similarities come from the ordinary prefill, and a mask holds for its prompt's text. Rows of equal
@@ -95,30 +95,7 @@ class ASD(ChainDrafter):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache, one group of rows after another."""
-
-        def draft(
-            plan: LayerPlan | jax.Array, state: ChainState, view: View
-        ) -> tuple[Proposal, ChainState, KVCache]:
-            step = model_step(self.config, params.self_draft, view.start, plan)
-            proposal, cache, state = self.draft(step, view.cache, keys, state, view, law, params.self_draft)
-            return proposal, state, cache
-
         if self.plan is not None:
-            return draft(self.plan, state, view)
+            return self.draft_under(self.plan, keys, params, state, view, law)
         plans = self.plans(state, view.room > 0)
-        if self.shared_mask or plans.shape[0] == 1:
-            return draft(plans[0], state, view)
-
-        def group(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            waiting, proposal, state, cache = carry
-            plan = plans[jnp.argmax(waiting)]
-            members = waiting & jnp.all(plans == plan, axis=(1, 2))
-            room = jnp.where(members, view.room, 0)
-            drafted, state, cache = draft(plan, state, dataclasses.replace(view, cache=cache, room=room))
-            return waiting & ~members, keep_rows(members, drafted, proposal), state, cache
-
-        shapes = jax.eval_shape(draft, plans[0], state, view)[0]
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        carry = (view.room > 0, nothing, state, view.cache)
-        _, proposal, state, cache = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), group, carry)
-        return proposal, state, cache
+        return self.draft_under(plans[0] if self.shared_mask else plans, keys, params, state, view, law)

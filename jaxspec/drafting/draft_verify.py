@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain import ChainDrafter, ChainState, model_step
+from jaxspec.drafting.chain import ChainState
+from jaxspec.drafting.masked import MaskedChain
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -18,11 +19,8 @@ from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow
 
 
 @struct.dataclass
-class DraftVerify(ChainDrafter):
+class DraftVerify(MaskedChain):
     """The target drafts for itself with some sublayers skipped, in its own cache.
-
-    A draft token attends to what the full model left in the cache; verification writes every slot that the
-    draft used again.
 
     Attributes:
       config: the target.
@@ -42,9 +40,7 @@ class DraftVerify(ChainDrafter):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache."""
-        step = model_step(self.config, params.self_draft, view.start, self.plan)
-        proposal, cache, state = self.draft(step, view.cache, keys, state, view, law, params.self_draft)
-        return proposal, state, cache
+        return self.draft_under(self.plan, keys, params, state, view, law)
 
     def plans(self, state: ChainState, live: jax.Array) -> jax.Array:
         """The mask of each row, bool[B, L, 2]; all have the same."""

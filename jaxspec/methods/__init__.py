@@ -13,6 +13,7 @@ from jaxspec.methods.asd import ASD
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.clasp import CLaSp
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
 from jaxspec.methods.eagle import Eagle
@@ -31,6 +32,7 @@ __all__ = [
     "AdaSPEED",
     "AdaSPEEDProbe",
     "Autoregressive",
+    "CLaSp",
     "ChainMethod",
     "DraftModel",
     "DraftVerify",
