@@ -261,6 +261,9 @@ SAMPLED = [
     tiny.Combination("s2d-target-vocab", "constant", "rejection"),
     tiny.Combination("eagle", "any_of", "rejection"),
     tiny.Combination("eagle3", "constant", "block"),
+    tiny.Combination("medusa", "constant", "block"),
+    tiny.Combination("hydra", "confidence", "block"),
+    tiny.Combination("kangaroo", "confidence", "rejection"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

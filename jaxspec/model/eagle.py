@@ -64,6 +64,11 @@ class HeadConfig:
         """F, the width of a feature: all taps of a token."""
         return len(self.taps) * (self.target_width or self.block.hidden_size)
 
+    @property
+    def shapes(self) -> Params:
+        """The tree of its parameters, a shape tuple at each leaf."""
+        return param_shapes(self)
+
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
     """What EAGLE-3 taps of a target of `num_layers` layers where a head does not say: what enters 2, L÷2 and L − 3."""
