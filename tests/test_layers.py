@@ -20,7 +20,7 @@ LAYERS = (
     "jaxspec.model.heads",
     "jaxspec.sampling",
     "jaxspec.protocol",
-    "jaxspec.stopping jaxspec.acceptance",
+    "jaxspec.stopping jaxspec.acceptance jaxspec.lossy",
     "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.decoding",
     "jaxspec.drafting.tapped jaxspec.drafting.exits",
     "jaxspec.drafting",
@@ -73,7 +73,7 @@ SHARED = (
 # What a module may not import although it stands below.
 NEVER = {
     "jaxspec.drafting": ("jaxspec.decoding",),
-    "jaxspec.decoding": ("jaxspec.drafting", "jaxspec.stopping", "jaxspec.acceptance"),
+    "jaxspec.decoding": ("jaxspec.drafting", "jaxspec.stopping", "jaxspec.acceptance", "jaxspec.lossy"),
     "jaxspec.acceptance": ("jaxspec.stopping",),
     "jaxspec.io": ("jaxspec.drafting", "jaxspec.decoding", "jaxspec.stopping", "jaxspec.acceptance"),
     "jaxspec": ("training", "benchmarks", "torch"),

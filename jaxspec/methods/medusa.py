@@ -17,7 +17,7 @@ class Medusa(SeveralHeads):
     """Several small heads, each of which foretells one of the next tokens by itself (Cai et al. 2024).
 
     Here they draft a chain, of each head's token, greedy or drawn from the head's law; the text keeps the model's own
-    law, unlike with the authors' typical acceptance.
+    law, unlike with the authors' typical acceptance (`acceptor="typical"`, which is lossy).
 
     Examples:
       >>> Medusa(draft="FasterDecoding/medusa-vicuna-7b-v1.3", num_draft_tokens=3)
