@@ -491,7 +491,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "layerskip", "s2d")):
+    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

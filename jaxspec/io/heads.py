@@ -77,7 +77,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
         raise ValueError(
             f"{directory} is no head of EAGLE, Kangaroo, Medusa or Hydra by its tensors ({some}, …)"
         )
-    head = kind.read(directory, content, found, target)
+    head: Head = kind.read(directory, content, found, target)
     with errors_of(directory / "config.json"):
         trained_for = section(content, "jaxspec").get("target")
         if trained_for is not None and not isinstance(trained_for, str):

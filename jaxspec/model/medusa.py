@@ -55,7 +55,7 @@ class MedusaConfig:
         if self.bias:
             block["bias"] = (self.width,)
         one: Params = {"blocks": [block] * (min(1, self.num_layers) if self.repeated else self.num_layers)}
-        shared = {}
+        shared: Params = {}
         if self.head_size is not None:
             (one if self.own_heads else shared)["head"] = (self.head_size, self.width)
         return {"heads": [one] * self.num_heads, **shared}
