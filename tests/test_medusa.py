@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import heads
+from jaxspec.io import heads, huggingface
+from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.kangaroo import KangarooConfig
+from jaxspec.model.medusa import MedusaConfig
 from jaxspec.testing import head_reference as reference
 from jaxspec.testing import reference as slow
 from tests import tiny
@@ -90,7 +94,12 @@ def hydra(plus: bool, blocks: int = 3, num_heads: int = 4) -> Files:
 
 # Drafts
 
-FILES = {"medusa": medusa(), "hydra": hydra(plus=False), "hydra++": hydra(plus=True)}
+FILES = {
+    "medusa": medusa(),
+    "version 2": medusa(blocks=1, own=False),
+    "hydra": hydra(plus=False),
+    "hydra++": hydra(plus=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +108,7 @@ def said(tmp_path_factory):
 
     @functools.cache
     def ask(kind: str) -> list[Round]:
-        made = Medusa if kind == "medusa" else Hydra
+        made = Hydra if kind.startswith("hydra") else Medusa
         directory = write(tmp_path_factory.mktemp("heads"), FILES[kind])
         return rounds_of(directory, lambda config: made(TARGET, config, num_draft_tokens=tiny.K))
 
@@ -303,6 +312,43 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["kangaroo", "medusa", "version 2", "hydra", "hydra++"])
+def test_what_is_written_by_the_names_of_the_leaves_is_read(tmp_path, kind):
+    """As the trainer writes heads, repeated blocks once."""
+    block = dataclasses.replace(TARGET.truncated(1), intermediate_size=20)
+    config: Any = {
+        "kangaroo": KangarooConfig(dataclasses.replace(block, rope_theta=10000.0), exit_layer=2),
+        "medusa": MedusaConfig(WIDTH, 3, 2, head_size=SIZE, own_heads=True),
+        "version 2": MedusaConfig(WIDTH, 3),
+        "hydra": HydraConfig(WIDTH, SIZE, 3, 3),
+        "hydra++": HydraConfig(WIDTH, SIZE, 3, 3, prefix=TARGET.truncated(1)),
+    }[kind]
+    params = tiny.head_params(config)
+    tensors = {}
+    for leaf, (_, shape, sources) in zip(jax.tree.leaves(params), heads.head_leaves(config), strict=True):
+        assert leaf.shape == shape
+        tensors |= {
+            one.name: np.array(leaf).reshape(one.split)[one.index].reshape(one.shape) for one in sources
+        }
+    content = {"medusa_num_layers": 2, "hydra_num_layers": 3}
+    if kind == "version 2":
+        content = {}
+    if kind == "kangaroo":
+        content = {**LLAMA, "head_dim": 4, "jaxspec": {"exit_layer": 2}}
+    found = read(tmp_path, (content, tensors))
+    if kind != "kangaroo":
+        assert found.config == config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), params)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_heads_are_no_model(tmp_path, kind):
+    with pytest.raises(
+        ValueError, match="these are heads of Medusa or Hydra, no model; they draft with method="
+    ):
+        huggingface.stored_dtype(write(tmp_path, FILES[kind]))
+
+
 def test_an_earlier_stream_is_tapped_where_the_config_says_so(tmp_path):
     assert read(tmp_path, with_config(hydra(plus=False), hidden_state_offset=1)).config.taps == (3,)
 
@@ -387,3 +433,11 @@ def test_they_take_turns_with_another_drafter(model, tmp_path):
     found = model.generate(prompt, max_new_tokens=12, ignore_eos=True, **options)
     assert found.tokens == slow.greedy(TARGET, tiny.params(TARGET), prompt, 12)
     assert found.statistics.num_draft_tokens
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("medusa", 5), ("hydra", 4)])
+def test_a_hybrid_takes_a_head_for_what_one_token_of_it_costs(model, tmp_path, kind, heads):
+    path = str(write(tmp_path / "published", FILES[kind]))
+    made, own = model.drafter("hybrid", second=kind, draft=path)
+    parts = [sum(leaf.size for leaf in jax.tree.leaves(one)) for one in (own, model.params)]
+    assert float(made.draft_cost) == pytest.approx(parts[0] / parts[1] / heads)

@@ -37,7 +37,8 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig, usual_taps
 from jaxspec.model.llama import FINAL
 
-_TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+# Where a config names what is tapped.
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _Q = "layers.0.self_attn.q_proj.weight"
 # What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
 _PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
@@ -58,11 +59,11 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     kind: Literal["eagle", "eagle3"] = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
     with errors_of(directory / "config.json"):
         config = _config(kind, content, tensors, target)
-    entries = tuple(_entries(config))
+    leaves = tuple(entries(config))
     more = {"d2t", "t2d"} if kind == "eagle3" else set()
-    check_tensors(directory, kind, entries, tensors, more, _OPTIONS)
+    check_tensors(directory, kind, leaves, tensors, more, _OPTIONS)
     ids = _ids(directory, config, tensors)
-    return Head(config, entries, tensors, target.vocab_size, ids, {"lm_head.weight"})
+    return Head(config, leaves, tensors, target.vocab_size, ids, {"lm_head.weight"})
 
 
 def _plain(name: str) -> str:
@@ -138,20 +139,20 @@ def _taps(content: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int
     less. A list that begins with 1 came from there too: what it leaves of three layers by default is 1, L÷2 − 1, L − 4.
     """
     own = section(content, "jaxspec").get("taps")
-    ids = own or content.get(_TAP_IDS) or nested.get(_TAP_IDS)
-    leaves = not own and (not content.get(_TAP_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
+    ids = own or content.get(TAP_IDS) or nested.get(TAP_IDS)
+    leaves = not own and (not content.get(TAP_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
     if not ids:
         taps: tuple[Any, ...] = usual_taps(num_layers)
     elif isinstance(ids, list) and all(type(one) is int for one in ids):
         taps = tuple(one + leaves for one in ids)
     else:
-        raise ValueError(f"{_TAP_IDS} is {shown(ids)}; expected a list of layers")
+        raise ValueError(f"{TAP_IDS} is {shown(ids)}; expected a list of layers")
     if not all(0 <= tap <= num_layers for tap in taps):
         raise ValueError(f"the head reads what enters the layers {taps}, the target has {num_layers}")
     return taps
 
 
-def _entries(config: HeadConfig) -> Iterator[Entry]:
+def entries(config: HeadConfig) -> Iterator[Entry]:
     """Name, shape and sources of every leaf of a head, in the order of the tree."""
     own = {
         "fc": "fc.weight",

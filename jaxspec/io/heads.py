@@ -10,19 +10,27 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from jaxspec.io import eagle_head, huggingface, hydra_head, kangaroo_head, medusa_head, tensors, torch_file
 from jaxspec.io.files import read_json
-from jaxspec.io.head_tensors import Head
+from jaxspec.io.head_tensors import Entry, Head
 from jaxspec.io.hf_config import errors_of
 from jaxspec.io.hf_values import section
 from jaxspec.io.messages import shown
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.heads import AnyHead
 
 # Where a target's own heads lie beside it, each in a directory with the name of its method.
 HEADS_NAME = "heads"
-_KINDS = (eagle_head, kangaroo_head, hydra_head, medusa_head)
+_KINDS = {
+    "eagle": eagle_head,
+    "eagle3": eagle_head,
+    "kangaroo": kangaroo_head,
+    "hydra": hydra_head,
+    "medusa": medusa_head,
+}
 # Names that authors have given to the file of a head's tensors.
 _SAFE = ("medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 _PICKLED = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
@@ -67,7 +75,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
     content = read_json(directory / "config.json")
     found = _open(directory)
     names = {*found, *found.left_out}
-    kind = next((kind for kind in _KINDS if kind.recognises(names)), None)
+    kind = next((kind for kind in _KINDS.values() if kind.recognises(names)), None)
     if kind is None:
         if any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names):
             raise ValueError(
@@ -83,6 +91,15 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
         if trained_for is not None and not isinstance(trained_for, str):
             raise ValueError(f"jaxspec.target is {shown(trained_for)}; expected the fingerprint of a model")
     return dataclasses.replace(head, target=trained_for)
+
+
+def head_leaves(config: AnyHead) -> list[Entry]:
+    """Name, shape and sources of every leaf of a head, in the order of the tree `config.shapes`.
+
+    Tensors of these names, and of repeated blocks as many as there are leaves, are read by `read_head`.
+    """
+    module: Any = _KINDS[config.kind]
+    return list(module.entries(config))
 
 
 def _open(directory: Path) -> Tensors:

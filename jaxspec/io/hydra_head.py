@@ -55,15 +55,16 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
         blocks.setdefault(head, []).append(number)
     with errors_of(directory / "config.json"):
         config = _config(content, found, blocks, target)
-    entries = tuple(_entries(config, found, blocks))
+    matrices = {int(match[1]): match[2] or "" for name in found if (match := _MATRIX.fullmatch(name))}
+    leaves = tuple(_entries(config, blocks, matrices))
     copies = {
         f"hydra_mlp.{head}.{number}.linear.{what}"
         for head, numbers in blocks.items()
         for number in numbers[2:]
         for what in ("weight", "bias")
     }
-    check_tensors(directory, config.kind, entries, found, _UNUSED | (copies if config.repeated else set()))
-    return Head(config, entries, found, target.vocab_size)
+    check_tensors(directory, config.kind, leaves, found, _UNUSED | (copies if config.repeated else set()))
+    return Head(config, leaves, found, target.vocab_size)
 
 
 def _config(
@@ -100,15 +101,19 @@ def _config(
     return HydraConfig(width, target.vocab_size, len(blocks), num_layers, repeated, prefix, taps)
 
 
+def entries(config: HydraConfig) -> Iterator[Entry]:
+    """Name, as the authors' code has it, shape and sources of every leaf, in the order of the tree."""
+    # With a prefix there is a Dropout before each block and each matrix.
+    places = range(1, 2 * config.num_layers, 2) if config.prefix else range(config.num_layers)
+    heads = range(config.num_heads)
+    behind = "1." if config.prefix else ""
+    return _entries(config, {head: list(places) for head in heads}, dict.fromkeys(heads, behind))
+
+
 def _entries(
-    config: HydraConfig, tensors: Mapping[str, np.ndarray], blocks: Mapping[int, list[int]]
+    config: HydraConfig, blocks: Mapping[int, list[int]], matrices: Mapping[int, str]
 ) -> Iterator[Entry]:
-    """Name, shape and sources of every leaf, in the order of the tree."""
-    matrices = {
-        int(match[1]): f"hydra_lm_head.{match[1]}.{match[2] or ''}"
-        for name in tensors
-        if (match := _MATRIX.fullmatch(name))
-    }
+    """The same, of a file with blocks at these places, and matrices that stand behind these numbers."""
     for leaf, shape in leaves_of(config.shapes):
         if leaf.startswith("prefix/"):
             assert config.prefix is not None
@@ -121,7 +126,7 @@ def _entries(
             if rest[0] == "blocks":
                 name = f"hydra_mlp.{head}.{blocks[int(head)][int(rest[1])]}.{_PARTS[rest[2]]}"
             else:
-                matrix = matrices.get(int(head), f"hydra_lm_head.{head}.")
-                name = f"{matrix}{'bias' if rest[0] == 'head_bias' else 'weight'}"
+                what = "bias" if rest[0] == "head_bias" else "weight"
+                name = f"hydra_lm_head.{head}.{matrices.get(int(head), '')}{what}"
             sources = [Source(name, shape, shape)]
         yield leaf, shape, sources

@@ -7,11 +7,11 @@ config.json         of a Llama of one layer, whose MLP is not there; ours says `
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.head_tensors import Head, check_tensors, leaves_of, refuse_left_out
+from jaxspec.io.head_tensors import Entry, Head, check_tensors, leaves_of, refuse_left_out
 from jaxspec.io.hf_config import config_from, errors_of
 from jaxspec.io.hf_layout import sources_of
 from jaxspec.io.hf_values import section, whole
@@ -43,10 +43,17 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
                 f"has {target.vocab_size} and {target.hidden_size}; an adapter fits the model that it was trained for"
             )
     config = KangarooConfig(block, exit_layer)
-    entries = []
+    leaves = tuple(entries(config))
+    check_tensors(directory, config.kind, leaves, found)
+    return Head(config, leaves, found, target.vocab_size)
+
+
+def entries(config: KangarooConfig) -> Iterator[Entry]:
+    """Name, shape and sources of every leaf, in the order of the tree."""
     for leaf, shape in leaves_of(config.shapes):
-        theirs = sources_of(block, leaf, shape)
-        sources = [dataclasses.replace(one, name=one.name.removeprefix("model.")) for one in theirs]
-        entries.append((leaf, shape, sources))
-    check_tensors(directory, "kangaroo", entries, found)
-    return Head(config, tuple(entries), found, target.vocab_size)
+        theirs = sources_of(config.block, leaf, shape)
+        yield (
+            leaf,
+            shape,
+            [dataclasses.replace(one, name=one.name.removeprefix("model.")) for one in theirs],
+        )

@@ -63,13 +63,13 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
             tensors.setdefault(_SHARED, tensors.pop("lm_heads.0.weight"))
         ids = _ids(directory, content, tensors, target.vocab_size)
         config = _config(content, tensors, target, ids)
-    entries = tuple(_entries(config))
-    matrices = {source.name for _, _, sources in entries for source in sources if "lm_head" in source.name}
+    leaves = tuple(entries(config))
+    matrices = {source.name for _, _, sources in leaves for source in sources if "lm_head" in source.name}
     copies = {name for name in tensors if _BLOCK.fullmatch(name.replace("bias", "weight"))}
     more = {_MAP, *(copies if config.repeated else ())}
     others = dict.fromkeys(matrices, target.vocab_size)
-    check_tensors(directory, config.kind, entries, tensors, more, others=others)
-    return Head(config, entries, tensors, target.vocab_size, ids, matrices)
+    check_tensors(directory, config.kind, leaves, tensors, more, others=others)
+    return Head(config, leaves, tensors, target.vocab_size, ids, matrices)
 
 
 def _plain(name: str) -> str:
@@ -134,8 +134,8 @@ def _ids(
     return check_ids(directory, ids, size, _MAP)
 
 
-def _entries(config: MedusaConfig) -> Iterator[Entry]:
-    """Name, shape and sources of every leaf, in the order of the tree."""
+def entries(config: MedusaConfig) -> Iterator[Entry]:
+    """Name, as vLLM has it, shape and sources of every leaf, in the order of the tree."""
     for leaf, shape in leaves_of(config.shapes):
         what = leaf.split("/")
         if leaf == "head":
