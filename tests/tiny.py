@@ -328,6 +328,19 @@ def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
     return Eagle(TARGET, config, num_draft_tokens=K), made[0], made[1]
 
 
+def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
+    """The same of Hydra on the target of `exact_head`: each head hands on the embedding of the last token."""
+    _, target, _ = exact_head("eagle")
+    width = TARGET.hidden_size
+    config = HydraConfig(width, TARGET.vocab_size, K)
+    own = jax.tree.map(jnp.zeros_like, head_params(config))
+    for number, one in enumerate(own["heads"]):
+        wide = (number + 2) * width
+        one["blocks"][0]["residual"] = jnp.eye(width, wide, k=wide - width)
+        one["head"] = target["head"]
+    return Hydra(TARGET, config, num_draft_tokens=K), target, own
+
+
 def some_tokens(size: int) -> jax.Array:
     """Two of every three tokens of a vocabulary."""
     return jnp.array([token for token in range(size) if token % 3], jnp.int32)

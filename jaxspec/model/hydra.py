@@ -82,12 +82,12 @@ def run_prefix(
 
 
 def logits(head: HydraConfig, params: Params, number: int, read: jax.Array) -> jax.Array:
-    """What head `number` says of read [B, number + 2, D]: g, the pending token's embedding and those drafted after it.
+    """What head `number` says of read [..., number + 2, D]: g, the pending token and those drafted after it.
 
     Returns:
-      float32[B, V'].
+      float32[..., V'].
     """
     own = params["heads"][number]
-    flat = read.reshape(read.shape[0], -1)
+    flat = read.reshape(*read.shape[:-2], -1)
     hidden = through_blocks(own["blocks"], head.num_layers, flat)
     return linear(hidden, own["head"], own["head_bias"].astype(jnp.float32), out_dtype=jnp.float32)

@@ -76,15 +76,15 @@ def through_blocks(blocks: list[Params], num_layers: int, x: jax.Array) -> jax.A
 def logits(
     head: MedusaConfig, params: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array
 ) -> jax.Array:
-    """What the heads say of hidden [B, D]: float32[B, K, V'] of the K heads in `params`."""
+    """What the heads say of hidden [..., D]: float32[..., K, V'] of the K heads in `params`."""
     blocks: Any = [through_blocks(one["blocks"], head.num_layers, hidden) for one in params["heads"]]
     if head.own_heads:
         pairs = zip(blocks, params["heads"], strict=True)
         each = [linear(x, one["head"], out_dtype=jnp.float32) for x, one in pairs]
-        return jnp.stack(each, axis=1)
+        return jnp.stack(each, axis=-2)
     if "head" in params:
         matrix = params["head"]
     else:
         few = {name: params[name] for name in ("vocabulary",) if name in params}
         matrix = llama.head(target, {**target_params, **few})
-    return linear(jnp.stack(blocks, axis=1), matrix, out_dtype=jnp.float32)
+    return linear(jnp.stack(blocks, axis=-2), matrix, out_dtype=jnp.float32)
