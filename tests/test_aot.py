@@ -35,6 +35,9 @@ METHODS: dict[str, tuple[dict, int]] = {
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),
+    "kangaroo": ({}, 0),
+    "medusa": ({}, 0),
+    "hydra": ({}, 0),
     "draft-verify static": ({"static": True}, 0),
 }
 # Summed over the chips: the embedded tokens, and once more in each layer after attention and after the MLP; in the

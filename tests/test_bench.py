@@ -91,6 +91,7 @@ def test_a_comparison():
         "draft_acceptance_rate": None,
         "mean_draft_length": 0.0,
         "identical_to_autoregressive": True,
+        "lossy": False,
     }
     assert ngram == plain | {
         "method": "ngram",

@@ -89,7 +89,7 @@ def test_generate_json(run, model, cache):
     status, out, err = run("generate", PROMPT, "--model", model, "--json", *options)
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == ["model", "method", "text", "tokens", "finish_reason", "statistics"]
+    assert list(report) == ["model", "method", "text", "tokens", "finish_reason", "lossy", "statistics"]
     assert set(report["statistics"]) == STATISTICS
     assert len(report["statistics"]["acceptance_histogram"]) == 4
     lm = jaxspec.load(model)
@@ -97,6 +97,7 @@ def test_generate_json(run, model, cache):
     assert report["tokens"] == expected.tokens
     assert report["text"] == expected.text
     assert (report["model"], report["method"], report["finish_reason"]) == (str(model), "ngram", "length")
+    assert report["lossy"] is False
     assert any((cache / "compiled").iterdir())
 
 
@@ -230,6 +231,7 @@ def test_compare(run, model):
         "draft_acceptance_rate",
         "mean_draft_length",
         "identical_to_autoregressive",
+        "lossy",
     ]
     assert (plain["method"], ngram["method"]) == ("autoregressive", "ngram")
     assert (plain["speedup"], plain["mean_acceptance_length"]) == (1.0, 1.0)
@@ -245,7 +247,7 @@ def test_compare_prints_a_table(run, model, monkeypatch):
     entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
     entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None, "first_token_ms": 7.89}
     entry |= {"mean_acceptance_length_drafting": None}
-    entry |= {"identical_to_autoregressive": True, "text": "a [bear]"}
+    entry |= {"identical_to_autoregressive": True, "lossy": False, "text": "a [bear]"}
     asked = {}
 
     def compare(lm, prompt, methods, options, **rest):

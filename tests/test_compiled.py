@@ -25,6 +25,8 @@ from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
+from jaxspec.drafting.hydra import Hydra
+from jaxspec.drafting.kangaroo import Kangaroo
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
@@ -40,6 +42,8 @@ from tests import tiny
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
 each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static"])
 each_batch = pytest.mark.parametrize("batch", [1, 2])
+# What may make something of a cache's shape.
+IN_PLACE = {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
 
 
 class Call:
@@ -74,7 +78,9 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     """Of every cache in the loop's state: they end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
-    assert len(caches) == (2 if isinstance(call.args[1].drafter, (DraftModel, Eagle, S2D)) else 1)
+    assert len(caches) == (
+        2 if isinstance(call.args[1].drafter, (DraftModel, Eagle, Hydra, Kangaroo, S2D)) else 1
+    )
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
 
@@ -100,7 +106,7 @@ def test_no_cache_is_copied(lm, method, batch):
     rounds = calls(lm, method, batch)[compiled.run_rounds]
     used = on_caches(rounds.text(), cache_shapes(rounds))
     assert "dynamic-update-slice" in used
-    assert used <= {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
+    assert used <= IN_PLACE
 
 
 def test_a_copied_cache_is_noticed():
@@ -163,6 +169,17 @@ def test_every_loop_lowers_for_accelerators(lm, method, platform):
             *args
         )
         assert lowered.platforms == (platform,)
+
+
+@pytest.mark.parametrize("method", ["hydra", "kangaroo"])
+def test_other_heads_copy_no_cache_and_lower_for_accelerators(lm, method):
+    """A choice among matrices within the loop; a cache of its own beside early exits."""
+    used = calls(lm, method, 1)
+    rounds = used[compiled.run_rounds]
+    assert on_caches(rounds.text(), cache_shapes(rounds)) <= IN_PLACE
+    args = jax.tree.map(as_bfloat16, rounds.args)
+    loop = jax.jit(functools.partial(rounds.function, **rounds.static))
+    assert export.export(loop, platforms=["tpu", "cuda"])(*args).platforms == ("tpu", "cuda")
 
 
 def as_bfloat16(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

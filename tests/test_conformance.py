@@ -21,8 +21,10 @@ from jaxspec.drafting.chain import ChainDrafter, draft_chain
 from jaxspec.drafting.clasp import CLaSp
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.kangaroo import Kangaroo
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.s2d import S2D
+from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Sampling
@@ -202,6 +204,8 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
     verify = DraftVerify(config, everything, Constant(), tiny.K)
     rest = [jax.tree.map(jnp.zeros_like, layer) for layer in weights["layers"][1:]]
     idle = {**weights, "layers": [weights["layers"][0], *rest]}
+    adapter = KangarooConfig(config.truncated(1))
+    silent = jax.tree.map(jnp.zeros_like, tiny.head_params(adapter)) | {"norm": weights["norm"]}
     return {
         "draft-model": (
             tiny.TARGET,
@@ -224,6 +228,9 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
         "draft-verify-static": (config, verify, weights, None),
         # Without the weights of what it does not run, the target is its own first layer.
         "layerskip": (config, LayerSkip(config, 1, Constant(), tiny.K), idle, None),
+        # An adapter that writes nothing.
+        "kangaroo": (config, Kangaroo(config, adapter, 1, Constant(), tiny.K), idle, silent),
+        "hydra": (tiny.TARGET, *tiny.exact_hydra()),
         **{kind: (tiny.TARGET, *tiny.exact_head(kind)) for kind in ("eagle", "eagle3")},
     }
 
@@ -237,6 +244,8 @@ WHOLE = [
     ("s2d", "block"),
     ("eagle", "greedy"),
     ("eagle3", "block"),
+    ("hydra", "block"),
+    ("kangaroo", "rejection"),
 ]
 
 
@@ -279,6 +288,9 @@ SAMPLED = [
     tiny.Combination("s2d-target-vocab", "constant", "rejection"),
     tiny.Combination("eagle", "any_of", "rejection"),
     tiny.Combination("eagle3", "constant", "block"),
+    tiny.Combination("medusa", "constant", "block"),
+    tiny.Combination("hydra", "confidence", "block"),
+    tiny.Combination("kangaroo", "confidence", "rejection"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -218,6 +218,9 @@ METHODS = {
     "draft-verify": {},
     "eagle": {},
     "eagle3": {},
+    "kangaroo": {},
+    "medusa": {},
+    "hydra": {},
 }
 TINY = ModelShape("tiny", TARGET, exits=(1, 2))
 

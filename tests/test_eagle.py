@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pickle
@@ -14,60 +13,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from flax import struct
 
 from jaxspec import methods
-from jaxspec.acceptance import BlockAcceptor
-from jaxspec.decoding import Parts
 from jaxspec.drafting.eagle import Eagle
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, torch_file
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from jaxspec.protocol import Weights
-from jaxspec.sampling import Sampling
 from jaxspec.testing import head_reference as reference
-from jaxspec.testing.contracts import propose
-from tests import tiny
+from tests import head_files, tiny
+from tests.head_files import (
+    LLAMA,
+    SOME,
+    TARGET,
+    WIDTH,
+    Files,
+    Round,
+    layer,
+    matrix,
+    norm,
+    rounds_of,
+    with_config,
+    with_tensors,
+    write,
+)
 
-# So few layers as have EAGLE-3's usual taps; a RoPE that no head shares.
-TARGET = dataclasses.replace(tiny.TARGET, num_layers=4, rope_theta=50.0)
-WIDTH, TAPS = TARGET.hidden_size, (2, 2, 1)
-# One prompt is fed in two pieces, so that a feature at the border meets a token of the next one.
-PROMPTS = ((1, 2, 3, 5, 7, 11, 4, 6, 8, 9, 10), (5, 1, 2))
-# So high that a random head has drafts accepted.
-TEMPERATURE = 2.0
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": TARGET.vocab_size,
-    "rms_norm_eps": 1e-5,
-}
-# The tokens of a head over a part of the vocabulary, not in their order.
-SOME = np.array([1, 4, 2, 7, 8, 10, 11, 5])
-Files = tuple[dict[str, Any], dict[str, np.ndarray]]
-
-
-def layer(rng: Any, prefix: str, read: int, width: int = WIDTH) -> dict[str, np.ndarray]:
-    """The tensors of one Llama layer but its norms before the attention; its attention reads vectors this wide."""
-    shapes = {"self_attn.q_proj": (16, read), "self_attn.k_proj": (8, read), "self_attn.v_proj": (8, read)}
-    shapes |= {"self_attn.o_proj": (width, 16), "mlp.down_proj": (width, 20)}
-    shapes |= {"mlp.gate_proj": (20, width), "mlp.up_proj": (20, width)}
-    drawn = {f"{prefix}.{name}.weight": matrix(rng, shape) for name, shape in shapes.items()}
-    return drawn | {f"{prefix}.post_attention_layernorm.weight": norm(rng, width)}
-
-
-def matrix(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
-    return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
-
-
-def norm(rng: Any, width: int) -> np.ndarray:
-    return (1 + 0.3 * rng.standard_normal(width)).astype(np.float32)
+TAPS = (2, 2, 1)
 
 
 def eagle() -> Files:
@@ -142,58 +114,21 @@ def plain(layout: str) -> Files:
     return content, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def write(directory: Path, files: Files) -> Path:
-    content, tensors = files
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(content))
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
-    return directory
-
-
 # Drafts
 
 
-@dataclasses.dataclass
-class Round:
-    """What a head said in one row of one round: the law of each draft token, given those before it."""
-
-    tokens: list[int]
-    drafts: list[int]
-    laws: np.ndarray
-
-
-def rounds_of(directory: Path, drafter_of: Any = Eagle) -> list[Round]:
-    """Of a head on the target, at `TEMPERATURE`: after the prompts, and after each of some rounds."""
-    head = heads.read_head(directory, TARGET)
-    drafter = drafter_of(TARGET, head.config, num_draft_tokens=tiny.K)
-    weights = Weights(tiny.params(TARGET), head.load(np.float32))
-    law = Sampling(jnp.full(len(PROMPTS), TEMPERATURE))
-    parts = Parts(drafter, BlockAcceptor(), law)
-    loop = tiny.Loop(parts, weights, TARGET)
-    state, _ = loop.begin(PROMPTS, 12)
-    found, accepted = [], 0
-    for _ in range(4):
-        proposal, _ = propose(parts, weights, state, 1)
-        for row, length in enumerate(state.length.tolist()):
-            tokens, drafts = state.tokens[row, :length].tolist(), proposal.tokens[0, row].tolist()
-            found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row]))))
-        state, _ = loop.go_on(state, 1)
-        accepted = int(state.stats.num_accepted_tokens.sum())
-    assert accepted, "no draft was accepted, so nothing shows where its feature comes from"
-    return found
+def drafter(config: Any) -> Eagle:
+    return Eagle(TARGET, config, num_draft_tokens=tiny.K)
 
 
 def furthest(found: list[Round], files: Files, taps: Any, change: Any = lambda true: true) -> float:
     """The largest difference between what a head said and the reference's reading, whose features are changed so."""
-    worst = 0.0
-    for one in found:
+
+    def logits_of(one: Round) -> np.ndarray:
         true = change(reference.features(TARGET, tiny.params(TARGET), one.tokens[:-1], taps))
-        logits = reference.draft_logits(
-            *files, TARGET, tiny.params(TARGET), one.tokens, one.drafts[:-1], true
-        )
-        law = np.exp((logits - logits.max(axis=-1, keepdims=True)) / TEMPERATURE)
-        worst = max(worst, np.abs(law / law.sum(axis=-1, keepdims=True) - one.laws).max())
-    return worst
+        return reference.draft_logits(*files, TARGET, tiny.params(TARGET), one.tokens, one.drafts[:-1], true)
+
+    return head_files.furthest(found, logits_of)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +137,7 @@ def said(tmp_path_factory):
 
     @functools.cache
     def ask(layout: str) -> list[Round]:
-        return rounds_of(write(tmp_path_factory.mktemp(layout), LAYOUTS[layout]()))
+        return rounds_of(write(tmp_path_factory.mktemp(layout), LAYOUTS[layout]()), drafter)
 
     return ask
 
@@ -266,7 +201,9 @@ class Stale(Eagle):
 
 
 def test_features_that_are_not_recomputed_would_be_noticed(tmp_path):
-    found = rounds_of(write(tmp_path, eagle3()), Stale)
+    found = rounds_of(
+        write(tmp_path, eagle3()), lambda config: Stale(TARGET, config, num_draft_tokens=tiny.K)
+    )
     assert furthest(found, plain("eagle3"), TAPS) > 1e-3
 
 
@@ -304,9 +241,16 @@ def test_a_window_of_a_head_is_read(tmp_path):
 # Files
 
 
+PICKLED = ["medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin"]
+
+
 @pytest.mark.parametrize(
     ("name", "fetched"),
-    [("model.safetensors", ["*.safetensors"]), ("pytorch_model.bin", ["*.safetensors", "pytorch_model.bin"])],
+    [
+        ("model.safetensors", [["*.safetensors"]]),
+        ("pytorch_model.bin", [["*.safetensors"], PICKLED]),
+        ("medusa_lm_head.pt", [["*.safetensors"], PICKLED]),
+    ],
 )
 def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch, name, fetched):
     import huggingface_hub
@@ -323,16 +267,8 @@ def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monke
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert heads.resolve("owner/head") == tmp_path
-    assert asked == [["*.json", pattern] for pattern in fetched]
+    assert asked == [["*.json", *patterns] for patterns in fetched]
     assert (tmp_path / name).exists()
-
-
-def with_tensors(files: Files, **changes: Any) -> Files:
-    return files[0], {name: one for name, one in {**files[1], **changes}.items() if one is not None}
-
-
-def with_config(files: Files, **changes: Any) -> Files:
-    return {**files[0], **changes}, files[1]
 
 
 BAD = {
@@ -359,7 +295,7 @@ BAD = {
     "both set": with_config(speculators(), fc_norm=True),
     "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
-    "is no EAGLE head": (LLAMA, {"0.0.linear.weight": np.ones((2, 2))}),
+    "is no head of EAGLE, Kangaroo, Medusa or Hydra": (LLAMA, {"probe.weight": np.ones((2, 2))}),
     "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
         eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
     ),

@@ -261,7 +261,7 @@ def test_a_method_whose_options_clash_is_left_out(plugged):
     assert set(found) == set(registry.built_in())
     assert problems == [
         "method 'twice-told' is left out: the option exit_layer of method twice-told has another type or default than "
-        "adaspeed, adaspeed-probe, layerskip's; give it another name"
+        "adaspeed, adaspeed-probe, layerskip, kangaroo's; give it another name"
     ]
 
 

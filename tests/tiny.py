@@ -23,14 +23,21 @@ from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
 from jaxspec.drafting.hybrid import Hybrid
+from jaxspec.drafting.hydra import Hydra
+from jaxspec.drafting.kangaroo import Kangaroo
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import BREAK
+from jaxspec.drafting.medusa import Medusa
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
-from jaxspec.model import eagle, llama
+from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
+from jaxspec.model.heads import AnyHead
+from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.kangaroo import KangarooConfig
+from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
@@ -235,9 +242,9 @@ def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> Hea
 
 
 @functools.cache
-def head_params(head: HeadConfig, seed: int = 5) -> llama.Params:
+def head_params(head: AnyHead, seed: int = 5) -> llama.Params:
     """Random parameters of a head."""
-    placed: llama.Params = jax.tree.map(jnp.asarray, reference.random_tree(eagle.param_shapes(head), seed))
+    placed: llama.Params = jax.tree.map(jnp.asarray, reference.random_tree(head.shapes, seed))
     return placed
 
 
@@ -275,6 +282,35 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return Eagle(config, head, rule, K), head_params(head)
 
 
+def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    head = KangarooConfig(dataclasses.replace(config, num_layers=1, sliding_windows=()))
+    return Kangaroo(config, head, 1, rule, K), head_params(head)
+
+
+def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """With rows of their own, over two of every three tokens."""
+    ids = some_tokens(config.vocab_size)
+    head = MedusaConfig(config.hidden_size, K, head_size=len(ids), own_heads=True)
+    return Medusa(config, head, rule, K), head_params(head) | {
+        "vocabulary": Vocabulary(None, ids, config.vocab_size)
+    }
+
+
+def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Hydra++, whose heads mostly hand on the embedding of the last token, as the target does."""
+    head = HydraConfig(config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.truncated(1))
+    own, target = dict(head_params(head)), params(config)
+    heads = []
+    for one in own["heads"]:
+        first = dict(one["blocks"][0])
+        wide = first["residual"].shape[1] - config.hidden_size
+        handed_on = jnp.eye(config.hidden_size, first["residual"].shape[1], k=wide)
+        first |= {"residual": handed_on, "linear": 0.1 * first["linear"]}
+        matrix = target["embed"] if config.tie_embeddings else target["head"]
+        heads.append({**one, "blocks": [first, *one["blocks"][1:]], "head": matrix})
+    return Hydra(config, head, rule, K), own | {"heads": heads}
+
+
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
     """A head that predicts exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
 
@@ -303,6 +339,19 @@ def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
         own["head"], own["norm"] = matrix, np.full(width, 0.5**0.5)
     made = [jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree) for tree in (target, own)]
     return Eagle(TARGET, config, num_draft_tokens=K), made[0], made[1]
+
+
+def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
+    """The same of Hydra on the target of `exact_head`: each head hands on the embedding of the last token."""
+    _, target, _ = exact_head("eagle")
+    width = TARGET.hidden_size
+    config = HydraConfig(width, TARGET.vocab_size, K)
+    own = jax.tree.map(jnp.zeros_like, head_params(config))
+    for number, one in enumerate(own["heads"]):
+        wide = (number + 2) * width
+        one["blocks"][0]["residual"] = jnp.eye(width, wide, k=wide - width)
+        one["head"] = target["head"]
+    return Hydra(TARGET, config, num_draft_tokens=K), target, own
 
 
 def some_tokens(size: int) -> jax.Array:
@@ -369,10 +418,13 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
-    "eagle-vocab": Case(_eagle_vocab, family="eagle"),
-    "eagle3-flags": Case(_eagle3_flags, family="eagle"),
-    "eagle": Case(_eagle, ("eagle",), "eagle"),
-    "eagle3": Case(_eagle3, ("eagle3",), "eagle"),
+    "eagle-vocab": Case(_eagle_vocab, family="heads"),
+    "eagle": Case(_eagle, ("eagle",), "heads"),
+    "eagle3": Case(_eagle3, ("eagle3",), "heads"),
+    "eagle3-flags": Case(_eagle3_flags, family="heads"),
+    "medusa": Case(_medusa, ("medusa",), "heads"),
+    "hydra": Case(_hydra, ("hydra",), "heads"),
+    "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
 }
 
 
@@ -462,7 +514,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "layerskip", "s2d")):
+    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

@@ -49,7 +49,8 @@ def compare(
       `tokens` (how many were generated), `first_token_ms` (from the call to the first token, nothing compiling, the
       median over the repeats), `tokens_per_second`, `speedup` over autoregressive, what `speed.acceptance` gives, and
       `identical_to_autoregressive` (null where tokens are drawn at random, as then only the distributions are
-      equal). A number that is not defined, such as the acceptance rate of no drafts, is null.
+      equal), and `lossy` (true where not even these are, see `engine.results.Result`). A number that is not defined,
+      such as the acceptance rate of no drafts, is null.
 
     Raises:
       ValueError: unknown method, `repeats` below 1, an option that none of the methods knows, or what
@@ -94,4 +95,5 @@ def _entry(name: str, results: list[Result], baseline: list[Result], sampling: b
         "speedup": speed_ratio([results], [baseline])[0],
         **acceptance([results]),
         "identical_to_autoregressive": None if sampling else first.tokens == baseline[0].tokens,
+        "lossy": first.lossy,
     }

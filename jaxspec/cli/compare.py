@@ -95,10 +95,13 @@ def _print(report: dict[str, Any]) -> None:
             _number(entry["speedup"], 2),
             *(_number(entry[name], 2) for name in _LENGTHS.values()),
             _number(entry["draft_acceptance_rate"], 2),
-            "–" if same is None else "yes" if same else "no",
+            "lossy" if entry["lossy"] else "–" if same is None else "yes" if same else "no",
         )
     Console(file=sys.stdout).print(table)
-    print("times plain: the median over turns, each against plain decoding in the same turn\n")
+    print("times plain: the median over turns, each against plain decoding in the same turn")
+    if any(entry["lossy"] for entry in report["results"]):
+        print("lossy: the text does not follow the model's own distribution")
+    print()
     for line in _texts(report["results"]):
         print(line)
 

@@ -81,6 +81,7 @@ class _Output:
         self._tokens: list[int] = []
         self._statistics: Statistics | None = None
         self._error: str | None = None
+        self._lossy = False
 
     def write(self, pieces: Iterator[Piece]) -> int:
         """Takes all the pieces, or those that come before an interruption; returns the exit status."""
@@ -104,7 +105,7 @@ class _Output:
             print(f"jaxspec: error: {self._error}", file=sys.stderr)
             return 1
         if not self._options.json:
-            print(_summary(self._statistics), file=sys.stderr)
+            print(_summary(self._statistics, self._lossy), file=sys.stderr)
         return 0
 
     def _take(self, piece: Piece) -> str | None:
@@ -122,7 +123,7 @@ class _Output:
             self._progress(f"generating: {len(self._tokens)} tokens")
         if piece.result is None:
             return None
-        self._error = piece.result.error
+        self._error, self._lossy = piece.result.error, piece.result.lossy
         return piece.result.finish_reason
 
     def _report(self, reason: str) -> dict[str, Any]:
@@ -132,6 +133,7 @@ class _Output:
             "text": self._text,
             "tokens": self._tokens,
             "finish_reason": reason,
+            "lossy": self._lossy,
             "statistics": _as_json(self._statistics),
         }
 
@@ -177,7 +179,7 @@ def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
     }
 
 
-def _summary(statistics: Statistics | None) -> str:
+def _summary(statistics: Statistics | None, lossy: bool) -> str:
     assert statistics is not None  # a text that has ended has at least one token
     speed, length, rate = (
         "–" if number is None else f"{number:.{digits}f}"
@@ -191,4 +193,6 @@ def _summary(statistics: Statistics | None) -> str:
         f"{statistics.num_tokens} tokens · {speed} tokens/s · mean acceptance length {length} · "
         f"acceptance rate {rate}"
     )
+    if lossy:
+        line += " · lossy: not the model's own distribution"
     return painted(line, DIM) if shows_colour(sys.stderr) else line

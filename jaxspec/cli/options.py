@@ -133,8 +133,9 @@ class TextOptions:
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
         `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
-      acceptor: how drafts are accepted; the text keeps its distribution with each. Default: greedy at temperature
-        0, else block.
+      acceptor: how drafts are accepted; the text keeps its distribution with each but typical (Medusa's rule), which
+        is lossy: at a temperature above 0 likely tokens come more often than the model says. Default: greedy at
+        temperature 0, else block.
       json: print one JSON object and nothing else.
     """
 

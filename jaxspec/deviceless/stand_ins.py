@@ -17,9 +17,13 @@ from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, heads, method_files, vocabulary_file
 from jaxspec.methods import LoadedModel
 from jaxspec.methods.base import LoadedHead
-from jaxspec.model import eagle, llama
+from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig, usual_taps
+from jaxspec.model.heads import AnyHead
+from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.kangaroo import KangarooConfig
+from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.vocabulary import Vocabulary
 
@@ -116,21 +120,27 @@ def loaded_head(path: Path, directory: Path, target: LlamaConfig, dtype: DTypeLi
     config = _usual_head(path.name, target) if path.is_relative_to(directory) else None
     if config is None:
         config = heads.read_head(heads.resolve(path), target).config
-    shapes = eagle.param_shapes(config)
-    params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), shapes, is_leaf=llama.is_shape)
-    if config.head_size is not None and config.head_size < target.vocab_size:
-        ids = jnp.zeros(config.head_size, jnp.int32)
-        params["vocabulary"] = Vocabulary(params.pop("head"), ids, target.vocab_size)
+    params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), config.shapes, is_leaf=llama.is_shape)
+    rows = getattr(config, "head_size", None)
+    if rows is not None and rows < target.vocab_size:
+        ids = jnp.zeros(rows, jnp.int32)
+        params["vocabulary"] = Vocabulary(params.pop("head", None), ids, target.vocab_size)
     return LoadedHead(config, params, UNREAD)
 
 
-def _usual_head(kind: str, target: LlamaConfig) -> HeadConfig:
-    """A head as published ones are: a layer of the target's shape; of EAGLE-3 over 32,000 tokens at most."""
-    block = target.truncated(1)
+def _usual_head(kind: str, target: LlamaConfig) -> AnyHead:
+    """A head as published ones are; of EAGLE-3 over 32,000 tokens at most."""
+    block, width, size = target.truncated(1), target.hidden_size, target.vocab_size
+    if kind == "kangaroo":
+        return KangarooConfig(block, min(2, target.num_layers - 1))
+    if kind == "medusa":
+        return MedusaConfig(width, num_heads=5, head_size=size, own_heads=True)
+    if kind == "hydra":
+        return HydraConfig(width, size, num_heads=4, num_layers=4, prefix=block)
     if kind == "eagle":
         return HeadConfig(block)
     taps = tuple(min(max(tap, 0), target.num_layers) for tap in usual_taps(target.num_layers))
-    return HeadConfig(block, taps, "eagle3", head_size=min(USUAL_HEAD, target.vocab_size))
+    return HeadConfig(block, taps, "eagle3", head_size=min(USUAL_HEAD, size))
 
 
 def write_files(directory: Path, config: LlamaConfig, law: str, vocabulary: bool) -> None:
@@ -142,7 +152,7 @@ def write_files(directory: Path, config: LlamaConfig, law: str, vocabulary: bool
       law: of the texts, see `method_files.law_name`.
       vocabulary: whether a ranking of its tokens is among them.
     """
-    for kind in ("eagle", "eagle3"):
+    for kind in ("eagle", "eagle3", "kangaroo", "medusa", "hydra"):
         path = directory / heads.head_name(kind)
         path.parent.mkdir(parents=True)
         path.touch()

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain import ChainDrafter, ChainState
+from jaxspec.drafting.chain import ChainState
+from jaxspec.drafting.tapped import TappedChain
 from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import narrowest, once
+from jaxspec.model.control import once
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.llama import Tap
-from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
+from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
 
@@ -36,7 +37,7 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Eagle(ChainDrafter):
+class Eagle(TappedChain):
     """A head predicts the target's features, and from each the token after it.
 
     The head's cache is filled with true features alone: those of accepted drafts come with verification, and
@@ -88,10 +89,6 @@ class Eagle(ChainDrafter):
         here = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
         return Absorbed(cache, jnp.where((count > 0)[:, None], here, state.hidden))
 
-    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
-        """Of its own, what was absorbed of the prompt."""
-        return super().init(params, view, prefill)._replace(own=prefill.absorbed)
-
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
@@ -99,21 +96,6 @@ class Eagle(ChainDrafter):
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
         return proposal, state._replace(own=Absorbed(drafted.cache, state.own.hidden)), view.cache
-
-    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
-        """Absorbs the features of what was committed, and lets the stop rule learn."""
-
-        def absorb(width: int, own: Absorbed) -> Absorbed:
-            assert outcome.features is not None, "the loop must hand over what is tapped"
-            assert outcome.start is not None
-            features, tokens = outcome.features[:, :width], outcome.tokens[:, :width]
-            return self.absorb(params, own, features, tokens, outcome.start, outcome.count)
-
-        # Another drafter's round may have committed more than K + 1 tokens.
-        full = outcome.tokens.shape[1]
-        widths = (*(width for width in self.verify_widths if width < full), full)
-        own = narrowest(widths, jnp.max(outcome.count), absorb, state.own)
-        return super().observe(params, state._replace(own=own), outcome)
 
     def _run(
         self, params: Weights, tokens: jax.Array, feature: jax.Array, start: jax.Array, cache: KVCache

@@ -90,9 +90,10 @@ class Drafts:
                 placed: jax.Array = jax.device_put(host, where)
                 return placed
 
-            config, params = head.config, head.load(self._dtype, place_leaf)
+            config: Any = head.config
+            params = head.load(self._dtype, place_leaf)
             # Published heads carry copies of the target's.
-            if config.own_embedding and bool(jnp.array_equal(params["embed"], target.params["embed"])):
+            if "embed" in params and bool(jnp.array_equal(params["embed"], target.params["embed"])):
                 config = dataclasses.replace(config, own_embedding=False)
                 del params["embed"]
             own = params.get("head")

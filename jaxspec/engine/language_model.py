@@ -44,7 +44,7 @@ from jaxspec.io.messages import shown
 from jaxspec.io.method_files import law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import LoadedModel, Method, Resources, registry
-from jaxspec.methods.acceptors import AcceptorName, build_acceptor
+from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Drafter, Weights
@@ -265,8 +265,9 @@ class LanguageModel:
             chat template, or a list of such conversations.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
-          acceptor: how drafts are accepted: greedy, rejection or block; the text keeps its law with each. None for
-            greedy at temperature 0, else block.
+          acceptor: how drafts are accepted: greedy, rejection or block, with each of which the text keeps its law; or
+            typical, which is lossy: sampled text then follows another law (see `lossy.TypicalAcceptor`), and its
+            `Result.lossy` says so. None for greedy at temperature 0, else block.
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
@@ -427,7 +428,8 @@ class LanguageModel:
             mesh=self.mesh,
             device=self.device,
         )
-        return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds), single
+        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
+        return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
 
     def drafter(
         self,
@@ -507,6 +509,7 @@ class LanguageModel:
         requests: Sequence[RowRequest],
         stops: tuple[str, ...],
         rounds: int,
+        lossy: bool,
     ) -> Iterator[Piece]:
         began, variants = time.perf_counter(), self.executables.variants
         waited = self.executables.blocked_ms
@@ -515,6 +518,7 @@ class LanguageModel:
                 request,
                 RowText(self.tokenizer.stream(request.prompt) if self.tokenizer else None, stops),
                 began,
+                lossy=lossy and request.temperature > 0,
             )
             for request in requests
         ]

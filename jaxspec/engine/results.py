@@ -126,6 +126,8 @@ class Result:
         first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from
         text to text as Draft & Verify does, generate one after another with `gamma=result.gamma`. The rounds that ran
         before the host found a stop string have moved it too.
+      lossy: whether the text follows another law than the model's: it was drawn at random, and its drafts were accepted
+        by an acceptor that changes the law (`acceptor="typical"`).
 
     Examples:
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
@@ -138,6 +140,7 @@ class Result:
     finish_reason: FinishReason
     statistics: Statistics
     gamma: float | None = None
+    lossy: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -150,7 +153,10 @@ class Result:
     def __repr__(self) -> str:
         speed = self.statistics.tokens_per_second
         rate = "" if speed is None else f", {speed:.1f} tokens/s"
-        return f"<Result {reprlib.repr(str(self))}: {len(self.tokens)} tokens, {self.finish_reason}{rate}>"
+        kind = ", lossy" if self.lossy else ""
+        return (
+            f"<Result {reprlib.repr(str(self))}: {len(self.tokens)} tokens, {self.finish_reason}{rate}{kind}>"
+        )
 
     @property
     def error(self) -> str | None:

@@ -18,10 +18,17 @@ from jaxspec.engine.text import RowText
 
 
 class Row:
-    """Gathers one text from its updates."""
+    """Gathers one text from its updates.
 
-    def __init__(self, request: RowRequest, text: RowText, began: float) -> None:
-        self._request, self._text, self._began = request, text, began
+    Args:
+      request: what was asked for.
+      text: turns tokens into text.
+      began: when its batch began, by `time.perf_counter`.
+      lossy: see `Result`.
+    """
+
+    def __init__(self, request: RowRequest, text: RowText, began: float, lossy: bool = False) -> None:
+        self._request, self._text, self._began, self._lossy = request, text, began, lossy
         self._first: tuple[float, float] | None = None
         self._tokens: list[Token] = []
 
@@ -63,7 +70,7 @@ class Row:
             "stop" if stopped else "error" if update.broken else "eos" if ended else "length"
         )
         text = self._text.text if self._text.has_text else None
-        result = Result(text, self._tokens, reason, statistics, gamma())
+        result = Result(text, self._tokens, reason, statistics, gamma(), self._lossy)
         return Piece(update.index, gained, tokens, statistics, result)
 
 

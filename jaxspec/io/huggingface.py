@@ -171,6 +171,10 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     return found
 
 
+# Names of tensors that only heads have.
+_OF_HEADS = re.compile(r"(medusa_heads\.)?blocks\.\d+\.layers\.|\d+\.\d+\.linear\.|hydra_mlp\.")
+
+
 def is_orbax(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory holds a checkpoint that `io.orbax` saved."""
     return (Path(directory) / ORBAX_PARAMS).is_dir()
@@ -197,6 +201,10 @@ def _missing(name: str, found: Tensors) -> str:
         )
     if any(other.rpartition("model.")[2] == "fc.weight" for other in found):
         return "this is an EAGLE head, not a model; it drafts with method='eagle3' or method='eagle'"
+    if any(_OF_HEADS.match(other) for other in found):
+        return (
+            "these are heads of Medusa or Hydra, no model; they draft with method='medusa' or method='hydra'"
+        )
     return f"tensor {name} is missing"
 
 

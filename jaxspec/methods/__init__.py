@@ -19,7 +19,10 @@ from jaxspec.methods.draft_verify import DraftVerify
 from jaxspec.methods.eagle import Eagle
 from jaxspec.methods.eagle3 import Eagle3
 from jaxspec.methods.hybrid import Hybrid
+from jaxspec.methods.hydra import Hydra
+from jaxspec.methods.kangaroo import Kangaroo
 from jaxspec.methods.layerskip import LayerSkip
+from jaxspec.methods.medusa import Medusa
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
@@ -39,8 +42,11 @@ __all__ = [
     "Eagle",
     "Eagle3",
     "Hybrid",
+    "Hydra",
+    "Kangaroo",
     "LayerSkip",
     "LoadedModel",
+    "Medusa",
     "Method",
     "NGram",
     "Resources",

@@ -1,4 +1,4 @@
-"""Acceptors by name: how a draft is verified."""
+"""Acceptors by name: how a draft is verified. Only those in `LOSSY` change the law of the text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from jaxspec.io.messages import shown
 if TYPE_CHECKING:
     from jaxspec.protocol import Acceptor
 
-AcceptorName = Literal["greedy", "rejection", "block"]
+AcceptorName = Literal["greedy", "rejection", "block", "typical"]
+# Those with which sampled text follows another law than the model's.
+LOSSY: frozenset[AcceptorName] = frozenset({"typical"})
 
 
 def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
     """Returns the acceptor of a name; without a name greedy for greedy texts and block for sampled ones.
+
+    One in `LOSSY` is never returned unless it is named. Where no text is drawn at random it is the greedy one, whose
+    text it has.
 
     Args:
       name: of the acceptor.
@@ -28,11 +33,14 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
       GreedyAcceptor()
     """
     from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+    from jaxspec.lossy import TypicalAcceptor
 
     known = typing.get_args(AcceptorName)
     if name is not None and not (isinstance(name, str) and name in known):
         raise ValueError(f"unknown acceptor {shown(name)}; give one of {', '.join(known)}")
     name = name or ("block" if sampling else "greedy")
+    if name == "typical":
+        return TypicalAcceptor() if sampling else GreedyAcceptor()
     if name == "greedy":
         if sampling:
             raise ValueError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxspec.model.config import LlamaConfig
-    from jaxspec.model.eagle import HeadConfig
+    from jaxspec.model.heads import AnyHead
     from jaxspec.model.llama import Params
     from jaxspec.model.vocabulary import Vocabulary
     from jaxspec.protocol import Drafter
@@ -118,7 +118,7 @@ class LoadedHead:
 
     Attributes:
       config: what it is made of.
-      params: the parameters, see `jaxspec.model.eagle`.
+      params: the parameters, see `jaxspec.model.eagle` and its siblings.
       target: the fingerprint of the model that it was trained for; None where it does not say.
 
     Examples:
@@ -128,7 +128,7 @@ class LoadedHead:
       'eagle'
     """
 
-    config: HeadConfig
+    config: AnyHead
     params: Params
     target: str | None = None
 

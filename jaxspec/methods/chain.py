@@ -106,11 +106,14 @@ class ChainMethod(DraftingMethod):
         options = ", ".join(foreign)
         return f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"
 
-    def stopping(self, probe: Callable[[], Probe] | None = None) -> tuple[StopRule, int]:
+    def stopping(
+        self, probe: Callable[[], Probe] | None = None, usual: int | None = None
+    ) -> tuple[StopRule, int]:
         """Makes the stop rule, and K: a rule that ends drafts early has room for those that go well.
 
         Args:
           probe: makes the probe of the rule `probe`; None for a draft that has no single exit.
+          usual: K where none is given; None for 5, with a stop rule 12.
 
         Raises:
           ValueError: the rule `probe` is asked for where there can be none.
@@ -120,7 +123,7 @@ class ChainMethod(DraftingMethod):
         from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, ProductBelow
 
         names = self.rules(self.given)
-        length = self.length(5 if set(names) == {"constant"} else 12)
+        length = self.length(usual or (5 if set(names) == {"constant"} else 12))
         rules: list[StopRule] = []
         for name in names:
             if name == "adaptive-length":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.methods.base import LoadedModel
 from jaxspec.methods.heads import HeadMethod
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,3 +25,9 @@ class Eagle(HeadMethod):
 
     name: ClassVar[str] = "eagle"
     needs: ClassVar[str] = "an EAGLE head: draft=DIR, or heads/eagle beside the model"
+
+    def drafter(self, target: LoadedModel, head: Any) -> Drafter:
+        """Makes the drafter of a head of EAGLE."""
+        from jaxspec.drafting.eagle import Eagle as Drafting
+
+        return Drafting(target.config, head, *self.stopping())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.eagle import Eagle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3(HeadMethod):
+class Eagle3(Eagle):
     """A head reads three of the model's layers and predicts what follows (EAGLE-3, Li et al. 2025).
 
     Examples:

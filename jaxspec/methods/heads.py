@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadMethod(ChainMethod):
-    """The base of methods that draft with an EAGLE head, whose kind has the method's name.
+    """The base of methods that draft with a head, whose kind has the method's name; a subclass adds `drafter`.
 
     Attributes:
       draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name.
@@ -29,13 +29,23 @@ class HeadMethod(ChainMethod):
 
     draft: FilePath | None = option(None, metavar="DIR|ID")
 
+    def drafter(self, target: LoadedModel, head: Any) -> Drafter:
+        """Makes the drafter of a head of this method's kind.
+
+        Args:
+          target: the model that verifies.
+          head: what the head is made of, such as a `jaxspec.model.eagle.HeadConfig`.
+
+        Raises:
+          ValueError: an option does not fit the head; one line.
+        """
+        raise NotImplementedError
+
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are the head's."""
-        from jaxspec.drafting.eagle import Eagle as Drafting
-
         head = self._head(target, resources)
-        rule, length = self.stopping()
-        return Drafting(target.config, head.config, rule, length), self._params(head, target, resources)
+        drafter = self.drafter(target, head.config)
+        return drafter, self._params(head, target, resources)
 
     def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
         """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
@@ -70,17 +80,62 @@ class HeadMethod(ChainMethod):
 
         from jaxspec.model.vocabulary import Vocabulary
 
-        own = dict(head.params)
-        if "vocabulary" in own:
-            few = own["vocabulary"]
+        own, rows, kept = dict(head.params), ids, jnp.asarray(ids)
+        few = own.get("vocabulary")
+        if few is not None:
             rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))
             if not len(rows):
                 raise ValueError(
                     f"draft_vocab leaves none of the head's {len(few.ids)} tokens; give more tokens, or leave it out"
                 )
-            own["vocabulary"] = Vocabulary(few.head[rows], few.ids[rows], few.size)
+            kept = few.ids[rows]
+        matrix = None
+        if any("head" in one for one in own.get("heads", ())):
+            of_tokens = ("head", "head_bias")
+            own["heads"] = [
+                {name: leaf[rows] if name in of_tokens else leaf for name, leaf in one.items()}
+                for one in own["heads"]
+            ]
+        elif few is not None:
+            matrix = few.head[rows]
         elif "head" in own:
-            own["vocabulary"] = Vocabulary(own.pop("head")[ids], jnp.asarray(ids), target.config.vocab_size)
+            matrix = own.pop("head")[rows]
         else:
-            own["vocabulary"] = target.vocabulary(ids)
+            matrix = target.vocabulary(ids).head
+        own["vocabulary"] = Vocabulary(matrix, kept, target.config.vocab_size)
+        return own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeveralHeads(HeadMethod):
+    """The base of methods with one head for each draft token.
+
+    Examples:
+      >>> from jaxspec.methods import Medusa
+      >>> Medusa(draft="head").usual()["num_draft_tokens"]
+      'as many as there are heads'
+    """
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns what is done where an option is left out, by option."""
+        return super().usual() | {"num_draft_tokens": "as many as there are heads"}
+
+    def length_of(self, num_heads: int) -> int:
+        """Returns K: as given, else the number of heads.
+
+        Raises:
+          ValueError: there are fewer heads.
+        """
+        length = self.length(num_heads)
+        if length > num_heads:
+            raise ValueError(
+                f"num_draft_tokens is {length}; the file has {num_heads} heads, give 1 to {num_heads}"
+            )
+        return length
+
+    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
+        """Returns the parameters of the heads that draft."""
+        own = dict(super()._params(head, target, resources))
+        own["heads"] = own["heads"][: self.length_of(len(own["heads"]))]
         return own

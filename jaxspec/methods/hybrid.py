@@ -148,7 +148,12 @@ def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
 
     if isinstance(drafter, LookupDrafter):
         return 0.0
+    shared = (getattr(drafter, "exit_layer", None) or 0) / target.config.num_layers
+    if own is not None and "heads" in own:  # of which each drafts one token
+        return size(own) / size(target.params) / len(own["heads"])
     if own is not None and "layers" in own:
-        return size(own) / size(target.params)
-    layers = getattr(drafter, "exit_layer", None) or max(getattr(drafter, "exits", ()), default=None)
+        return shared + size(own) / size(target.params)
+    if shared:
+        return shared
+    layers = max(getattr(drafter, "exits", ()), default=None)
     return 0.5 if layers is None else layers / target.config.num_layers

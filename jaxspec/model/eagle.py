@@ -6,7 +6,7 @@ of three of the target's layers, is fed its own output in place of what it does 
 often over a part of the vocabulary.
 
 A *pair* t is the feature of token t and the embedding of token t + 1; it stands at position t, in slot t, and its
-output foretells token t + 2. Parameters, beside what `llama.param_shapes` says of a layer:
+output predicts token t + 2. Parameters, beside what `llama.param_shapes` says of a layer:
 
     eagle    fc [D, 2·D]     fc_bias [D], where it has one                         layers[0].attention without norm
     eagle3   fc [D, n·D']    layers[0].attention  norm, embed_norm [D]  qkv [KV, (G+2)·hd, 2·D]
@@ -63,6 +63,11 @@ class HeadConfig:
     def feature_width(self) -> int:
         """F, the width of a feature: all taps of a token."""
         return len(self.taps) * (self.target_width or self.block.hidden_size)
+
+    @property
+    def shapes(self) -> Params:
+        """The tree of its parameters, a shape tuple at each leaf."""
+        return param_shapes(self)
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:

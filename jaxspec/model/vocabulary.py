@@ -16,7 +16,7 @@ class Vocabulary:
     """N of a model's tokens, and their rows of its head.
 
     Attributes:
-      head: [N, D], the rows.
+      head: [N, D], the rows; None where they lie in the several heads of a draft.
       ids: int32[N], the tokens: rising, so that among equals the same is first as in the whole vocabulary.
       size: V, tokens of the whole vocabulary, static.
 
@@ -26,7 +26,7 @@ class Vocabulary:
       [[-inf, -inf, -inf, -0.5, -inf, -1.0, -inf]]
     """
 
-    head: jax.Array
+    head: jax.Array | None
     ids: jax.Array
     size: int = struct.field(pytree_node=False)
 

@@ -1,7 +1,7 @@
-"""Slow, obvious EAGLE heads in float64 NumPy, on the tensors and config of a published checkpoint.
+"""Slow, obvious heads in float64 NumPy, on the tensors and config of a published checkpoint.
 
 No cache, no batch, no loader: each draft token runs the head anew over the whole text. It shares nothing with
-`jaxspec.model.eagle` and `jaxspec.io.heads` but what the papers and their authors' files say.
+`jaxspec.model` and `jaxspec.io.heads` but what the papers and their authors' files say.
 """
 
 from __future__ import annotations
@@ -92,6 +92,153 @@ def draft_logits(
     return whole
 
 
+def kangaroo_logits(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Sequence[int],
+    drafts: Sequence[int],
+    exit_layer: int,
+) -> np.ndarray:
+    """Returns the logits from which an adapter of Kangaroo draws each draft token, float64[len(drafts) + 1, V].
+
+    Args:
+      content: the adapter's `config.json`, of a Llama of one layer.
+      tensors, target, params, tokens, drafts: as of `draft_logits`.
+      exit_layer: after how many of the target's layers it reads the stream.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
+      >>> content = {"hidden_size": width, "num_attention_heads": 4}
+      >>> names = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+      >>> tensors = {name: rng.standard_normal((width, width)) for name in names}
+      >>> tensors |= {name: np.ones(width) for name in ("layers.0.input_layernorm.weight", "norm.weight")}
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> kangaroo_logits(content, tensors, TARGET, weights, [1, 2, 3], [4], exit_layer=1).shape
+      (2, 13)
+    """
+    own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    wide, eps = reference.as_float64(params), content.get("rms_norm_eps", 1e-6)
+    x = features(target, params, [*tokens, *drafts], [exit_layer])
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in own.items()}
+    x = x + _attention(content, layer, _norm(x, layer["input_layernorm.weight"], eps))
+    head = wide["embed"] if target.tie_embeddings else wide["head"]
+    said: np.ndarray = _norm(x, own["norm.weight"], eps) @ head.T
+    return said[len(tokens) - 1 :]
+
+
+def medusa_logits(
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    true: np.ndarray,
+    num_heads: int,
+) -> np.ndarray:
+    """Returns the logits from which each of Medusa's heads draws its token, float64[num_heads, V].
+
+    Args:
+      tensors: of the authors' `medusa_lm_head.pt`.
+      target, params: of the target.
+      true: the feature "final" of the tokens before the pending one, as from `features`.
+      num_heads: how many heads draft.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
+      >>> tensors = {"0.0.linear.weight": rng.standard_normal((width, width)), "0.0.linear.bias": np.ones(width)}
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> medusa_logits(tensors, TARGET, weights, features(TARGET, weights, [1, 2], ["final"]), num_heads=1).shape
+      (1, 13)
+    """
+    wide = reference.as_float64(params)
+    rows = []
+    for head in range(num_heads):
+        own = {name: np.asarray(t, np.float64) for name, t in tensors.items() if name.startswith(f"{head}.")}
+        x, block = true[-1], 0
+        while f"{head}.{block}.linear.weight" in own:
+            x = x + _silu(own[f"{head}.{block}.linear.weight"] @ x + own[f"{head}.{block}.linear.bias"])
+            block += 1
+        last = wide["embed"] if target.tie_embeddings else wide["head"]
+        rows.append(own.get(f"{head}.{block}.weight", last) @ x)
+    return np.stack(rows)
+
+
+def hydra_logits(
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Sequence[int],
+    drafts: Sequence[int],
+    true: np.ndarray,
+) -> np.ndarray:
+    """Returns the logits from which Hydra's heads draw each draft token, float64[len(drafts) + 1, V].
+
+    Args:
+      tensors: of the authors' `hydra_lm_head.pt`, of Hydra or Hydra++.
+      target, params, tokens, drafts: as of `draft_logits`.
+      true: the feature "final" of the first n − 1 tokens, as from `features`.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> rng, width, size = np.random.default_rng(0), TARGET.hidden_size, TARGET.vocab_size
+      >>> block = {f"hydra_mlp.0.0.{name}.weight": (width, 2 * width) for name in ("linear", "res_connection")}
+      >>> shapes = block | {"hydra_lm_head.0.weight": (size, width), "hydra_lm_head.0.bias": (size,)}
+      >>> shapes |= {name.replace("weight", "bias"): (width,) for name in block}
+      >>> tensors = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> true = features(TARGET, weights, [1, 2], ["final"])
+      >>> hydra_logits(tensors, TARGET, weights, [1, 2, 3], [], true).shape
+      (1, 13)
+    """
+    own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    embedding = reference.as_float64(params)["embed"]
+    prefixed = {
+        name.removeprefix("prefix_embeding_layer."): tensor
+        for name, tensor in own.items()
+        if name.startswith("prefix_embeding_layer.")
+    }
+    seen = true
+    if prefixed:
+        # Their layer is a whole Llama layer, of the target's config.
+        content = {
+            "hidden_size": target.hidden_size,
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "rope_theta": target.rope_theta,
+        }
+        eps = target.rms_norm_eps
+        p = {name.removeprefix("layers.0."): tensor for name, tensor in prefixed.items()}
+        seen = seen + _attention(content, p, _norm(seen, p["input_layernorm.weight"], eps))
+        normed = _norm(seen, p["post_attention_layernorm.weight"], eps)
+        seen = _norm(seen + _mlp(p, normed), prefixed["norm.weight"], eps)
+    rows = []
+    for head in range(len(drafts) + 1):
+        x = np.concatenate([seen[-1], *embedding[[tokens[-1], *drafts[:head]]]])
+        for number in range(100):  # Dropouts between the blocks have numbers too
+            p = {
+                name.removeprefix(f"hydra_mlp.{head}.{number}."): tensor
+                for name, tensor in own.items()
+                if name.startswith(f"hydra_mlp.{head}.{number}.")
+            }
+            if p:
+                straight = x
+                if "res_connection.weight" in p:
+                    straight = p["res_connection.weight"] @ x + p["res_connection.bias"]
+                x = straight + _silu(p["linear.weight"] @ x + p["linear.bias"])
+        last = f"hydra_lm_head.{head}."
+        last = f"{last}1." if f"{last}1.weight" in own else last
+        rows.append(own[f"{last}weight"] @ x + own[f"{last}bias"])
+    return np.stack(rows)
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    out: np.ndarray = x / (1 + np.exp(-x))
+    return out
+
+
 def _before_fc(
     content: Mapping[str, Any], own: Mapping[str, np.ndarray], feature: np.ndarray, eps: float
 ) -> np.ndarray:
@@ -126,10 +273,14 @@ def _layers(
             seen = x
         x = x + _attention(content, p, seen)
         normed = _norm(x, p["post_attention_layernorm.weight"], eps)
-        gate = normed @ p["mlp.gate_proj.weight"].T
-        inner = gate / (1 + np.exp(-gate)) * (normed @ p["mlp.up_proj.weight"].T)
-        x = x + inner @ p["mlp.down_proj.weight"].T
+        x = x + _mlp(p, normed)
     return x
+
+
+def _mlp(p: Mapping[str, np.ndarray], normed: np.ndarray) -> np.ndarray:
+    inner = _silu(normed @ p["mlp.gate_proj.weight"].T) * (normed @ p["mlp.up_proj.weight"].T)
+    out: np.ndarray = inner @ p["mlp.down_proj.weight"].T
+    return out
 
 
 def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np.ndarray) -> np.ndarray:

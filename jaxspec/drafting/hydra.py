@@ -1,0 +1,112 @@
+"""Heads that each read what was drafted before it: Hydra and Hydra++ (Ankner et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.chain import ChainState
+from jaxspec.drafting.tapped import TappedChain
+from jaxspec.model import cache as kv
+from jaxspec.model import hydra, llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.llama import Tap
+from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.sampling import Law
+from jaxspec.stopping import Constant
+
+
+class Absorbed(NamedTuple):
+    """What the heads keep of the committed tokens but the pending one.
+
+    Attributes:
+      hidden: [B, D], of the last of them: what the target's head read, or what the prefix attention makes of it.
+      cache: the prefix attention's; None without it.
+    """
+
+    hidden: jax.Array
+    cache: KVCache | None
+
+
+@struct.dataclass
+class Hydra(TappedChain):
+    """Head i drafts token i of the round, given the tokens that the heads before it drafted.
+
+    `params.drafter` are the heads' parameters, of the first K heads at least.
+
+    Attributes:
+      config: of the target.
+      head: of the heads.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K, at most as many as there are heads.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: HydraConfig = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=4)
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """What the heads read of the target."""
+        return self.head.taps
+
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
+        """Returns what has been absorbed before prompts of length int32[B]: nothing."""
+        batch, dtype = length.shape[0], params.target["embed"].dtype
+        hidden, prefix = jnp.zeros((batch, self.head.width), dtype), self.head.prefix
+        if prefix is None:
+            return Absorbed(hidden, None)
+        cache = kv.create(prefix, batch, capacity, dtype, merged)
+        return Absorbed(hidden, dataclasses.replace(cache, rope_length=length))
+
+    def absorb(
+        self,
+        params: Weights,
+        state: Absorbed,
+        features: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> Absorbed:
+        """Keeps the last of features [B, T, D], with a prefix attention of what that makes of them.
+
+        What lies past count[b] goes into its cache as well, where later tokens overwrite it before any sees it.
+        """
+        cache = state.cache
+        if self.head.prefix is not None and cache is not None:
+            prefix = self.head.prefix, params.drafter["prefix"]
+            features, cache = hydra.run_prefix(*prefix, features, start, cache)
+        here = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+        return Absorbed(jnp.where((count > 0)[:, None], here, state.hidden), cache)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts head by head; the target's cache is returned untouched."""
+        hidden = state.own.hidden
+
+        def say(number: int, read: jax.Array) -> jax.Array:
+            return hydra.logits(self.head, params.drafter, number, read[:, : number + 2])
+
+        heads = [functools.partial(say, number) for number in range(self.num_draft_tokens)]
+
+        def step(
+            read: jax.Array, token: jax.Array, i: jax.Array, active: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            del active  # all rows cost what one does
+            embedded = llama.embed(params.target, token[:, None]).astype(read.dtype)
+            read = jax.lax.dynamic_update_slice(read, embedded, (0, i + 1, 0))
+            return jax.lax.switch(i, heads, read), hidden, read
+
+        path = jnp.zeros((hidden.shape[0], self.num_draft_tokens, self.head.width), hidden.dtype)
+        read = jnp.concatenate([hidden[:, None], path], axis=1)
+        proposal, _, state = self.draft(step, read, keys, state, view, law, params.drafter)
+        return proposal, state, view.cache

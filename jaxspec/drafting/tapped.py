@@ -1,0 +1,47 @@
+"""What drafters share that read the target's residual stream and draft token by token."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxspec.drafting.chain import ChainDrafter, ChainState
+from jaxspec.model.control import narrowest
+from jaxspec.protocol import Outcome, Prefill, State, View, Weights
+
+
+class TappedChain(ChainDrafter):
+    """A base for chain drafters with taps, whose state's `own` is what they have absorbed.
+
+    A subclass adds `taps`, `begin` and `absorb` (see `protocol.TappedDrafter`), and `propose`.
+    """
+
+    def absorb(
+        self,
+        params: Weights,
+        state: State,
+        features: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> State:
+        """Takes in features, see `protocol.TappedDrafter`."""
+        raise NotImplementedError
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Of its own, what was absorbed of the prompt."""
+        return super().init(params, view, prefill)._replace(own=prefill.absorbed)
+
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
+        """Absorbs the features of what was committed, and lets the stop rule learn."""
+
+        def absorb(width: int, own: State) -> State:
+            assert outcome.features is not None, "the loop must hand over what is tapped"
+            assert outcome.start is not None
+            features, tokens = outcome.features[:, :width], outcome.tokens[:, :width]
+            return self.absorb(params, own, features, tokens, outcome.start, outcome.count)
+
+        # Another drafter's round may have committed more than K + 1 tokens.
+        full = outcome.tokens.shape[1]
+        widths = (*(width for width in self.verify_widths if width < full), full)
+        own = narrowest(widths, outcome.count.max(), absorb, state.own)
+        return super().observe(params, state._replace(own=own), outcome)

@@ -1,0 +1,59 @@
+"""Kangaroo's adapters as their authors save them.
+
+pytorch_model.bin   layers.{l}.self_attn.{q,k,v,o}_proj, layers.{l}.input_layernorm, norm
+config.json         of a Llama of one layer, whose MLP is not there; ours says `jaxspec: {"exit_layer": E}` too
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.io.head_tensors import Entry, Head, check_tensors, leaves_of, refuse_left_out
+from jaxspec.io.hf_config import config_from, errors_of
+from jaxspec.io.hf_layout import sources_of
+from jaxspec.io.hf_values import section, whole
+from jaxspec.io.tensors import Tensors
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.kangaroo import KangarooConfig
+
+_LAYER = "layers.0."
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Whether tensors of these names are an adapter: a layer without an MLP, and no embedding."""
+    there = f"{_LAYER}self_attn.q_proj.weight" in names and f"{_LAYER}input_layernorm.weight" in names
+    return there and not any(name.startswith((f"{_LAYER}mlp.", "embed_tokens.")) for name in names)
+
+
+def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
+    """The adapter that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    refuse_left_out(directory, found.left_out, found)
+    with errors_of(directory / "config.json"):
+        block = dataclasses.replace(config_from({"model_type": "llama", **content}), tie_embeddings=False)
+        own = section(content, "jaxspec")
+        exit_layer = None
+        if own.get("exit_layer") is not None:
+            exit_layer = whole(own, "exit_layer", most=max(1, target.num_layers - 1))
+        if (block.vocab_size, block.hidden_size) != (target.vocab_size, target.hidden_size):
+            raise ValueError(
+                f"the adapter is for a model of {block.vocab_size} tokens and width {block.hidden_size}, the target "
+                f"has {target.vocab_size} and {target.hidden_size}; an adapter fits the model that it was trained for"
+            )
+    config = KangarooConfig(block, exit_layer)
+    leaves = tuple(entries(config))
+    check_tensors(directory, config.kind, leaves, found)
+    return Head(config, leaves, found, target.vocab_size)
+
+
+def entries(config: KangarooConfig) -> Iterator[Entry]:
+    """Name, shape and sources of every leaf, in the order of the tree."""
+    for leaf, shape in leaves_of(config.shapes):
+        theirs = sources_of(config.block, leaf, shape)
+        yield (
+            leaf,
+            shape,
+            [dataclasses.replace(one, name=one.name.removeprefix("model.")) for one in theirs],
+        )

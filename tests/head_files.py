@@ -1,0 +1,118 @@
+"""Heads as their authors publish them, of a tiny target, and what such a head says in the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from jaxspec.acceptance import BlockAcceptor
+from jaxspec.decoding import Parts
+from jaxspec.io import heads
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Sampling
+from jaxspec.testing.contracts import propose
+from tests import tiny
+
+# So few layers as have EAGLE-3's usual taps; a RoPE that no head shares.
+TARGET = dataclasses.replace(tiny.TARGET, num_layers=4, rope_theta=50.0)
+WIDTH = TARGET.hidden_size
+# One prompt is fed in two pieces, so that a feature at the border meets a token of the next one.
+PROMPTS = ((1, 2, 3, 5, 7, 11, 4, 6, 8, 9, 10), (5, 1, 2))
+# So high that a random head has drafts accepted.
+TEMPERATURE = 2.0
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": TARGET.vocab_size,
+    "rms_norm_eps": 1e-5,
+}
+# The tokens of a head over a part of the vocabulary, not in their order.
+SOME = np.array([1, 4, 2, 7, 8, 10, 11, 5])
+# The config and the tensors of a head.
+Files = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def layer(rng: Any, prefix: str, read: int, width: int = WIDTH) -> dict[str, np.ndarray]:
+    """The tensors of one Llama layer but its norms before the attention; its attention reads vectors this wide."""
+    shapes = {"self_attn.q_proj": (16, read), "self_attn.k_proj": (8, read), "self_attn.v_proj": (8, read)}
+    shapes |= {"self_attn.o_proj": (width, 16), "mlp.down_proj": (width, 20)}
+    shapes |= {"mlp.gate_proj": (20, width), "mlp.up_proj": (20, width)}
+    drawn = {f"{prefix}.{name}.weight": matrix(rng, shape) for name, shape in shapes.items()}
+    return drawn | {f"{prefix}.post_attention_layernorm.weight": norm(rng, width)}
+
+
+def matrix(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
+    return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def norm(rng: Any, width: int) -> np.ndarray:
+    return (1 + 0.3 * rng.standard_normal(width)).astype(np.float32)
+
+
+def write(directory: Path, files: Files) -> Path:
+    content, tensors = files
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(content))
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@dataclasses.dataclass
+class Round:
+    """What a head said in one row of one round: the law of each draft token, given those before it."""
+
+    tokens: list[int]
+    drafts: list[int]
+    laws: np.ndarray
+
+
+def rounds_of(directory: Path, make: Callable[[Any], Any], temperature: float = TEMPERATURE) -> list[Round]:
+    """Of a head on the target, whose drafter `make` makes of its config: after the prompts, and after some rounds."""
+    head = heads.read_head(directory, TARGET)
+    drafter = make(head.config)
+    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    law = Sampling(jnp.full(len(PROMPTS), temperature))
+    parts = Parts(drafter, BlockAcceptor(), law)
+    loop = tiny.Loop(parts, weights, TARGET)
+    state, _ = loop.begin(PROMPTS, 20)
+    found, accepted = [], 0
+    for _ in range(4):
+        proposal, _ = propose(parts, weights, state, 1)
+        for row, length in enumerate(state.length.tolist()):
+            tokens, drafts = state.tokens[row, :length].tolist(), proposal.tokens[0, row].tolist()
+            found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row]))))
+        state, _ = loop.go_on(state, 1)
+        accepted = int(state.stats.num_accepted_tokens.sum())
+    assert accepted, "no draft was accepted, so nothing shows where its feature comes from"
+    return found
+
+
+def furthest(
+    found: list[Round], logits_of: Callable[[Round], np.ndarray], temperature: float = TEMPERATURE
+) -> float:
+    """The largest difference between what a head said and what a reference says of the same rounds."""
+    worst = 0.0
+    for one in found:
+        logits = logits_of(one)
+        law = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+        worst = max(worst, np.abs(law / law.sum(axis=-1, keepdims=True) - one.laws).max())
+    return worst
+
+
+def with_tensors(files: Files, **changes: Any) -> Files:
+    return files[0], {name: one for name, one in {**files[1], **changes}.items() if one is not None}
+
+
+def with_config(files: Files, **changes: Any) -> Files:
+    return {**files[0], **changes}, files[1]
