@@ -18,6 +18,7 @@ PUBLIC = (
     "jaxspec/stopping.py",
     "jaxspec/acceptance.py",
     "jaxspec/sampling.py",
+    "jaxspec/model/tree.py",
     "jaxspec/drafting/chain.py",
     "jaxspec/methods",
     "jaxspec/testing",

@@ -11,14 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import what stands below its own line, and the `SHARED` ones among themselves.
 LAYERS = (
-    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary",
+    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary "
+    "jaxspec.model.tree",
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",
     "jaxspec.model.sharding jaxspec.model.eagle",
     "jaxspec.sampling",
     "jaxspec.protocol",
-    "jaxspec.stopping jaxspec.acceptance",
+    "jaxspec.stopping jaxspec.acceptance jaxspec.verification",
     "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.decoding",
     "jaxspec.drafting",
     "jaxspec.io",
