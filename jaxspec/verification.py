@@ -114,6 +114,9 @@ def verify(
     def compacted(verified: Verified) -> Verified:
         if (path := verified.acceptance.path) is None:
             return verified
+        place = jnp.arange(depth + 1)
+        # What was rejected stays where it is.
+        path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
         return verified._replace(cache=kv.move(verified.cache, start, path))
 
     widths = drafter.verify_widths

@@ -147,7 +147,7 @@ def test_the_widths_of_verification(lm, method):
     heads = re.findall(rf"-> tensor<2x(\d+)x{vocabulary}xf32>", text)
     widths = call.args[1].drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
-    expected = {"autoregressive": (1,), "draft-model": (4,)}
+    expected = {"autoregressive": (1,), "draft-model": (4,), "token-recycling": (1, 6)}
     assert widths == expected.get(method, (1, 4))
 
 

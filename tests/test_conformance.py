@@ -245,6 +245,8 @@ SAMPLED = [
     tiny.Combination("autoregressive", "-", "rejection"),
     tiny.Combination("ngram-random", "-", "block"),
     tiny.Combination("suffix", "-", "rejection"),
+    tiny.Combination("token-recycling", "-", "block"),
+    tiny.Combination("token-recycling-chain", "-", "rejection"),
     tiny.Combination("hybrid", "-", "block"),
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),

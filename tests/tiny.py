@@ -27,10 +27,12 @@ from jaxspec.drafting.lookup import BREAK
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
+from jaxspec.drafting.token_recycling import TokenRecycling
 from jaxspec.model import eagle, llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Shape
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Law
@@ -150,6 +152,12 @@ def _referring(make: Callable[..., Any]) -> Case:
         return make(reference=jnp.asarray(tokens)), None
 
     return Case(made, has_rule=False)
+
+
+def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any) -> Case:
+    """Of the last likely tokens after each, three."""
+    made = TokenRecycling(Shape(parents, ranks), num_likely=3)
+    return Case(lambda config, rule: (made, None), has_rule=False, **changes)
 
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -321,6 +329,8 @@ DRAFTERS: dict[str, Case] = {
     "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K)),
     "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), has_rule=False),
     "suffix-reference": _referring(suffix),
+    "token-recycling": _recycling((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), methods=("token-recycling",)),
+    "token-recycling-chain": _recycling((-1, 0, 1), (0, 0, 0)),
     "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
     "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
@@ -395,6 +405,8 @@ def pairwise() -> list[Combination]:
         chosen.append(Combination("autoregressive", "-", acceptor))
         chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
         chosen.append(Combination(("suffix", "suffix-reference", "suffix")[turn], "-", acceptor))
+        recycling = ("token-recycling", "token-recycling-chain", "token-recycling")[turn]
+        chosen.append(Combination(recycling, "-", acceptor))
         chosen.append(Combination(("hybrid-asd", "hybrid", "hybrid-draft-model")[turn], "-", acceptor))
     acceptors = list(ACCEPTORS)
     for method, variants in enumerate(CHAINS):
@@ -407,6 +419,7 @@ def pairwise() -> list[Combination]:
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
     chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
+    chosen += [("token-recycling", "-"), ("token-recycling-chain", "-")]
     chosen += [("hybrid", "-"), ("hybrid-draft-model", "-"), ("hybrid-eagle", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]
@@ -433,6 +446,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "ngram", "num_draft_tokens": K},
     "suffix": {"method": "suffix", "num_draft_tokens": K},
+    "token-recycling": {"method": "token-recycling", "tree": "5x3"},
     "hybrid": {},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {

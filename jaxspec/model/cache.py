@@ -21,6 +21,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import once
 from jaxspec.model.numerics import precision_of
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
@@ -115,15 +116,21 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
       path: int32[B, T].
     """
     batch = len(cache.rope_length)
-    slots = start[:, None] + path
+    slots = (start[:, None] + path)[:, None, :, None]
+    away = jnp.any(path != jnp.arange(path.shape[1]))
 
-    def moved(buffer: jax.Array) -> jax.Array:
+    def take(buffer: jax.Array) -> jax.Array:
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
-        taken = jnp.take_along_axis(split, slots[:, None, :, None], axis=2, mode="clip")
-        return _put(buffer, taken.swapaxes(1, 2), start, cache.merged)
+        return jnp.take_along_axis(split, slots, axis=2, mode="clip").swapaxes(1, 2)
 
-    layers = [(moved(keys), moved(values)) for keys, values in cache.layers]
-    return dataclasses.replace(cache, layers=layers)
+    def put(layers: list[Layer]) -> list[Layer]:
+        return jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), layers, taken)
+
+    # Apart from each other: one operation that both read and wrote a buffer would have to copy it.
+    shapes = jax.eval_shape(lambda: jax.tree.map(take, cache.layers))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    taken = once(away, lambda _: jax.tree.map(take, cache.layers), nothing)
+    return dataclasses.replace(cache, layers=once(away, put, cache.layers))
 
 
 def attend(

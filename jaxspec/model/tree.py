@@ -57,6 +57,11 @@ class Shape:
         """The largest of `depths`; 0 without nodes."""
         return max(self.depths, default=0)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
 
 # A tree of all rows of a batch, or of each: int32[B, N], by node the one that it follows, −1 for the pending token.
 Parents = Shape | jax.Array
