@@ -338,6 +338,18 @@ def num_nodes_of(drafter: Drafter) -> int:
     return count
 
 
+def num_likely_of(drafter: Drafter) -> int:
+    """Returns how many likely tokens a drafter wants in `Outcome.likely`; 0 for those that want none.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> num_likely_of(NGram())
+      0
+    """
+    count: int = getattr(drafter, "num_likely", 0)
+    return count
+
+
 class MaskedDrafter(Drafter, Protocol):
     """A drafter whose mask is data, and that can be specialised to one.
 

@@ -23,6 +23,7 @@ from jaxspec.protocol import (
     Proposal,
     View,
     Weights,
+    num_likely_of,
     num_nodes_of,
     taps_of,
 )
@@ -71,13 +72,13 @@ def verify(
     """
     pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
     batch, full = pending.shape[0], num_nodes_of(drafter) + 1
-    taps, num_likely = taps_of(drafter), getattr(drafter, "num_likely", 0)
+    taps, num_likely = taps_of(drafter), num_likely_of(drafter)
     whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
 
     def run(width: int, cache: KVCache) -> Verified:
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from)
-        branches = None if whole is None else whole.first(width)
+        branches = None if whole is None else whole.rows(0, width)
         if proposal.exit_hidden is None:
             fed = rows_of(pending, kept.tokens)
             hidden = llama.embed(params.target, fed if branches is None else jnp.maximum(fed, 0))

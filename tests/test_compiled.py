@@ -38,7 +38,7 @@ from jaxspec.stopping import Constant
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
-each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static"])
+each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static", "eagle-tree"])
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 
 
@@ -147,7 +147,7 @@ def test_the_widths_of_verification(lm, method):
     heads = re.findall(rf"-> tensor<2x(\d+)x{vocabulary}xf32>", text)
     widths = call.args[1].drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
-    expected = {"autoregressive": (1,), "draft-model": (4,), "token-recycling": (1, 6)}
+    expected = {"autoregressive": (1,), "draft-model": (4,), "token-recycling": (1, 6), "eagle-tree": (8,)}
     assert widths == expected.get(method, (1, 4))
 
 

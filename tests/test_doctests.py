@@ -20,6 +20,7 @@ PUBLIC = (
     "jaxspec/sampling.py",
     "jaxspec/model/tree.py",
     "jaxspec/drafting/chain.py",
+    "jaxspec/drafting/tree.py",
     "jaxspec/methods",
     "jaxspec/testing",
     "jaxspec/engine/language_model.py",

@@ -20,7 +20,7 @@ LAYERS = (
     "jaxspec.sampling",
     "jaxspec.protocol",
     "jaxspec.stopping jaxspec.acceptance jaxspec.verification",
-    "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.decoding",
+    "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.drafting.tree jaxspec.decoding",
     "jaxspec.drafting",
     "jaxspec.io",
     "jaxspec.console",
@@ -209,9 +209,10 @@ def test_a_wrong_import_is_noticed(name, line):
     assert violations(name, ast.parse(line)) != []
 
 
-def test_siblings_share_only_the_chain_and_the_lookup():
+def test_siblings_share_only_the_chain_the_lookup_and_the_tree():
     drafters = [name for name in MODULES if within(name, "jaxspec.drafting")]
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if within(other, "jaxspec.drafting")}
-        assert siblings <= {"jaxspec.drafting.chain", "jaxspec.drafting.lookup"}, name
+        shared = {f"jaxspec.drafting.{name}" for name in ("chain", "lookup", "tree")}
+        assert siblings <= shared, name

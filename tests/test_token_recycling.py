@@ -168,3 +168,16 @@ def test_generate_gives_plain_decodings_text(sampling):
     assert [row.tokens for row in rows] == [row.tokens for row in plain]
     assert sum(row.statistics.num_accepted_tokens for row in rows) > 0
     assert all(len(row.statistics.acceptance_histogram) == 5 for row in rows)
+
+
+def test_a_hybrid_takes_its_chain_and_refuses_its_tree():
+    """It learns in rounds of the other drafter too."""
+    lm = tiny.language_model()
+    options = {"max_new_tokens": 16, "ignore_eos": True}
+    prompt = list(PROMPTS[2])
+    hybrid = methods.Hybrid(second=methods.TokenRecycling(no_tree=True), draft_cost=0.1)
+    found = lm.generate(prompt, method=hybrid, **options)
+    assert found.tokens == lm.generate(prompt, **options).tokens
+    assert found.statistics.num_accepted_tokens > 0
+    with pytest.raises(ValueError, match="second is token-recycling tree='8x4', which drafts a tree"):
+        lm.generate(prompt, method="hybrid", second="token-recycling", tree="8x4", **options)

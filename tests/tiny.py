@@ -28,6 +28,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
 from jaxspec.drafting.token_recycling import TokenRecycling
+from jaxspec.drafting.tree import Dynamic
 from jaxspec.model import eagle, llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
@@ -247,6 +248,12 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     }
 
 
+def _eagle_tree(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """EAGLE-2's; it has no stop rule."""
+    drafter, own = _eagle(config, Constant())
+    return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
+
+
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     drafter, own = _eagle(config, rule)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
@@ -364,6 +371,7 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
+    "eagle-tree": Case(_eagle_tree, has_rule=False),
     "eagle-vocab": Case(_eagle_vocab, family="eagle"),
     "eagle3-flags": Case(_eagle3_flags, family="eagle"),
     "eagle": Case(_eagle, ("eagle",), "eagle"),
@@ -405,8 +413,8 @@ def pairwise() -> list[Combination]:
         chosen.append(Combination("autoregressive", "-", acceptor))
         chosen.append(Combination(("ngram", "ngram-reference", "ngram-random")[turn], "-", acceptor))
         chosen.append(Combination(("suffix", "suffix-reference", "suffix")[turn], "-", acceptor))
-        recycling = ("token-recycling", "token-recycling-chain", "token-recycling")[turn]
-        chosen.append(Combination(recycling, "-", acceptor))
+        tree = ("token-recycling", "token-recycling-chain", "eagle-tree")[turn]
+        chosen.append(Combination(tree, "-", acceptor))
         chosen.append(Combination(("hybrid-asd", "hybrid", "hybrid-draft-model")[turn], "-", acceptor))
     acceptors = list(ACCEPTORS)
     for method, variants in enumerate(CHAINS):
@@ -419,7 +427,7 @@ def pairwise() -> list[Combination]:
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
     chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
-    chosen += [("token-recycling", "-"), ("token-recycling-chain", "-")]
+    chosen += [("token-recycling", "-"), ("token-recycling-chain", "-"), ("eagle-tree", "-")]
     chosen += [("hybrid", "-"), ("hybrid-draft-model", "-"), ("hybrid-eagle", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.tree_heads import TreeHeadMethod
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle(HeadMethod):
+class Eagle(TreeHeadMethod):
     """A one-layer head foretells the model's last hidden states (EAGLE-1, Li et al. 2024).
 
-    The heads of EAGLE-2 are the same; here they draft a chain.
+    The heads of EAGLE-2 are the same; with `tree` they draft its trees.
 
     Examples:
       >>> Eagle(draft="yuhuili/EAGLE-llama2-chat-7B")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.tree_heads import TreeHeadMethod
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3(HeadMethod):
+class Eagle3(TreeHeadMethod):
     """A head reads three of the model's layers and foretells what follows (EAGLE-3, Li et al. 2025).
 
     Examples:

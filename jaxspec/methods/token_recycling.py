@@ -32,7 +32,7 @@ class TokenRecycling(TreeMethod):
     @classmethod
     def usual(cls) -> dict[str, str]:
         """Returns what is done where an option is left out, by option."""
-        return {"num_draft_tokens": "the depth of the tree"}
+        return {"num_draft_tokens": "the depth of the tree", "tree": "small on a CPU, else large"}
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""

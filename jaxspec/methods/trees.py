@@ -61,8 +61,8 @@ class TreeMethod(DraftingMethod):
     """The base of methods that draft a tree.
 
     Attributes:
-      tree: what is drafted: small (8 tokens, at most 4 one after the other), medium (26x5), large (80x6), or any
-        TOKENSxDEPTH. Default: small on a CPU, else large.
+      tree: draft a tree: small (8 tokens, at most 4 one after the other), medium (26x5), large (80x6), or any
+        TOKENSxDEPTH.
       no_tree: draft a chain.
 
     Examples:
@@ -80,7 +80,7 @@ class TreeMethod(DraftingMethod):
         super().__post_init__()
         if self.tree is None:
             return
-        _size(self.tree)
+        size_of(self.tree)
         for name in ("no_tree", "num_draft_tokens"):
             if name in self.given:
                 raise ValueError(f"tree={self.tree!r} and {name} contradict each other; give one of them")
@@ -92,16 +92,20 @@ class TreeMethod(DraftingMethod):
           usual: the name of the tree where none is given; `num_draft_tokens` is then its depth.
           num_ranks: how many tokens may follow each.
         """
-        nodes, depth = _size(self.tree or usual)
+        nodes, depth = size_of(self.tree or usual)
         depth = self.length(depth)
         return grown(depth if self.no_tree else max(nodes, depth), depth, num_ranks)
 
 
-def _size(tree: str) -> tuple[int, int]:
+def size_of(tree: str) -> tuple[int, int]:
     """Returns nodes and depth of a tree as a user gives it.
 
     Raises:
       ValueError: it is neither a name nor a size that is possible.
+
+    Examples:
+      >>> size_of("small"), size_of("12x3")
+      ((8, 4), (12, 3))
     """
     if tree in NAMED:
         return NAMED[tree]

@@ -227,8 +227,8 @@ def run_layers(
         sublayer is the identity on the residual stream.
       layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
       watch: called while tracing; what it keeps belongs to the same trace.
-      tree: what the tokens are where each does not follow the one before it: they stand in slots start[b] + t, at
-        positions start[b] + the depth of each, and see the slots below start[b] and those on their own path.
+      tree: what the tokens are where each does not follow the one before it: rows of a tree, in slots start[b] + t, at
+        positions by their depths, which see the slots before the tree and those on their own path.
 
     Returns:
       hidden [B, T, D] before the final norm, and the cache with these positions written.
@@ -237,7 +237,7 @@ def run_layers(
     slots = positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
     seen: dict[int | None, jax.Array] = {}
     if tree is not None:
-        positions = start[:, None] + tree.depth
+        positions = tree.positions(start)
         windows = {config.window(layer) for layer in layers}
         seen = {window: tree.visible(start, cache.capacity, window) for window in windows}
     tables = rope.tables(config, positions, cache.rope_length)

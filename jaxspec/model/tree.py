@@ -69,12 +69,14 @@ Parents = Shape | jax.Array
 
 @struct.dataclass
 class Tree:
-    """The tree of each row of a batch; the first axis is 1 where all have the same.
+    """The tree of each row of a batch, or some rows of it; the first axis is 1 where all have the same.
 
     Attributes:
-      parent: int32[B, R], the row before each; that of row 0 is 0.
-      depth: int32[B, R], how many rows before each, 0 to the depth of the tree.
-      behind: bool[B, R, R], whether row j is row i or on the path to it.
+      parent: int32[B, T], the row before each; that of row 0 is 0.
+      depth: int32[B, T], how many rows before each, 0 to the depth of the tree.
+      behind: bool[B, T, R], whether row j of the whole tree is row i or on the path to it.
+      depths: int32[B, R], of the whole tree.
+      begin: which row of the whole tree is the first of these, static.
 
     Examples:
       >>> tree = Tree.of(Shape((-1, -1, 0)), most=2)
@@ -85,6 +87,8 @@ class Tree:
     parent: jax.Array
     depth: jax.Array
     behind: jax.Array
+    depths: jax.Array
+    begin: int = struct.field(pytree_node=False, default=0)
 
     @classmethod
     def of(cls, parents: Parents, most: int) -> Tree:
@@ -98,33 +102,39 @@ class Tree:
             depth += at > 0
             at = jnp.take_along_axis(parent, at, axis=1)
             behind |= at[..., None] == rows
-        return cls(parent, depth, behind)
+        return cls(parent, depth, behind, depth)
 
-    def first(self, rows: int) -> Tree:
-        """Returns the tree of the first rows, which see no others."""
-        return Tree(self.parent[:, :rows], self.depth[:, :rows], self.behind[:, :rows, :rows])
+    def rows(self, begin: int, count: int) -> Tree:
+        """Returns some of a whole tree's rows; the others are in the cache, as far as these see them."""
+        cut = slice(begin, begin + count)
+        return Tree(self.parent[:, cut], self.depth[:, cut], self.behind[:, cut], self.depths, begin)
+
+    def positions(self, start: jax.Array) -> jax.Array:
+        """Returns where each row stands, int32[B, T], the first of them in slot `start`, int32[B]."""
+        return start[:, None] - self.begin + self.depth
 
     def visible(self, start: jax.Array, slots: int, window: int | None) -> jax.Array:
-        """Returns which of a cache's slots each row sees, bool[B, R, slots].
+        """Returns which of a cache's slots each row sees, bool[B, T, slots].
 
         Args:
-          start: int32[B], the pending token's position and slot.
+          start: int32[B], the slot of the first row.
           slots: of a row of the cache.
           window: how many latest positions are seen, None for all.
         """
-        batch, rows = start.shape[0], self.parent.shape[1]
-        depth, behind = (jnp.broadcast_to(of, (batch, *of.shape[1:])) for of in (self.depth, self.behind))
-        offset = jnp.arange(slots)[None] - start[:, None]
+        batch, rows = start.shape[0], self.depths.shape[1]
+        depth, behind, depths = (
+            jnp.broadcast_to(of, (batch, *of.shape[1:])) for of in (self.depth, self.behind, self.depths)
+        )
+        # By slot: how far it is from that of row 0.
+        offset = jnp.arange(slots)[None] - (start - self.begin)[:, None]
         of_row = jnp.clip(offset, 0, rows - 1)
         within = (offset >= 0) & (offset < rows)
         on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2) & within[:, None]
         mask = (offset < 0)[:, None] | on_path
         if window is None:
             return mask
-        distance = (
-            depth[:, :, None] - jnp.where(within, jnp.take_along_axis(depth, of_row, axis=1), offset)[:, None]
-        )
-        return mask & (distance < window)
+        place = jnp.where(within, jnp.take_along_axis(depths, of_row, axis=1), offset)
+        return mask & (depth[:, :, None] - place[:, None] < window)
 
 
 def along(rows: jax.Array, path: jax.Array) -> jax.Array:
