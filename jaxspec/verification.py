@@ -5,6 +5,7 @@ Every function takes and returns arrays of B rows; K = `num_draft_tokens` of the
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,9 @@ from jaxspec.protocol import (
     taps_of,
 )
 from jaxspec.sampling import Law, is_finite
+
+# Which rows walk on bool[B], and int32[B] each: tokens accepted, the token drawn last, the row of the tree.
+Walk = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class Verified(NamedTuple):
@@ -144,12 +148,12 @@ def trimmed(proposal: Proposal, room: jax.Array, depth: int) -> Proposal:
     Of a tree of at most `depth` tokens one after the other, all tokens that are not proposed become −1.
     """
     if proposal.parents is None:
-        return proposal.replace(count=jnp.minimum(proposal.count, room))
+        return dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
     node = jnp.arange(proposal.tokens.shape[1])[None]
     useful = Tree.of(proposal.parents, depth).depth[:, 1:] <= room[:, None]
     there = useful & (node < proposal.count[:, None]) & (proposal.tokens >= 0)
     count = jnp.max(jnp.where(there, node + 1, 0), axis=1, initial=0)
-    return proposal.replace(tokens=jnp.where(there, proposal.tokens, -1), count=count)
+    return dataclasses.replace(proposal, tokens=jnp.where(there, proposal.tokens, -1), count=count)
 
 
 def num_verified(proposal: Proposal, depth: int, count: jax.Array, acceptance: Acceptance) -> jax.Array:
@@ -195,9 +199,7 @@ def walk(keys: jax.Array, tokens: jax.Array, branches: Tree, logits: jax.Array, 
     held = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=-1)
     parent = branches.parent
 
-    def step(
-        carry: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def step(carry: Walk, column: tuple[jax.Array, jax.Array]) -> tuple[Walk, jax.Array]:
         walking, count, token, at = carry
         number, key = column
         here = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0]

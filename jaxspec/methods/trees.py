@@ -38,13 +38,13 @@ def grown(num_nodes: int, depth: int, num_ranks: int) -> Shape:
 
     # The path of first ranks is there in any case, so that the depth is the one asked for.
     paths = [(0,) * length for length in range(1, depth + 1)]
-    candidates = [(-SHARE, (0,))]
+    candidates: list[tuple[float, tuple[int, ...]]] = [(-SHARE, (0,))]
     chosen = set(paths)
     while candidates and len(chosen) < num_nodes:
         chance, path = heapq.heappop(candidates)
         chosen.add(path)
         # The next sibling and the first child: every path is reached once.
-        *before, rank = path
+        before, rank = path[:-1], path[-1]
         if rank + 1 < num_ranks:
             sibling = (*before, rank + 1)
             heapq.heappush(candidates, (chance * ((rank + 1) / (rank + 2)) ** 2, sibling))

@@ -124,7 +124,10 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
         return jnp.take_along_axis(split, slots, axis=2, mode="clip").swapaxes(1, 2)
 
     def put(layers: list[Layer]) -> list[Layer]:
-        return jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), layers, taken)
+        moved: list[Layer] = jax.tree.map(
+            lambda buffer, new: _put(buffer, new, start, cache.merged), layers, taken
+        )
+        return moved
 
     # Apart from each other: one operation that both read and wrote a buffer would have to copy it.
     shapes = jax.eval_shape(lambda: jax.tree.map(take, cache.layers))
