@@ -214,7 +214,8 @@ def walk(keys: jax.Array, tokens: jax.Array, branches: Tree, logits: jax.Array, 
     streams = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
     columns = (jnp.arange(depth + 1), jnp.moveaxis(streams, 1, 0))
     first = (jnp.ones(batch, bool), nothing, nothing, nothing)
-    (_, count, token, _), path = jax.lax.scan(step, first, columns)
+    with jax.named_scope(f"trips_{depth + 1}"):  # for a reader of the compiled program
+        (_, count, token, _), path = jax.lax.scan(step, first, columns)
     return Acceptance(count, token, jnp.moveaxis(path, 0, 1))
 
 
