@@ -18,19 +18,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec import verification
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import narrowest
-from jaxspec.model.numerics import widened
 from jaxspec.protocol import (
-    Acceptance,
     Acceptor,
     Drafter,
     Outcome,
     Prefill,
-    Proposal,
     State,
     TappedDrafter,
     View,
@@ -39,10 +36,6 @@ from jaxspec.protocol import (
     taps_of,
 )
 from jaxspec.sampling import Law, is_finite
-
-# What `_verify` returns: the cache, what was accepted, how many positions are finite, and log-probabilities and
-# features, or None.
-Verified = tuple[KVCache, Acceptance, jax.Array, Any, Any]
 
 
 @struct.dataclass
@@ -279,7 +272,7 @@ def end_prefill(
         count=count,
         drafted=jnp.zeros((batch, 1), bool),
         proposed=jnp.zeros((batch, 1), jnp.int32),
-        log_probs=_log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
+        log_probs=verification.log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
         length=length,
         done=done,
         broken=state.broken,
@@ -372,12 +365,21 @@ def decode_round(
     proposal, drafter_state, cache = parts.drafter.propose(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )
-    proposal = dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
-    cache, acceptance, sound, token_log_probs, features = _verify(
-        config, params, parts, _fold_in(keys, 1), dataclasses.replace(view, cache=cache), proposal, log_probs
+    drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
+    proposal = verification.trimmed(proposal, room, depth)
+    own = _fold_in(keys, 1)
+    if proposal.parents is not None:  # those of the rounds that plain decoding would take
+        rounds = state.length[:, None] + jnp.arange(depth + 1)
+        own = jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
+    view = dataclasses.replace(view, cache=cache)
+    verified = verification.verify(
+        config, params, drafter, parts.acceptor, parts.law, own, view, proposal, log_probs
     )
+    acceptance, sound, features = verified.acceptance, verified.sound, verified.features
 
-    tokens = _with_next(proposal.tokens, acceptance)
+    tokens = verification.with_next(
+        verification.accepted_tokens(view, proposal.tokens, acceptance), acceptance
+    )
     column = jnp.arange(tokens.shape[1])[None]
     ended = _is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
     count = jnp.min(jnp.where(ended, column + 1, acceptance.count[:, None] + 1), axis=1)
@@ -389,10 +391,12 @@ def decode_round(
     outcome = Outcome(
         tokens=tokens,
         count=count,
-        drafted=jnp.where(count <= acceptance.count, count, proposal.count),
+        drafted=verification.num_verified(proposal, depth, count, acceptance),
         accepted=accepted,
         features=features,
         start=None if features is None else view.start,
+        fed=None if verified.likely is None else verification.fed(view.pending, proposal),
+        likely=verified.likely,
     )
     length = state.length + count
     state = dataclasses.replace(
@@ -401,11 +405,11 @@ def decode_round(
         length=length,
         done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
         broken=state.broken | broken,
-        cache=cache,
+        cache=verified.cache,
         drafter_state=parts.drafter.observe(params, drafter_state, outcome),
         stats=_counted(state.stats, outcome),
     )
-    return state, outcome, token_log_probs
+    return state, outcome, verified.log_probs
 
 
 def insert(
@@ -433,70 +437,6 @@ def grow(state: DecodeState, capacity: int) -> DecodeState:
     return dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, extra))))
 
 
-def _verify(
-    config: LlamaConfig,
-    params: Weights,
-    parts: Parts,
-    keys: jax.Array,
-    view: View,
-    proposal: Proposal,
-    log_probs: bool,
-) -> Verified:
-    """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft.
-
-    Returns:
-      The cache; what was accepted; int32[B], at how many positions from the first on the logits are finite: no
-      token after them counts; log-probabilities as `decode_round` returns them; and features as `Outcome` has them.
-    """
-    pending, start = view.pending, view.start
-    batch, full = pending.shape[0], parts.drafter.num_draft_tokens + 1
-    taps = taps_of(parts.drafter)
-
-    def verify(width: int, cache: KVCache) -> Verified:
-        drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
-        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from)
-        if proposal.exit_hidden is None:
-            hidden = llama.embed(params.target, jnp.concatenate([pending[:, None], kept.tokens], axis=1))
-        else:
-            hidden = proposal.exit_hidden[:, :width]
-        rest = range(proposal.exit_layer, config.num_layers)
-        hidden, features, cache = llama.run_tapped(
-            config, params.target, hidden, start, cache, taps, layers=rest
-        )
-        if features is not None:
-            features = widened(features, full)
-        logits = llama.logits(config, params.target, hidden)
-        finite = is_finite(logits)
-        sound = jnp.sum(jnp.cumprod(finite.astype(jnp.int32), axis=1), axis=1)
-        # Some law in place of none: an acceptor may weigh a token by those after it.
-        logits = jnp.where(finite[..., None], logits, 0.0)
-        acceptance = parts.acceptor.accept(keys, kept, logits, parts.law)
-        if not log_probs:
-            return cache, acceptance, sound, None, features
-        raw = _log_probs_of(logits, _with_next(kept.tokens, acceptance))
-        return cache, acceptance, sound, widened(raw, full), features
-
-    widths = parts.drafter.verify_widths
-    if widths == (full,):
-        return verify(full, view.cache)
-    needed = jnp.max(proposal.count) + 1
-    nothing = jnp.zeros(batch, jnp.int32)
-    no_log_probs = jnp.zeros((batch, full), jnp.float32) if log_probs else None
-    no_features = None
-    if taps:
-        width_of_taps = len(taps) * config.hidden_size
-        no_features = jnp.zeros((batch, full, width_of_taps), params.target["embed"].dtype)
-    carry = (view.cache, Acceptance(nothing, nothing), nothing, no_log_probs, no_features)
-    return narrowest(widths, needed, lambda width, carry: verify(width, carry[0]), carry, "verify")
-
-
-def _with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
-    """Accepted drafts and the token after them, int32[B, K + 1] for drafts [B, K]."""
-    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    here = jnp.arange(padded.shape[1])[None] == acceptance.count[:, None]
-    return jnp.where(here, acceptance.token[:, None], padded)
-
-
 def _counted(stats: Stats, outcome: Outcome) -> Stats:
     """The counts after one more round."""
     drew = (outcome.drafted > 0).astype(jnp.int32)
@@ -519,11 +459,6 @@ def _fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:
 def _is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
     """bool[B, T] for tokens [B, T] and ids [B, E]."""
     return jnp.any(tokens[:, :, None] == eos_ids[:, None, :], axis=-1)
-
-
-def _log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Raw log-probabilities float32[B, T] of tokens [B, T] under logits [B, T, V]."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
 
 
 def _put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from flax import struct
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import Params, Tap
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Parents
 from jaxspec.sampling import Law
 
 State = Any
@@ -107,17 +108,19 @@ class Prefill:
 
 @struct.dataclass
 class Proposal:
-    """A chain of draft tokens per row.
+    """A chain of draft tokens per row, or a tree.
 
     Attributes:
-      tokens: int32[B, K].
-      count: int32[B], how many of them are proposed, at most K.
+      tokens: int32[B, K]; of a tree [B, N], a node each, in which −1 is none, and none follows it.
+      count: int32[B], how many of them are proposed, at most K; of a tree N.
       log_probs: float32[B, K, V], the law each token was drawn from given those before it; None where every
         token is certain (a point mass).
       exit_hidden: [B, K + 1, D], the residual stream of (pending, draft 1, …, draft K) after the target's
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
         runs only the other layers. None where the draft shares no layers.
       exit_layer: E, static.
+      parents: None for a chain. Of a tree, whose tokens are certain, what each node follows: a `Shape`, or int32[B, N]
+        with the number of an earlier node, −1 for the pending token.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -130,6 +133,7 @@ class Proposal:
     log_probs: jax.Array | None = None
     exit_hidden: jax.Array | None = None
     exit_layer: int = struct.field(pytree_node=False, default=0)
+    parents: Parents | None = None
 
 
 @struct.dataclass
@@ -139,6 +143,8 @@ class Acceptance:
     Attributes:
       count: int32[B], how many draft tokens stand.
       token: int32[B], the one after them: the bonus if all stand, else the correction.
+      path: int32[B, K + 1], of a tree the rows of the pending token (0) and of those that stand (node + 1), in their
+        order; what lies past count[b] means nothing. None for a chain.
 
     Examples:
       >>> acceptance = Acceptance(count=jnp.array([2]), token=jnp.array([9]))
@@ -148,6 +154,7 @@ class Acceptance:
 
     count: jax.Array
     token: jax.Array
+    path: jax.Array | None = None
 
 
 @struct.dataclass
@@ -162,6 +169,10 @@ class Outcome:
       features: [B, K + 1, F], what a `TappedDrafter` taps of (pending, draft 1, …, draft K): entry i, the token before
         `tokens[:, i]`, means something below count[b]. None for other drafters.
       start: int32[B], the position of the pending token that `features` begin with; None without them.
+      fed: int32[B, K + 1], of a tree [B, N + 1]: the tokens that were verified, the pending one first, −1 where there
+        is none. None where nobody wants `likely`.
+      likely: int32[B, K + 1, M] or [B, N + 1, M], the M tokens that the target holds most likely after each of `fed`,
+        for a drafter whose `num_likely` is M; None for others.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -176,6 +187,8 @@ class Outcome:
     accepted: jax.Array
     features: jax.Array | None = None
     start: jax.Array | None = None
+    fed: jax.Array | None = None
+    likely: jax.Array | None = None
 
 
 @struct.dataclass
@@ -231,7 +244,9 @@ class Drafter(Protocol):
     `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows,
     rising to K + 1, for which a verification is compiled; each round takes the narrowest that fits its
     longest draft. `reach` says how many slots past the committed tokens a round may write, at
-    least K + 1: no round begins unless every cache has them.
+    least K + 1: no round begins unless every cache has them. A drafter of trees also has a static `num_nodes` (N), the
+    most tokens of a proposal; K is then the depth of the tree, and N takes the place of K in widths and reach. One that
+    learns from what the target holds likely has a static `num_likely`, see `Outcome.likely`.
 
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
@@ -310,6 +325,30 @@ def taps_of(drafter: Drafter) -> tuple[Tap, ...]:
     """
     taps: tuple[Tap, ...] = getattr(drafter, "taps", ())
     return taps
+
+
+def num_nodes_of(drafter: Drafter) -> int:
+    """Returns the most tokens that a drafter proposes in a round: N of one that drafts trees, K of others.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> num_nodes_of(NGram(num_draft_tokens=4))
+      4
+    """
+    count: int = getattr(drafter, "num_nodes", drafter.num_draft_tokens)
+    return count
+
+
+def num_likely_of(drafter: Drafter) -> int:
+    """Returns how many likely tokens a drafter wants in `Outcome.likely`; 0 for those that want none.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> num_likely_of(NGram())
+      0
+    """
+    count: int = getattr(drafter, "num_likely", 0)
+    return count
 
 
 class MaskedDrafter(Drafter, Protocol):

@@ -24,6 +24,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "autoregressive": ({}, 0),
     "ngram": ({}, 0),
     "suffix": ({}, 0),
+    "token-recycling": ({}, 0),
     "hybrid": ({"exit_layer": E}, 0),
     "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
     "layerskip": ({"exit_layer": E}, 0),

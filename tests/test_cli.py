@@ -267,6 +267,7 @@ def test_compare_prints_a_table(run, model, monkeypatch):
         "layerskip",
         "ngram",
         "suffix",
+        "token-recycling",
     ]
     assert asked["repeats"] == 3
     assert "12.3" in out

@@ -17,7 +17,7 @@ import pytest
 from jax import export
 from jax.extend.core import Var
 
-from jaxspec import decoding
+from jaxspec import decoding, verification
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts, Request
 from jaxspec.drafting.asd import ASD
@@ -30,17 +30,20 @@ from jaxspec.drafting.kangaroo import Kangaroo
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
+from jaxspec.drafting.token_recycling import TokenRecycling
 from jaxspec.engine import compiled
+from jaxspec.model import cache as kv
 from jaxspec.model import llama, numerics
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
-each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static"])
+each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static", "eagle-tree"])
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 # What may make something of a cache's shape.
 IN_PLACE = {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
@@ -153,7 +156,7 @@ def test_the_widths_of_verification(lm, method):
     heads = re.findall(rf"-> tensor<2x(\d+)x{vocabulary}xf32>", text)
     widths = call.args[1].drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
-    expected = {"autoregressive": (1,), "draft-model": (4,)}
+    expected = {"autoregressive": (1,), "draft-model": (4,), "token-recycling": (1, 6), "eagle-tree": (8,)}
     assert widths == expected.get(method, (1, 4))
 
 
@@ -342,6 +345,31 @@ def test_who_taps_nothing_does_not_pay_for_taps(monkeypatch):
     monkeypatch.setattr(llama, "run_tapped", unaware)
     assert programs == [loop_programs(tiny.TARGET, drafter) for drafter in drafters]
     assert all(one not in tapped for pair in programs for one in pair)
+
+
+def test_who_drafts_a_chain_does_not_pay_for_trees(monkeypatch):
+    """Nothing of what trees need is in its programs; of a tree's all of it is."""
+    used = set()
+
+    def spied(place: Any, name: str) -> None:
+        function = getattr(place, name)
+        monkeypatch.setattr(
+            place, name, lambda *args, **options: used.add(name) or function(*args, **options)
+        )
+
+    for place, name in (
+        (Tree, "of"),
+        (Tree, "visible"),
+        (verification, "walk"),
+        (kv, "move"),
+        (jax.lax, "top_k"),
+    ):
+        spied(place, name)
+    loop_programs(tiny.TARGET, NGram(num_draft_tokens=4))
+    loop_programs(FIVE, LayerSkip(FIVE, 2, Constant(), 4))
+    assert used == set()
+    loop_programs(tiny.TARGET, TokenRecycling(Shape((-1, -1, 0), (0, 1, 0))))
+    assert used == {"of", "visible", "walk", "move", "top_k"}
 
 
 def test_similarities_are_nearly_free():

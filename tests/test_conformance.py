@@ -145,7 +145,8 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     state = jax.eval_shape(lambda: begin(loop)[0])
     proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
     runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
-    assert (proposal.log_probs is not None) == isinstance(runs_a_model, ChainDrafter)
+    draws = isinstance(runs_a_model, ChainDrafter) and proposal.parents is None
+    assert (proposal.log_probs is not None) == draws
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,9 @@ SAMPLED = [
     tiny.Combination("autoregressive", "-", "rejection"),
     tiny.Combination("ngram-random", "-", "block"),
     tiny.Combination("suffix", "-", "rejection"),
+    tiny.Combination("token-recycling", "-", "block"),
+    tiny.Combination("token-recycling-chain", "-", "rejection"),
+    tiny.Combination("eagle-tree", "-", "block"),
     tiny.Combination("hybrid", "-", "block"),
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),

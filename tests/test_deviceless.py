@@ -207,6 +207,7 @@ METHODS = {
     "autoregressive": {},
     "ngram": {},
     "suffix": {},
+    "token-recycling": {},
     "hybrid": {"exit_layer": 1},
     "draft-model": {"draft_exit": 1},
     "layerskip": {"exit_layer": 1},

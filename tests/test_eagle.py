@@ -16,17 +16,25 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
+from jaxspec.acceptance import BlockAcceptor
+from jaxspec.decoding import Parts
 from jaxspec.drafting.eagle import Eagle
+from jaxspec.drafting.tree import Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, torch_file
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Sampling
 from jaxspec.testing import head_reference as reference
+from jaxspec.testing.contracts import propose
 from tests import head_files, tiny
 from tests.head_files import (
     LLAMA,
+    PROMPTS,
     SOME,
     TARGET,
+    TEMPERATURE,
     WIDTH,
     Files,
     Round,
@@ -488,3 +496,65 @@ def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np
     rows = np.zeros((TARGET.vocab_size, WIDTH), np.float32)
     rows[SOME if "d2t" in tensors else np.arange(TARGET.vocab_size)] = tensors["lm_head.weight"]
     return path, rows
+
+
+# Trees
+
+
+def test_a_tree_is_that_of_the_slow_reference(tmp_path):
+    """EAGLE-2's: the most probable paths, by the probabilities of the reference on each; after rounds of trees too."""
+    files = plain("speculators")
+    head = heads.read_head(write(tmp_path, speculators()), TARGET)
+    size = Dynamic(num_nodes=9, depth=4, width=3)
+    drafter = Eagle(TARGET, head.config, num_draft_tokens=4, tree=size)
+    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    parts = Parts(drafter, BlockAcceptor(), Sampling(jnp.full(len(PROMPTS), TEMPERATURE)))
+    loop = tiny.Loop(parts, weights, TARGET)
+    state, _ = loop.begin(PROMPTS, 12, capacity=64)
+    for _ in range(3):
+        proposal, _ = propose(parts, weights, state, 1)
+        for row, length in enumerate(state.length.tolist()):
+            tokens = state.tokens[row, :length].tolist()
+            true = reference.features(TARGET, tiny.params(TARGET), tokens[:-1], TAPS)
+            said = functools.partial(
+                reference.draft_logits, *files, TARGET, tiny.params(TARGET), tokens, true=true
+            )
+            expected = slow_tree(lambda path, said=said: said(drafts=path)[-1], size)
+            drafts = proposal.tokens[0, row].tolist()
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(drafts, proposal.parents[0, row].tolist(), strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            assert sorted(paths) == sorted(expected)
+        state, _ = loop.go_on(state, 1)
+    assert state.stats.num_accepted_tokens.sum() > 0
+
+
+def slow_tree(logits_after: Any, size: Dynamic) -> list[tuple[int, ...]]:
+    """The paths of EAGLE-2's tree, one node at a time."""
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(size.depth):
+        level = {}
+        for path in frontier:
+            logits = logits_after(list(path))
+            law = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            for token in np.argsort(-law)[: size.width]:
+                level[(*path, int(token))] = scores[path] + law[token]
+        scores |= level
+        frontier = sorted(level, key=level.__getitem__, reverse=True)[: size.width]
+    del scores[()]
+    return sorted(scores, key=scores.__getitem__, reverse=True)[: size.num_nodes]
+
+
+def test_trees_are_an_option(tmp_path):
+    lm = LanguageModel(TARGET, tiny.params(TARGET), name="tiny")
+    directory = write(tmp_path, eagle3())
+    drafter, _ = lm.drafter("eagle3", draft=directory, tree="12x3")
+    assert (drafter.tree, drafter.num_draft_tokens) == (Dynamic(12, 3, 10), 3)
+    assert lm.drafter("eagle3", draft=directory)[0].tree is None
+    with pytest.raises(ValueError, match="stop_rule ends chains, and tree asks for a tree"):
+        methods.Eagle3(tree="12x3", stop_rule="confidence", gamma=0.5)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": TEMPERATURE, "seed": 3}
+    expected = lm.generate(list(PROMPTS[0]), **options)
+    found = lm.generate(list(PROMPTS[0]), method="eagle3", draft=directory, tree="12x3", **options)
+    assert found.tokens == expected.tokens

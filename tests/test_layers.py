@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import what stands below its own line, and the `SHARED` ones among themselves.
 LAYERS = (
-    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary",
+    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary "
+    "jaxspec.model.tree",
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",
@@ -20,8 +21,8 @@ LAYERS = (
     "jaxspec.model.heads",
     "jaxspec.sampling",
     "jaxspec.protocol",
-    "jaxspec.stopping jaxspec.acceptance jaxspec.lossy",
-    "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.decoding",
+    "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
+    "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.drafting.tree jaxspec.decoding",
     "jaxspec.drafting.tapped jaxspec.drafting.exits jaxspec.drafting.masked",
     "jaxspec.drafting",
     "jaxspec.io",
@@ -216,5 +217,6 @@ def test_siblings_share_only_what_is_made_for_it():
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if within(other, "jaxspec.drafting")}
-        shared = {f"jaxspec.drafting.{one}" for one in ("chain", "lookup", "tapped", "exits", "masked")}
+        names = ("chain", "lookup", "tree", "tapped", "exits", "masked")
+        shared = {f"jaxspec.drafting.{one}" for one in names}
         assert siblings <= shared, name

@@ -41,6 +41,7 @@ for options in (
     {"method": "asd", "num_draft_tokens": 2, "alpha": 0.8, "every": 0, "keep_last": 0},
     {"method": "s2d", "num_draft_tokens": 2, "draft": spread[2]},
     {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1},
+    {"method": "token-recycling", "tree": "5x3"},
 ):
     rows = spread[0].generate(prompts, max_new_tokens=10, **options)
     assert [row.tokens for row in rows] == expected, options
@@ -88,5 +89,6 @@ def test_a_mesh_decodes_as_one_device():
         "asd",
         "s2d",
         "adaspeed",
+        "token-recycling",
         "fed",
     ]

@@ -194,13 +194,13 @@ def test_options_of_several_methods_go_to_those_that_read_them():
 
 
 def test_what_compare_runs_by_itself():
-    known = ("autoregressive", "ngram", "suffix", "asd", "layerskip", "adaspeed", "adaspeed-probe", "s2d")
+    known = ("autoregressive", "ngram", "suffix", "token-recycling", "asd", "layerskip", "adaspeed")
 
     def usual(given, num_layers=4):
-        tried = (*known, "draft-model", "draft-verify")
+        tried = (*known, "adaspeed-probe", "s2d", "draft-model", "draft-verify")
         return {name for name in tried if registry.find(name).compared(given, num_layers)}
 
-    nothing_needed = {"autoregressive", "ngram", "suffix", "asd", "layerskip", "adaspeed"}
+    nothing_needed = set(known)
     assert usual({}) == nothing_needed
     assert usual({}, 1) == nothing_needed - {"layerskip", "adaspeed"}
     assert usual({"draft_exit": 2}) == nothing_needed | {"draft-model"}

@@ -31,6 +31,8 @@ from jaxspec.drafting.medusa import Medusa
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
+from jaxspec.drafting.token_recycling import TokenRecycling
+from jaxspec.drafting.tree import Dynamic
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
@@ -39,6 +41,7 @@ from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Shape
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Law
@@ -168,6 +171,12 @@ def _referring(make: Callable[..., Any], family: str) -> Case:
     return Case(made, family=family, has_rule=False)
 
 
+def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any) -> Case:
+    """Of the last likely tokens after each, three."""
+    made = TokenRecycling(Shape(parents, ranks), num_likely=3)
+    return Case(lambda config, rule: (made, None), family="token-recycling", has_rule=False, **changes)
+
+
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
     return DraftModel(small, rule, K), params(small)
@@ -257,6 +266,12 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         "fc": handed_on + 0.2 * own["fc"],
         "fc_bias": 0.2 * own["fc_bias"],
     }
+
+
+def _eagle_tree(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """EAGLE-2's; it has no stop rule."""
+    drafter, own = _eagle(config, Constant())
+    return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
 
 
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -383,6 +398,8 @@ DRAFTERS: dict[str, Case] = {
     "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K), "ngram"),
     "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), "suffix", has_rule=False),
     "suffix-reference": _referring(suffix, "suffix"),
+    "token-recycling-chain": _recycling((-1, 0, 1), (0, 0, 0)),
+    "token-recycling": _recycling((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), methods=("token-recycling",)),
     "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
     "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
@@ -418,6 +435,7 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
+    "eagle-tree": Case(_eagle_tree, family="eagle-tree", has_rule=False),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
     "eagle3": Case(_eagle3, ("eagle3",), "heads"),
@@ -495,6 +513,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "ngram", "num_draft_tokens": K},
     "suffix": {"method": "suffix", "num_draft_tokens": K},
+    "token-recycling": {"method": "token-recycling", "tree": "5x3"},
     "hybrid": {},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {

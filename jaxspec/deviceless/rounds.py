@@ -14,7 +14,7 @@ _HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "co
 _WRITES = ("dynamic-update-slice", "scatter")
 _IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
 # Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
-# that verify, of which a round takes one (`decoding`).
+# that verify, of which a round takes one (`verification`).
 _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
 
 

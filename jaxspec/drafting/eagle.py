@@ -1,4 +1,4 @@
-"""EAGLE heads that draft a chain: EAGLE-1 (Li et al. 2024) and EAGLE-3 (Li et al. 2025)."""
+"""EAGLE heads that draft a chain, or EAGLE-2's tree: EAGLE-1 and -2 (Li et al. 2024) and EAGLE-3 (Li et al. 2025)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.tapped import TappedChain
+from jaxspec.drafting.tree import Dynamic, grow
 from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
 from jaxspec.model.cache import KVCache
@@ -19,6 +20,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.llama import Tap
+from jaxspec.model.tree import Tree, along
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
@@ -51,12 +53,29 @@ class Eagle(TappedChain):
       head: of the head.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
+      tree: the size of the tree that is drafted in place of a chain, of depth K; the rule then has no say.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: HeadConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+    tree: Dynamic | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def num_nodes(self) -> int:
+        """The most tokens of a draft: K, or N of a tree."""
+        return self.num_draft_tokens if self.tree is None else self.tree.num_nodes
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The widths of verification; of a tree all its nodes."""
+        return super().verify_widths if self.tree is None else (self.num_nodes + 1,)
+
+    @property
+    def reach(self) -> int:
+        """The number of slots that a round writes: those of verification, or of the head where it runs more nodes."""
+        return super().reach if self.tree is None else max(self.num_nodes, self.tree.num_drafted) + 1
 
     @property
     def taps(self) -> tuple[Tap, ...]:
@@ -93,16 +112,45 @@ class Eagle(TappedChain):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the head's cache; the target's is returned untouched, and `hidden` as it was."""
+        if self.tree is not None:
+            proposal, cache = self._grow(self.tree, params, state.own, view)
+            return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
         return proposal, state._replace(own=Absorbed(drafted.cache, state.own.hidden)), view.cache
 
     def _run(
-        self, params: Weights, tokens: jax.Array, feature: jax.Array, start: jax.Array, cache: KVCache
+        self,
+        params: Weights,
+        tokens: jax.Array,
+        feature: jax.Array,
+        start: jax.Array,
+        cache: KVCache,
+        tree: Tree | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs the head over pairs of feature [B, T, D] and token int32[B, T]."""
         table = params.drafter if self.head.own_embedding else params.target
-        return eagle.run(self.head, params.drafter, llama.embed(table, tokens), feature, start, cache)
+        return eagle.run(self.head, params.drafter, llama.embed(table, tokens), feature, start, cache, tree)
+
+    def _grow(self, size: Dynamic, params: Weights, own: Absorbed, view: View) -> tuple[Proposal, KVCache]:
+        """Drafts a tree, whose row 0 is the last true pair; the pair of a node stands in the slot after it."""
+
+        def logits(hidden: jax.Array) -> jax.Array:
+            return eagle.logits(self.head, params.drafter, self.config, params.target, hidden)
+
+        def level(
+            carry: tuple[KVCache, jax.Array], tokens: jax.Array, before: jax.Array, rows: Tree
+        ) -> tuple[jax.Array, tuple[KVCache, jax.Array]]:
+            cache, hidden = carry
+            feature = eagle.fed_back(self.head, params.drafter, along(hidden, before))
+            start = view.start + rows.begin - 1
+            new, cache = self._run(params, tokens, feature, start, cache, rows)
+            return logits(new), (cache, jnp.concatenate([hidden, new], axis=1))
+
+        carry = own.cache, own.hidden[:, None]
+        ids = params.drafter["vocabulary"].ids if "vocabulary" in params.drafter else None
+        proposal, (cache, _) = grow(size, level, carry, logits(own.hidden), ids)
+        return proposal, cache
 
     def _step(
         self,

@@ -26,6 +26,7 @@ from jaxspec.protocol import (
     TappedDrafter,
     View,
     Weights,
+    num_likely_of,
     taps_of,
 )
 from jaxspec.sampling import Law
@@ -120,6 +121,11 @@ class Hybrid:
     def taps(self) -> tuple[llama.Tap, ...]:
         """What the second reads of the target; `begin` and `absorb` are its own."""
         return taps_of(self.second)
+
+    @property
+    def num_likely(self) -> int:
+        """How many likely tokens the second wants to know after each that was verified."""
+        return num_likely_of(self.second)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
         """Returns what the second, a `TappedDrafter`, begins with."""

@@ -47,7 +47,7 @@ from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Drafter, Weights
+from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -494,10 +494,10 @@ class LanguageModel:
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
                 "jaxspec.methods, or a Drafter"
             )
-        needed = drafter.num_draft_tokens + 1
+        needed = num_nodes_of(drafter) + 1
         if drafter.verify_widths[-1] != needed or drafter.reach < needed:
             raise ValueError(
-                f"the drafter {type(drafter).__name__} proposes up to {drafter.num_draft_tokens} tokens and has "
+                f"the drafter {type(drafter).__name__} proposes up to {needed - 1} tokens and has "
                 f"verify_widths={drafter.verify_widths} and reach={drafter.reach}; let verify_widths end with "
                 f"{needed}, and reach be at least {needed}"
             )

@@ -27,6 +27,7 @@ from jaxspec.methods.ngram import NGram
 from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
 from jaxspec.methods.suffix import Suffix
+from jaxspec.methods.token_recycling import TokenRecycling
 
 __all__ = [
     "ASD",
@@ -51,6 +52,7 @@ __all__ = [
     "NGram",
     "Resources",
     "Suffix",
+    "TokenRecycling",
 ]
 
 # Every name that `method=` and `--method` take, those of other packages last.

@@ -6,17 +6,17 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import LoadedModel
-from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.tree_heads import TreeHeadMethod
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle(HeadMethod):
+class Eagle(TreeHeadMethod):
     """A one-layer head predicts the model's last hidden states (EAGLE-1, Li et al. 2024).
 
-    The heads of EAGLE-2 are the same; here they draft a chain.
+    The heads of EAGLE-2 are the same; with `tree` they draft its trees.
 
     Examples:
       >>> Eagle(draft="yuhuili/EAGLE-llama2-chat-7B")

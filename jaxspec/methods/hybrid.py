@@ -101,6 +101,7 @@ class Hybrid(Method):
 
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
+        from jaxspec.protocol import num_nodes_of
 
         parts = self._parts()
         first, _ = parts["first"].build(target, resources)
@@ -109,6 +110,8 @@ class Hybrid(Method):
                 f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
             )
         second, own = parts["second"].build(target, resources)
+        if num_nodes_of(second) != second.num_draft_tokens:
+            raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
         taking_turns = getattr(second, "taking_turns", None)
         second = second if taking_turns is None else taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost

@@ -21,6 +21,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import once
 from jaxspec.model.numerics import precision_of
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
@@ -82,25 +83,57 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
     Where a key or its value is not finite, the value is stored as 0 and the key as NaN. So who sees the slot gets NaN,
     and who does not gets nothing of it, where 0 · NaN would be NaN: a padded or rejected token cannot spoil a text.
     """
-    batch, length, kv_heads, _ = keys.shape
     harm = 0 * jnp.max(jnp.maximum(jnp.abs(keys), jnp.abs(values)), axis=-1, keepdims=True)  # 0 or NaN
     keys, values = keys + harm, jnp.where(harm == 0, values, 0)
+    return _put(layer[0], keys, start, merged), _put(layer[1], values, start, merged)
 
-    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
-        if merged and batch <= UNROLLED_ROWS:
-            for row in range(batch):
-                corner = (row * kv_heads, start[row], 0)
-                buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner)
-            return buffer
-        split = buffer.reshape(batch, kv_heads, *buffer.shape[-2:])
-        rows = jnp.arange(batch)[:, None, None]
-        heads = jnp.arange(kv_heads)[None, :, None]
-        slots = start[:, None, None] + jnp.arange(length)[None, None, :]
-        split = split.at[rows, heads, slots].set(new, mode="drop", unique_indices=True)
-        return split.reshape(buffer.shape)
 
-    return put(layer[0], keys), put(layer[1], values)
+def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> jax.Array:
+    """A layer's keys or values with those of [B, T, KV, hd] in slots start[b] … start[b] + T − 1 of row b."""
+    batch, length, kv_heads, _ = new.shape
+    new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
+    if merged and batch <= UNROLLED_ROWS:
+        for row in range(batch):
+            corner = (row * kv_heads, start[row], 0)
+            buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner)
+        return buffer
+    split = buffer.reshape(batch, kv_heads, *buffer.shape[-2:])
+    rows = jnp.arange(batch)[:, None, None]
+    heads = jnp.arange(kv_heads)[None, :, None]
+    slots = start[:, None, None] + jnp.arange(length)[None, None, :]
+    split = split.at[rows, heads, slots].set(new, mode="drop", unique_indices=True)
+    return split.reshape(buffer.shape)
+
+
+def move(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
+    """Puts slots start[b] + path[b, t] of every layer into slots start[b] + t, in their order.
+
+    Keys stay as they were rotated: slot t of a path through a tree holds the token t positions behind `start`.
+
+    Args:
+      cache: has slots up to start + T.
+      start: int32[B].
+      path: int32[B, T].
+    """
+    batch = len(cache.rope_length)
+    slots = (start[:, None] + path)[:, None, :, None]
+    away = jnp.any(path != jnp.arange(path.shape[1]))
+
+    def take(buffer: jax.Array) -> jax.Array:
+        split = buffer.reshape(batch, -1, *buffer.shape[-2:])
+        return jnp.take_along_axis(split, slots, axis=2, mode="clip").swapaxes(1, 2)
+
+    def put(layers: list[Layer]) -> list[Layer]:
+        moved: list[Layer] = jax.tree.map(
+            lambda buffer, new: _put(buffer, new, start, cache.merged), layers, taken
+        )
+        return moved
+
+    # Apart from each other: one operation that both read and wrote a buffer would have to copy it.
+    shapes = jax.eval_shape(lambda: jax.tree.map(take, cache.layers))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    taken = once(away, lambda _: jax.tree.map(take, cache.layers), nothing)
+    return dataclasses.replace(cache, layers=once(away, put, cache.layers))
 
 
 def attend(
@@ -109,25 +142,29 @@ def attend(
     positions: jax.Array,
     window: int | None,
     merged: bool,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
-    A query sees the slots up to its own position, the latest `window` of them if that is not None.
+    A query sees the slots up to its own position, the latest `window` of them if that is not None. In a tree, where
+    that is not so, it sees those where `seen` bool[B, T, S], and `positions` are the slots of the queries.
 
     Returns:
       [B, T, KV, G, hd].
     """
     slots = layer[0].shape[-2]
+    layer_and_seen = layer if seen is None else (*layer, seen)
 
     def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        seen = visible(positions, jnp.arange(slots)[None, None], window)
-        return attend_where(queries, layer, seen, merged)
+        slot = jnp.arange(slots)[None, None]
+        mask = visible(positions, slot, window) if seen is None else layer[2]
+        return attend_where(queries, layer[:2], mask, merged)
 
     if slots <= BLOCK or slots % BLOCK:
-        return whole(queries, positions, *layer)
+        return whole(queries, positions, *layer_and_seen)
 
     def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        return _by_blocks(queries, layer, positions, window, merged)
+        return _by_blocks(queries, layer[:2], positions, window, merged, *layer[2:])
 
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         # Cutting out blocks costs a CPU more than half of the time of few queries, of many less.
@@ -139,7 +176,9 @@ def attend(
     # Scores of all slots at once must fit a processor's cache.
     on_cpu = by_live_length if queries.size // queries.shape[-1] * slots <= MOST_SCORES else by_blocks
     # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
-    attended: jax.Array = jax.lax.platform_dependent(queries, positions, *layer, cpu=on_cpu, default=whole)
+    attended: jax.Array = jax.lax.platform_dependent(
+        queries, positions, *layer_and_seen, cpu=on_cpu, default=whole
+    )
     return attended
 
 
@@ -193,7 +232,12 @@ def _batched(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
 
 
 def _by_blocks(
-    queries: jax.Array, layer: Layer, positions: jax.Array, window: int | None, merged: bool
+    queries: jax.Array,
+    layer: Layer,
+    positions: jax.Array,
+    window: int | None,
+    merged: bool,
+    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over the live slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
@@ -208,7 +252,10 @@ def _by_blocks(
         index, mixed, total, top = carry
         first = index * BLOCK
         keys, values = (jax.lax.dynamic_slice_in_dim(x, first, BLOCK, q.ndim - 2) for x in layer)
-        seen = visible(positions, first + jnp.arange(BLOCK)[None, None], window)
+        if mask is None:
+            seen = visible(positions, first + jnp.arange(BLOCK)[None, None], window)
+        else:
+            seen = jax.lax.dynamic_slice_in_dim(mask, first, BLOCK, 2)
         new_mixed, new_total, new_top = _part(q, (keys, values), seen)
         highest = jnp.maximum(top, new_top)
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)

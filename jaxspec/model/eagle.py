@@ -29,6 +29,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import FINAL, Params, Tap
 from jaxspec.model.numerics import linear, rms_norm
+from jaxspec.model.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ def run(
     feature: jax.Array,
     start: jax.Array,
     cache: KVCache,
+    tree: Tree | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the head over pairs.
 
@@ -127,14 +129,19 @@ def run(
       params: its parameters.
       embedded: [B, T, D], the embedding of the token after each.
       feature: [B, T, D], from `fuse`, or from `fed_back` where the target has not run.
-      start: int32[B], the position of the first pair; start + T ≤ the cache's capacity.
+      start: int32[B], the position of the first pair, or its slot in a tree; start + T ≤ the cache's capacity.
       cache: the head's, which holds every pair before it.
+      tree: what the pairs are where each does not follow the one before it, see `llama.run_layers`.
 
     Returns:
       What `logits` and `fed_back` take, [B, T, D], and the cache with these pairs.
     """
     block, first = head.block, params["layers"][0]
-    positions = start[:, None] + jnp.arange(feature.shape[1])
+    slots = positions = start[:, None] + jnp.arange(feature.shape[1])
+    mask = None
+    if tree is not None:
+        positions = tree.positions(start)
+        mask = tree.visible(start, cache.capacity, block.window(0))
     tables = rope.tables(block, positions, cache.rope_length)
     p, eps = first["attention"], block.rms_norm_eps
     if head.kind == "eagle":
@@ -144,11 +151,12 @@ def run(
         normed = rms_norm(feature, p["norm"], eps)
         seen = jnp.concatenate([rms_norm(embedded, p["embed_norm"], eps), normed], axis=-1)
         hidden = normed if head.residual_is_normed else feature
-    attend = llama.cached(start, positions, block.window(0), cache.merged)
+    attend = llama.cached(start, slots, block.window(0), cache.merged, mask)
     write, layer = llama.attention(block, p, seen, tables, attend, cache.layers[0])
     hidden = llama.mlp(block, first["mlp"], hidden + write)
     cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
-    return llama.run_layers(block, params, hidden, start, cache, layers=range(1, block.num_layers))
+    rest = range(1, block.num_layers)
+    return llama.run_layers(block, params, hidden, start, cache, layers=rest, tree=tree)
 
 
 def fed_back(head: HeadConfig, params: Params, hidden: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import run_if
 from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Tree
 from jaxspec.model.vocabulary import Vocabulary
 
 Params = dict[str, Any]
@@ -192,12 +193,17 @@ def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
     return write if keep is None else write * keep[:, None, None].astype(write.dtype)
 
 
-def cached(start: jax.Array, positions: jax.Array, window: int | None, merged: bool) -> Attend:
-    """Attention of tokens at positions start[b] + t, int32[B, T], that writes a layer's cache, then reads it."""
+def cached(
+    start: jax.Array, slots: jax.Array, window: int | None, merged: bool, seen: jax.Array | None = None
+) -> Attend:
+    """Attention of tokens in slots start[b] + t, int32[B, T], that writes a layer's cache, then reads it.
+
+    `seen`: as of `cache.attend`.
+    """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
         layer_cache = kv.write(layer_cache, k, v, start, merged)
-        return kv.attend(q, layer_cache, positions, window, merged), layer_cache
+        return kv.attend(q, layer_cache, slots, window, merged, seen), layer_cache
 
     return attend
 
@@ -212,6 +218,7 @@ def run_layers(
     plan: LayerPlan | jax.Array | None = None,
     layers: range | None = None,
     watch: Watch | None = None,
+    tree: Tree | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs layers over the rows of a batch, reading and writing the cache.
 
@@ -225,18 +232,26 @@ def run_layers(
         sublayer is the identity on the residual stream.
       layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
       watch: called while tracing; what it keeps belongs to the same trace.
+      tree: what the tokens are where each does not follow the one before it: rows of a tree, in slots start[b] + t, at
+        positions by their depths, which see the slots before the tree and those on their own path.
 
     Returns:
       hidden [B, T, D] before the final norm, and the cache with these positions written.
     """
     layers = range(config.num_layers) if layers is None else layers
-    positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
+    slots = positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
+    seen: dict[int | None, jax.Array] = {}
+    if tree is not None:
+        positions = tree.positions(start)
+        windows = {config.window(layer) for layer in layers}
+        seen = {window: tree.visible(start, cache.capacity, window) for window in windows}
     tables = rope.tables(config, positions, cache.rope_length)
     written = list(cache.layers)
     for layer in layers:
         p = params["layers"][layer]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
-        attend = cached(start, positions, config.window(layer), cache.merged)
+        window = config.window(layer)
+        attend = cached(start, slots, window, cache.merged, seen.get(window))
 
         def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend
@@ -263,11 +278,12 @@ def run_tapped(
     *,
     layers: range | None = None,
     watch: Watch | None = None,
+    tree: Tree | None = None,
 ) -> tuple[jax.Array, jax.Array | None, KVCache]:
     """Runs layers as `run_layers` does, and keeps what is tapped of the residual stream.
 
     Args:
-      config, params, hidden, start, cache, layers, watch: as of `run_layers`.
+      config, params, hidden, start, cache, layers, watch, tree: as of `run_layers`.
       taps: what to keep, in this order, see `Tap`; of the layers that run.
 
     Returns:
@@ -286,7 +302,7 @@ def run_tapped(
     first, last = (0, config.num_layers) if layers is None else (layers.start, layers.stop)
     if foreign := [tap for tap in taps if tap != FINAL and not first <= tap <= last]:
         raise ValueError(f"taps {foreign} are not of the layers that run, {first} to {last}")
-    hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep)
+    hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep, tree=tree)
     if not taps:
         return hidden, None, cache
     streams.append(hidden)

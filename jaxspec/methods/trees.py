@@ -1,0 +1,118 @@
+"""What the methods share that can draft a tree: its shape, as a user names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import re
+from typing import TYPE_CHECKING
+
+from jaxspec.io.messages import shown
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, option
+
+if TYPE_CHECKING:
+    from jaxspec.model.tree import Shape
+
+# Nodes and depth of the trees that have a name.
+NAMED = {"small": (8, 4), "medium": (26, 5), "large": (80, 6)}
+# How likely the target's own token is the one of each rank, from 0: SHARE ÷ (rank + 1)². So a tree of 80 nodes has as
+# many of each depth as Token Recycling's, up to a few (8, 21, 25, 15, 8, 3; here 8, 21, 25, 19, 6, 1).
+SHARE = 0.46
+
+
+def grown(num_nodes: int, depth: int, num_ranks: int) -> Shape:
+    """Returns the tree of the nodes that are most likely to be accepted, in the order of their depths.
+
+    Args:
+      num_nodes: N, at least `depth`.
+      depth: the most tokens one after the other.
+      num_ranks: how many tokens may follow each.
+
+    Examples:
+      >>> grown(4, depth=2, num_ranks=3)
+      Shape(parents=(-1, -1, 0, 0), ranks=(0, 1, 0, 1))
+      >>> grown(3, depth=3, num_ranks=1).is_chain
+      True
+    """
+    from jaxspec.model.tree import Shape
+
+    # The path of first ranks is there in any case, so that the depth is the one asked for.
+    paths = [(0,) * length for length in range(1, depth + 1)]
+    candidates: list[tuple[float, tuple[int, ...]]] = [(-SHARE, (0,))]
+    chosen = set(paths)
+    while candidates and len(chosen) < num_nodes:
+        chance, path = heapq.heappop(candidates)
+        chosen.add(path)
+        # The next sibling and the first child: every path is reached once.
+        before, rank = path[:-1], path[-1]
+        if rank + 1 < num_ranks:
+            sibling = (*before, rank + 1)
+            heapq.heappush(candidates, (chance * ((rank + 1) / (rank + 2)) ** 2, sibling))
+        if len(path) < depth:
+            heapq.heappush(candidates, (chance * SHARE, (*path, 0)))
+    ordered = sorted(chosen, key=lambda path: (len(path), path))
+    number = {path: node for node, path in enumerate(ordered)}
+    parents = tuple(number.get(path[:-1], -1) for path in ordered)
+    return Shape(parents, tuple(path[-1] for path in ordered))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeMethod(DraftingMethod):
+    """The base of methods that draft a tree.
+
+    Attributes:
+      tree: draft a tree: small (8 tokens, at most 4 one after the other), medium (26x5), large (80x6), or any
+        TOKENSxDEPTH.
+      no_tree: draft a chain.
+
+    Examples:
+      >>> from jaxspec.methods import TokenRecycling
+      >>> TokenRecycling(tree="4x2").shape("small", num_ranks=3).parents
+      (-1, -1, 0, 0)
+      >>> TokenRecycling(no_tree=True, num_draft_tokens=3).shape("small", num_ranks=3).parents
+      (-1, 0, 1)
+    """
+
+    tree: str | None = option(None, metavar="NAME|NxD")
+    no_tree: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is None:
+            return
+        size_of(self.tree)
+        for name in ("no_tree", "num_draft_tokens"):
+            if name in self.given:
+                raise ValueError(f"tree={self.tree!r} and {name} contradict each other; give one of them")
+
+    def shape(self, usual: str, num_ranks: int) -> Shape:
+        """Returns the tree that is drafted.
+
+        Args:
+          usual: the name of the tree where none is given; `num_draft_tokens` is then its depth.
+          num_ranks: how many tokens may follow each.
+        """
+        nodes, depth = size_of(self.tree or usual)
+        depth = self.length(depth)
+        return grown(depth if self.no_tree else max(nodes, depth), depth, num_ranks)
+
+
+def size_of(tree: str) -> tuple[int, int]:
+    """Returns nodes and depth of a tree as a user gives it.
+
+    Raises:
+      ValueError: it is neither a name nor a size that is possible.
+
+    Examples:
+      >>> size_of("small"), size_of("12x3")
+      ((8, 4), (12, 3))
+    """
+    if tree in NAMED:
+        return NAMED[tree]
+    size = re.fullmatch(r"(\d+)x(\d+)", tree)
+    if size is None:
+        raise ValueError(f"tree is {shown(tree)}; give {', '.join(NAMED)} or TOKENSxDEPTH, 8x4 say")
+    nodes, depth = map(int, size.groups())
+    if not 1 <= depth <= nodes <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"tree is {shown(tree)}; give 1 <= DEPTH <= TOKENS <= {MAX_DRAFT_TOKENS}")
+    return nodes, depth

@@ -1,0 +1,335 @@
+"""Trees of draft tokens: what their rows see, what is accepted, and what the cache holds afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.decoding import Parts
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.tree import Shape, Tree
+from jaxspec.protocol import Proposal, Weights
+from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.testing import reference
+from tests import tiny
+
+V, CAPACITY = tiny.TARGET.vocab_size, 64
+PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
+LONGEST = 16
+# Not in the order of their depths.
+SHAPE = Shape((-1, -1, 0, 2, 0, 1, 3, -1, 6))
+DEPTH, NODES = SHAPE.depth, len(SHAPE.parents)
+
+
+def path_to(parents, node: int) -> list[int]:
+    """The nodes from the root to one, itself included."""
+    found: list[int] = []
+    while node >= 0:
+        found.insert(0, node)
+        node = parents[node]
+    return found
+
+
+def random_parents(rng: np.random.Generator, nodes: int, depth: int) -> list[int]:
+    parents: list[int] = []
+    while len(parents) < nodes:
+        parent = int(rng.integers(-1, len(parents)))
+        if len(path_to(parents, parent)) < depth:
+            parents.append(parent)
+    return parents
+
+
+def test_a_tree_knows_depths_and_paths():
+    """One for all rows, or one each."""
+    rng = np.random.default_rng(0)
+    each = [random_parents(rng, NODES, DEPTH) for _ in range(4)]
+    tree = Tree.of(jnp.array(each), DEPTH)
+    static = Tree.of(SHAPE, DEPTH)
+    assert (SHAPE.depths, DEPTH) == ((1, 1, 2, 3, 2, 2, 4, 1, 5), 5)
+    for parents, row, of in [*((p, i, tree) for i, p in enumerate(each)), (SHAPE.parents, 0, static)]:
+        for node in range(NODES):
+            path = path_to(parents, node)
+            assert of.depth[row, node + 1] == len(path)
+            assert np.flatnonzero(of.behind[row, node + 1]).tolist() == [0, *(n + 1 for n in path)]
+        assert np.flatnonzero(of.behind[row, 0]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("parents", "ranks", "line"),
+    [((-1, 1), (), "node 1 of a tree follows node 1"), ((-1, -2), (), "follows node -2"),
+     ((-1, 0), (0,), "2 nodes and 1 ranks")],
+)  # fmt: skip
+def test_a_shape_that_is_no_tree_is_refused(parents, ranks, line):
+    with pytest.raises(ValueError, match=line):
+        Shape(parents, ranks)
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "merged"), [(None, 256, True), (3, 256, False), (3, 32, True)]
+)
+def test_each_node_sees_its_own_path_alone(capacity, window, merged):
+    """The hidden states are those of each path fed by itself; where attention goes by blocks too."""
+    config = dataclasses.replace(tiny.TARGET, sliding_windows=None if window is None else (window, None))
+    rng = np.random.default_rng(1)
+    # A row far from the next block, and one that crosses into it.
+    starts = [4, 9] if capacity == 32 else [20, 125]
+    parents = [random_parents(rng, NODES, DEPTH) for _ in starts]
+    texts = rng.integers(0, V, (2, capacity))
+    drafts = rng.integers(0, V, (2, NODES + 1))
+    weights, start = tiny.params(config), jnp.array(starts)
+    forward = jax.jit(functools.partial(llama.run_layers, config))
+    empty = kv.create(config, 2, capacity, jnp.float32, merged)
+    fed = llama.embed(weights, jnp.asarray(texts[:, : max(starts)]))
+    _, cache = forward(weights, fed, jnp.zeros(2, jnp.int32), empty)
+    tree = Tree.of(jnp.array(parents), DEPTH)
+    hidden, written = forward(weights, llama.embed(weights, jnp.asarray(drafts)), start, cache, tree=tree)
+    for row, node in [(row, node) for row in range(2) for node in range(NODES)]:
+        path = [0, *(n + 1 for n in path_to(parents[row], node))]
+        chain = llama.embed(weights, jnp.asarray(drafts[:, path]))
+        alone, after = forward(weights, chain, start, cache)
+        np.testing.assert_allclose(hidden[row, node + 1], alone[row, -1], atol=2e-5)
+        if node == NODES - 1:
+            moved = kv.move(written, start, jnp.array([path, path]))
+            found = tiny.committed(moved, row, starts[row] + len(path))
+            expected = tiny.committed(after, row, starts[row] + len(path))
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+# The loop
+
+
+@struct.dataclass
+class Scripted:
+    """Drafts a tree whose nodes are `shift` away from what a script says of their positions.
+
+    Attributes:
+      script: int32[B, N] texts.
+      shift: int32[B, nodes]; below 0 there is no token.
+      count: int32[B].
+      parents: the tree.
+      seen: whether to remember the outcome.
+    """
+
+    script: jax.Array
+    shift: jax.Array
+    count: jax.Array
+    parents: Any
+    taps: tuple[Any, ...] = struct.field(pytree_node=False, default=())
+    num_likely: int = struct.field(pytree_node=False, default=0)
+    verify_widths: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, NODES + 1))
+    num_draft_tokens: int = struct.field(pytree_node=False, default=DEPTH)
+    num_nodes: int = struct.field(pytree_node=False, default=NODES)
+    reach: int = struct.field(pytree_node=False, default=NODES + 1)
+
+    def begin(self, params, length, capacity, merged):
+        return ()
+
+    def absorb(self, params, state, features, tokens, start, count):
+        return state
+
+    def init(self, params, view, prefill):
+        batch, rows = len(view.length), NODES + 1
+        state = {}
+        if self.taps:
+            state["features"] = jnp.zeros((batch, DEPTH + 1, tiny.TARGET.hidden_size))
+        if self.num_likely:
+            state["fed"] = jnp.zeros((batch, rows), jnp.int32)
+            state["likely"] = jnp.zeros((batch, rows, self.num_likely), jnp.int32)
+        return state
+
+    def propose(self, keys, params, state, view, law):
+        depth = Tree.of(self.parents, DEPTH).depth[:, 1:]
+        columns = jnp.minimum(view.length[:, None] + depth - 1, self.script.shape[1] - 1)
+        tokens = (jnp.take_along_axis(self.script, columns, axis=1) + self.shift) % V
+        tokens = jnp.where(self.shift < 0, -1, tokens)
+        return Proposal(tokens, self.count, parents=self.parents), state, view.cache
+
+    def observe(self, params, state, outcome):
+        return {name: getattr(outcome, name) for name in state}
+
+
+@functools.cache
+def truth(row: int) -> list[int]:
+    return [*PROMPTS[row], *tiny.greedy(PROMPTS[row], LONGEST + DEPTH + 2)]
+
+
+def shifts(rng: np.random.Generator, parents) -> np.ndarray:
+    """Siblings differ; one of them is often right."""
+    found = np.zeros(NODES, np.int32)
+    for parent in range(-1, NODES):
+        children = [node for node in range(NODES) if parents[node] == parent]
+        others = rng.permutation(np.arange(1, V))[: len(children)]
+        for child, shift in zip(children, others, strict=True):
+            found[child] = shift
+        if children and rng.random() < 0.95:
+            found[rng.choice(children)] = 0
+    found[rng.random(NODES) < 0.05] = -1
+    return found
+
+
+def scripted(seed: int, kind: str, **options: Any) -> tuple[Scripted, list[list[int]]]:
+    """A drafter, and the tree of each row."""
+    rng = np.random.default_rng(seed)
+    parents = [
+        list(SHAPE.parents) if kind == "static" else random_parents(rng, NODES, DEPTH) for _ in PROMPTS
+    ]
+    script = np.zeros((3, CAPACITY), np.int32)
+    for row in range(3):
+        script[row, : len(truth(row))] = truth(row)
+    drafter = Scripted(
+        jnp.asarray(script),
+        jnp.asarray(np.stack([shifts(rng, one) for one in parents])),
+        jnp.asarray(rng.choice([0, 2, NODES, NODES], 3), jnp.int32),
+        SHAPE if kind == "static" else jnp.array(parents, jnp.int32),
+        **options,
+    )
+    return drafter, parents
+
+
+def loop_of(drafter: Any, law: Law | None = None, acceptor: Any = None) -> tiny.Loop:
+    parts = Parts(drafter, acceptor or GreedyAcceptor(), law or Greedy())
+    return tiny.Loop(parts, Weights(tiny.params()))
+
+
+def simulated(drafter: Scripted, parents: list[int], row: int, budget: int, eos) -> dict[str, Any]:
+    """The same rounds, node by node: the text, and what is counted."""
+    text, start = truth(row), len(PROMPTS[row])
+    shift, count = np.asarray(drafter.shift)[row], int(drafter.count[row])
+    tokens = [text[start]]
+    counts = {"num_rounds": 0, "num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+    histogram = [0] * (DEPTH + 1)
+    while len(tokens) < budget and tokens[-1] not in eos:
+        room = budget - len(tokens) - 1
+        paths = [path_to(parents, node) for node in range(count)]
+        there = [path for path in paths if len(path) <= room and shift[path[-1]] >= 0]
+        good = [path for path in there if all(shift[node] == 0 for node in path)]
+        accepted = max(map(len, good), default=0)
+        drafted = len(there)
+        counts["num_rounds"] += 1
+        for made in range(1, accepted + 1):
+            tokens.append(text[start + len(tokens)])
+            if tokens[-1] in eos:
+                accepted = made
+                drafted = sum(len(path) <= made for path in there)
+                break
+        else:
+            tokens.append(text[start + len(tokens)])
+        counts["num_drafts"] += drafted > 0
+        counts["num_draft_tokens"] += drafted
+        counts["num_accepted_tokens"] += accepted
+        histogram[accepted] += drafted > 0
+    return {"tokens": tokens, **counts, "acceptance_histogram": histogram}
+
+
+@pytest.mark.parametrize("eos", [(), (3, 9)])
+@pytest.mark.parametrize(
+    ("seed", "kind"), [(2, "static"), (5, "static"), (6, "static"), *((n, "traced") for n in (0, 4, 5))]
+)
+def test_what_is_committed_and_counted(seed, kind, eos):
+    """Whatever is right or wrong in the trees, wherever the end of text or of the budget falls."""
+    drafter, parents = scripted(seed, kind)
+    budgets = [LONGEST, *np.random.default_rng(seed).integers(2, LONGEST, 2).tolist()]
+    loop = loop_of(drafter)
+    state, first = loop.begin(PROMPTS, budgets, eos=eos, capacity=CAPACITY, log_probs=True)
+    state, emitted = loop.go_on(state, log_probs=True)
+    assert state.done.all()
+    for row, prompt in enumerate(PROMPTS):
+        expected = simulated(drafter, parents[row], row, budgets[row], eos)
+        found = tiny.generated(state, PROMPTS)[row]
+        assert found == expected.pop("tokens")
+        assert {name: getattr(state.stats, name)[row].tolist() for name in expected} == expected
+        reported = [float(first.log_probs[row, 0]), *emitted.log_probs[row, : len(found) - 1].tolist()]
+        np.testing.assert_allclose(reported, tiny.log_probs(prompt, found), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["static", "traced"])
+def test_the_cache_is_that_of_plain_decoding(kind):
+    """Slots of the committed tokens hold their own keys and values, in their order."""
+    loop, plain = loop_of(scripted(5, kind)[0]), loop_of(Autoregressive())
+    state, _ = loop.go_on(loop.begin(PROMPTS, LONGEST, capacity=CAPACITY)[0])
+    expected, _ = plain.go_on(plain.begin(PROMPTS, LONGEST, capacity=CAPACITY)[0])
+    for row in range(3):
+        length = int(state.length[row]) - 1
+        pair = tiny.committed(state.cache, row, length), tiny.committed(expected.cache, row, length)
+        for one, other in zip(*pair, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_features_are_those_of_the_accepted_path():
+    """Of the pending token and the accepted ones, in their order."""
+    drafter, _ = scripted(5, "traced", taps=("final",))
+    loop = loop_of(drafter)
+    state, _ = loop.begin(PROMPTS, LONGEST, capacity=CAPACITY)
+    most = 0
+    for _ in range(4):
+        before = np.asarray(state.length)
+        state, emitted = loop.go_on(state, 1)
+        for row, (prompt, text) in enumerate(zip(PROMPTS, tiny.generated(state, PROMPTS), strict=True)):
+            count, start = int(emitted.count[row]), before[row] - 1
+            most = max(most, count)
+            stream: list[np.ndarray] = []
+            reference.forward(tiny.TARGET, tiny.params(), [*prompt, *text], stream=stream)
+            x = stream[-1][start : start + count]
+            norm = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + tiny.TARGET.rms_norm_eps)
+            expected = norm * np.asarray(tiny.params()["norm"])
+            found = state.drafter_state["features"][row, :count]
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert most > 2
+
+
+@pytest.mark.parametrize("kind", ["static", "traced"])
+def test_what_the_target_holds_likely_is_known_of_every_node(kind):
+    """Rejected ones too, each after its own path; nothing is said of tokens that are not there."""
+    drafter, parents = scripted(4, kind, num_likely=3)
+    drafter = drafter.replace(count=jnp.full(3, NODES))
+    loop = loop_of(drafter)
+    begun, _ = loop.begin(PROMPTS, LONGEST, capacity=CAPACITY)
+    state, _ = loop.go_on(begun, 1)
+    fed, likely = (np.asarray(state.drafter_state[name]) for name in ("fed", "likely"))
+    for row, prompt in enumerate(PROMPTS):
+        text = [*prompt, truth(row)[len(prompt)]]
+        assert fed[row, 0] == text[-1]
+        assert ((fed[row, 1:] < 0) == (np.asarray(drafter.shift)[row] < 0)).all()
+        for node in [n for n in range(NODES) if all(fed[row, m + 1] >= 0 for m in path_to(parents[row], n))]:
+            path = [fed[row, n + 1] for n in path_to(parents[row], node)]
+            logits = reference.forward(tiny.TARGET, tiny.params(), [*text, *path])[-1]
+            assert likely[row, node + 1].tolist() == np.argsort(-logits)[:3].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "acceptor", "law"),
+    [
+        ("static", BlockAcceptor(), Sampling(jnp.array([0.0, 1.0, 0.7]))),
+        ("traced", RejectionAcceptor(), Sampling(jnp.full(3, 0.8), top_p=jnp.array([0.9, 1.0, 0.7]))),
+    ],
+    ids=["static", "traced"],
+)
+def test_sampled_text_is_plain_decodings_token_for_token(kind, acceptor, law):
+    """With the same keys; the drafts follow another text that was drawn, so that some are accepted."""
+    drafter, _ = scripted(8, kind)
+    drafter = drafter.replace(count=jnp.full(3, NODES))
+    accepted = 0
+    for seeds in ((3, 4, 5), (60, 61, 62)):
+        expected = loop_of(Autoregressive(), law, acceptor).texts(
+            PROMPTS, LONGEST, seeds=seeds, capacity=CAPACITY
+        )
+        script = np.zeros((3, CAPACITY), np.int32)
+        for row, text in enumerate(expected):
+            script[row, : len(PROMPTS[row]) + LONGEST] = [*PROMPTS[row], *text]
+        script[:, ::7] = (script[:, ::7] + 1) % V
+        loop = loop_of(drafter.replace(script=jnp.asarray(script)), law, acceptor)
+        state, _ = loop.go_on(loop.begin(PROMPTS, LONGEST, seeds=seeds, capacity=CAPACITY)[0])
+        assert tiny.generated(state, PROMPTS) == expected
+        accepted += int(state.stats.num_accepted_tokens.sum())
+    assert accepted > 12
