@@ -298,8 +298,10 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Over two of every three tokens."""
     head = KangarooConfig(dataclasses.replace(config, num_layers=1, sliding_windows=()))
-    return Kangaroo(config, head, 1, rule, K), head_params(head)
+    few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
+    return Kangaroo(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
 
 
 def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
