@@ -182,7 +182,8 @@ class CLaSp(MaskedChain):
             found = choose_layers(
                 self.config, params.target, own.streams, position, view.cache, self.num_skipped
             )
-            return keep_rows(due, found, plan)
+            chosen: jax.Array = keep_rows(due, found, plan)
+            return chosen
 
         plan = once(jnp.any(due), choose, own.plan)
         state = state._replace(own=own._replace(plan=plan, rounds=own.rounds + live))
