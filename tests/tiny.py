@@ -427,7 +427,7 @@ def pairwise() -> list[Combination]:
 def every_drafter() -> list[Combination]:
     """Every drafter and every rule at least once, with one acceptor."""
     chosen = [("autoregressive", "-"), ("ngram-random", "-"), ("suffix-reference", "-")]
-    chosen += [("token-recycling", "-"), ("token-recycling-chain", "-"), ("eagle-tree", "-")]
+    chosen += [("token-recycling", "-"), ("eagle-tree", "-")]
     chosen += [("hybrid", "-"), ("hybrid-draft-model", "-"), ("hybrid-eagle", "-")]
     chosen += zip(itertools.chain(*CHAINS), itertools.cycle(RULES), strict=False)
     return [Combination(*drafter, "block") for drafter in chosen]
