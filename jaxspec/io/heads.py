@@ -25,6 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.io import huggingface, torch_file
+from jaxspec.io.embedded import embedded_files
 from jaxspec.io.files import read_json
 from jaxspec.io.hf_config import config_from, errors_of, read_windows
 from jaxspec.io.hf_layout import Source, sources_of
@@ -39,7 +40,8 @@ from jaxspec.model.vocabulary import Vocabulary
 
 # Where a target's own heads lie beside it, each in a directory with the name of its method.
 HEADS_NAME = "heads"
-_TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+# Where a config names what is tapped.
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _BIN = "pytorch_model.bin"
 _Q = "layers.0.self_attn.q_proj.weight"
 # What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
@@ -72,7 +74,7 @@ class Head:
             return tensor[order] if source.name == "lm_head.weight" and order is not None else tensor
 
         tree = jax.tree.structure(param_shapes(self.config), is_leaf=is_shape)
-        placed = huggingface.place_leaves(_leaves(self.config), np.dtype(dtype), fetch, place)
+        placed = huggingface.place_leaves(head_leaves(self.config), np.dtype(dtype), fetch, place)
         params: Params = jax.tree.unflatten(tree, placed)
         if self.ids is not None:
             ids = jnp.asarray(self.ids[order]) if place is None else place("ids", self.ids[order])
@@ -83,6 +85,15 @@ class Head:
 def head_name(kind: str) -> str:
     """The name of the config of a target's own head of this kind, in the directory of the target's files."""
     return f"{HEADS_NAME}/{kind}/config.json"
+
+
+def embedded_head(kind: str, target: str) -> Path | None:
+    """The head that comes with jaxspec of this kind, for the target of this fingerprint; None if there is none."""
+    for config in embedded_files(f"{HEADS_NAME}/*/config.json"):
+        own = section(read_json(config), "jaxspec")
+        if (own.get("kind"), own.get("target")) == (kind, target):
+            return config.parent
+    return None
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:
@@ -235,20 +246,20 @@ def _taps(content: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int
     less. A list that begins with 1 came from there too: what it leaves of three layers by default is 1, L÷2 − 1, L − 4.
     """
     own = section(content, "jaxspec").get("taps")
-    ids = own or content.get(_TAP_IDS) or nested.get(_TAP_IDS)
-    leaves = not own and (not content.get(_TAP_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
+    ids = own or content.get(TAP_IDS) or nested.get(TAP_IDS)
+    leaves = not own and (not content.get(TAP_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
     if not ids:
         taps: tuple[Any, ...] = usual_taps(num_layers)
     elif isinstance(ids, list) and all(type(one) is int for one in ids):
         taps = tuple(one + leaves for one in ids)
     else:
-        raise ValueError(f"{_TAP_IDS} is {shown(ids)}; expected a list of layers")
+        raise ValueError(f"{TAP_IDS} is {shown(ids)}; expected a list of layers")
     if not all(0 <= tap <= num_layers for tap in taps):
         raise ValueError(f"the head reads what enters the layers {taps}, the target has {num_layers}")
     return taps
 
 
-def _leaves(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
+def head_leaves(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
     """Name, shape and sources of every leaf of a head, in the order of the tree."""
     own = {
         "fc": "fc.weight",
@@ -274,7 +285,7 @@ def _leaves(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...], list[Sou
 def _check(directory: Path, config: HeadConfig, tensors: Mapping[str, np.ndarray]) -> None:
     """Refuses tensors that are not those of `config`: one that is left out would change what the head computes."""
     used = {"d2t", "t2d"} if config.kind == "eagle3" else set()
-    for _, _, sources in _leaves(config):
+    for _, _, sources in head_leaves(config):
         for source in sources:
             used.add(source.name)
             if source.name not in tensors:
