@@ -44,7 +44,7 @@ LAYERS = (
     "training.probes",
     "training.options",
     "training.parsing training.induction",
-    "training.command training.start training.prompts",
+    "training.command training.start training.prompts training.head_kinds",
     "training.run",
     "training.export",
     "training.job",

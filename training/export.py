@@ -23,7 +23,7 @@ from training.data import packing, tokenizer
 from training.loop.checkpoints import Checkpoints
 from training.parsing import parse_plain
 from training.reports import card, metrics
-from training.run import read_run
+from training.run import CHECKPOINTS, read_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     """
     record = read_run(run)
     config = huggingface.read_config(run)
-    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(run / CHECKPOINTS, read_only=True) as checkpoints:
         state, step, measured = checkpoints.best(report)
     params = state["params"]
     config = config.truncated(len(params["layers"]))

@@ -9,18 +9,22 @@ from typing import TypeVar
 import jax.numpy as jnp
 from rich.console import Console
 
+from jaxspec.io import files, hf_config
 from jaxspec.io.extras import require
+from jaxspec.model import llama
+from jaxspec.model.llama import Params
 from training import command, export, run, start
 from training.data import packing, sizing, sources
 from training.data.sources import Kinds
-from training.loop import checkpoints, lock, loop, optimizer, sharding, step
+from training.loop import checkpoints, growth, lock, loop, optimizer, sharding, step
 from training.losses import base
-from training.options import SCRATCH, JobOptions
+from training.options import SCRATCH, JobOptions, RunOptions
 from training.parsing import chosen_earlier, parse
 from training.reports import curves, evaluation
 from training.start import Objective, Start
 
 Options = TypeVar("Options", bound=JobOptions)
+AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 # What sets a job apart: its objective, given its options and the model it begins with.
 MakeObjective = Callable[[Options, Start], Objective]
 
@@ -76,9 +80,6 @@ def train(
     directory = options.run_directory
     with lock.exclusive(directory, console.print):
         result, aim = _run_loop(options, objective, documents, module, typed, console)
-        if result.reason != "steps":
-            ended = "interrupted" if result.signal is not None else "out of the time given by --minutes"
-            console.print(f"{ended} after step {int(result.state.step)}; the same command goes on from there")
         if options.output is not None:
             best, best_loss = export.export(directory, options.output, options.samples, console.print)
             console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
@@ -99,14 +100,7 @@ def _run_loop(
 ) -> tuple[loop.Result, Objective]:
     """Prepares the run directory and trains in it, from its newest checkpoint if there is one."""
     directory = options.run_directory
-    saved = directory / "checkpoints"
-    resumed = checkpoints.has_checkpoint(saved)
-    characters = sum(len(document.text) for part in documents[0].values() for document in part)
-    options, chosen = options.settled(
-        characters, chosen_earlier(directory / run.OPTIONS_FILE) if resumed else {}
-    )
-    if chosen:
-        console.print(sizing.in_words(characters, chosen))
+    options, resumed = settle(options, documents[0], console)
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
@@ -114,36 +108,96 @@ def _run_loop(
     same = run.identity(options, begun, aim, module, key)
     if resumed:
         run.refuse_another(directory, begun.config, same)
-    else:  # whatever is there is of a command that failed before it had trained
-        (directory / run.RUN_FILE).unlink(missing_ok=True)
+    else:
+        run.forget(directory)
         start.put_tokenizer(options, documents[0], begun.words)
     windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
-    console.print(run.record(options, begun.config, aim, same, windows, held_out, documents[0], typed))
+    extra = {"jaxspec": aim.extra} if aim.extra else {}
+    files.write_json(directory / "config.json", hf_config.config_json(begun.config, "float32") | extra)
+    parameters, exits = llama.num_params(begun.config), list(aim.exits)
+    console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, exits=exits))
+    trained = take_steps(
+        options,
+        aim.loss,
+        begun.params,
+        begun.config.vocab_size,
+        None if aim.target is None else aim.target[1],
+        evaluation.make_measure(begun.config, aim.exits, aim.judged, aim.target, aim.part),
+        (windows, held_out),
+        console,
+        options.held,
+        options.model.stages if options.start == SCRATCH else None,
+    )
+    return trained, aim
 
-    transform = optimizer.make_optimizer(options.optimizer, options.loop.steps, options.held)
-    loss = base.in_dtype(base.holding(aim.loss, options.held), jnp.dtype(options.compute_dtype))
+
+def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[AnyOptions, bool]:
+    """Replaces each `auto` by a number, that of the run where it goes on; returns also whether it does."""
+    directory = options.run_directory
+    resumed = checkpoints.has_checkpoint(directory / run.CHECKPOINTS)
+    characters = sum(len(document.text) for part in documents.values() for document in part)
+    earlier = chosen_earlier(directory / run.OPTIONS_FILE) if resumed else {}
+    options, chosen = options.settled(characters, earlier)
+    if chosen:
+        console.print(sizing.in_words(characters, chosen))
+    return options, resumed
+
+
+def take_steps(
+    options: RunOptions,
+    loss: base.Loss,
+    params: Params,
+    vocab_size: int,
+    target: Params | None,
+    measure: evaluation.MeasureKinds,
+    windows: tuple[dict[str, packing.Windows], dict[str, packing.Windows]],
+    console: Console,
+    held: Sequence[str] = (),
+    stages: growth.Stages | None = None,
+) -> loop.Result:
+    """Runs the loop in the run directory, from its newest checkpoint if there is one.
+
+    Args:
+      options: of the run, without `auto`.
+      loss: to be minimised.
+      params: float32 ones to begin with.
+      vocab_size: of the text's tokens.
+      target: parameters of another model that the loss is given; None for none.
+      measure: what is measured at each checkpoint.
+      windows: packed text by kind: to learn from, and held out.
+      console: where progress is shown.
+      held: names of parameters that are not trained.
+      stages: how the depth grows; None where it does not.
+    """
+    training, held_out = windows
+    transform = optimizer.make_optimizer(options.optimizer, options.loop.steps, held)
+    loss = base.in_dtype(base.holding(loss, held), jnp.dtype(options.compute_dtype))
     mesh = sharding.make_mesh()
     step_fn = step.make_step(loss, transform, options.seed)
-    target = None if aim.target is None else sharding.place_state(mesh, aim.target[1])
-    measure = evaluation.make_measure(begun.config, aim.exits, aim.judged, aim.target, aim.part)
+    given = None if target is None else sharding.place_state(mesh, target)
     judged = {
         kind: packing.fixed_batches(part, options.data.batch, options.data.held_out_rows)
         for kind, part in held_out.items()
     }
     weights = options.data.weights
     batches = packing.batches(
-        windows, weights, options.data.batch, options.optimizer.accumulate, options.seed
+        training, weights, options.data.batch, options.optimizer.accumulate, options.seed
     )
+    saved, directory = options.run_directory / run.CHECKPOINTS, options.run_directory
     with checkpoints.Checkpoints(saved, options.loop.keep) as kept:
-        trained = loop.Loop(
+        result = loop.Loop(
             options.loop,
             directory,
             kept,
-            lambda state, batch: step_fn(state, batch, target),
+            lambda state, batch: step_fn(state, batch, given),
             batches,
+            vocab_size,
             lambda state: measure(state.params, judged, weights),
             console,
-            options.model.stages if options.start == SCRATCH else None,
+            stages,
             mesh,
-        ).run(step.init_state(begun.params, transform))
-    return trained, aim
+        ).run(step.init_state(params, transform))
+    if result.reason != "steps":
+        ended = "interrupted" if result.signal is not None else "out of the time given by --minutes"
+        console.print(f"{ended} after step {int(result.state.step)}; the same command goes on from there")
+    return result

@@ -71,10 +71,85 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """The options that all training commands share.
+class RunOptions:
+    """The options of everything that is trained by the loop.
 
     The same command goes on where it was stopped; Ctrl-C stops it with a checkpoint and an export.
+
+    Attributes:
+      output: the directory to write.
+      run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
+        runs/ that is named after the whole path of the output: runs/a-b for a/b.
+      seed: of initial weights, of the order of the data and of all that is drawn.
+      compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
+        accelerators and float32 on CPU.
+    """
+
+    data: DataOptions
+    output: Path | None = None
+    run: Path | None = None
+    seed: int = 0
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
+
+    def settled(self, characters: int, earlier: Mapping[str, int]) -> tuple[Self, dict[str, int]]:
+        """Replaces each `auto` by a number; returns the options and the numbers that were chosen now.
+
+        Args:
+          characters: of the training text.
+          earlier: what was chosen when the run began, by name of option; none for a new run.
+        """
+        found = {
+            name: value
+            for section in self.sized
+            for name, value in vars(getattr(self, section)).items()
+            if name in sizing.NAMES and name not in self.unsized
+        }
+        given = {name: value for name, value in found.items() if not isinstance(value, Auto)}
+        open_ones = found.keys() - given.keys()
+        given |= {name: value for name, value in earlier.items() if name in open_ones}
+        sizes = sizing.choose(characters, "model" in self.sized, self.optimizer.accumulate, given)
+        changed = {
+            section: dataclasses.replace(
+                getattr(self, section),
+                **{name: sizes[name] for name in open_ones if name in vars(getattr(self, section))},
+            )
+            for section in self.sized
+        }
+        return dataclasses.replace(self, **changed), {n: sizes[n] for n in found if n not in given}
+
+    @property
+    def sized(self) -> tuple[str, ...]:
+        """The sections whose numbers may be `auto`."""
+        return "data", "loop"
+
+    @property
+    def unsized(self) -> tuple[str, ...]:
+        """The names of numbers in them that nobody needs to choose."""
+        return ()
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype in which products are computed."""
+        if self.compute != "auto":
+            return self.compute
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+    @property
+    def run_directory(self) -> Path:
+        """The directory of the run's own files."""
+        if self.run is not None:
+            return self.run
+        assert self.output is not None
+        output, here = self.output.resolve(), Path.cwd().resolve()
+        inside = output.relative_to(here if output.is_relative_to(here) else output.anchor)
+        return Path("runs") / "-".join(inside.parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions(RunOptions):
+    """The options that all commands share which train a model.
 
     Attributes:
       output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
@@ -84,31 +159,19 @@ class JobOptions:
         `training.loop.widening`.
       freeze_embeddings: leave embedding and head of the given model as they are: of a model with a large vocabulary
         they are most of what would have to be kept and moved.
-      run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
-        runs/ that is named after the whole path of the output: runs/a-b for a/b.
-      seed: of initial weights, of the order of the data and of all that is drawn.
       remat: compute layers again in the backward pass: less memory, about a third more time.
-      compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
-        accelerators and float32 on CPU.
       samples: texts to write into the card after each prompt.
       plot: draw curves of loss and acceptance into the run directory at the end.
     """
 
-    data: DataOptions
-    output: Path | None = None
     start: str = SCRATCH
     start_layers: int | None = None
     widen: int | None = None
     freeze_embeddings: bool = False
-    run: Path | None = None
-    seed: int = 0
     remat: bool = False
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
     samples: int = 2
     plot: bool = False
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
-    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
-    loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
 
     def __post_init__(self):
         if self.output is None and self.run is None:
@@ -130,54 +193,20 @@ class JobOptions:
                 "one of them out"
             )
 
-    def settled(self, characters: int, earlier: Mapping[str, int]) -> tuple[Self, dict[str, int]]:
-        """Replaces each `auto` by a number; returns the options and the numbers that were chosen now.
+    @property
+    def sized(self) -> tuple[str, ...]:
+        """The sections whose numbers may be `auto`."""
+        return ("model", *super().sized) if self.start == SCRATCH else super().sized
 
-        Args:
-          characters: of the training text.
-          earlier: what was chosen when the run began, by name of option; none for a new run.
-        """
-        sections = ("model", "data", "loop") if self.start == SCRATCH else ("data", "loop")
-        found = {
-            name: value
-            for section in sections
-            for name, value in vars(getattr(self, section)).items()
-            if name in sizing.NAMES and (name != "vocab_size" or self.model.tokenizer is None)
-        }
-        given = {name: value for name, value in found.items() if not isinstance(value, Auto)}
-        open_ones = found.keys() - given.keys()
-        given |= {name: value for name, value in earlier.items() if name in open_ones}
-        sizes = sizing.choose(characters, self.start == SCRATCH, self.optimizer.accumulate, given)
-        changed = {
-            section: dataclasses.replace(
-                getattr(self, section),
-                **{name: sizes[name] for name in open_ones if name in vars(getattr(self, section))},
-            )
-            for section in sections
-        }
-        return dataclasses.replace(self, **changed), {n: sizes[n] for n in found if n not in given}
+    @property
+    def unsized(self) -> tuple[str, ...]:
+        """The vocabulary, where the tokenizer is given."""
+        return () if self.model.tokenizer is None else ("vocab_size",)
 
     @property
     def held(self) -> tuple[str, ...]:
         """The names of the parameters that are not trained."""
         return _OF_WORDS if self.freeze_embeddings else ()
-
-    @property
-    def compute_dtype(self) -> str:
-        """The dtype in which products are computed."""
-        if self.compute != "auto":
-            return self.compute
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-    @property
-    def run_directory(self) -> Path:
-        """The directory of the run's own files."""
-        if self.run is not None:
-            return self.run
-        assert self.output is not None
-        output, here = self.output.resolve(), Path.cwd().resolve()
-        inside = output.relative_to(here if output.is_relative_to(here) else output.anchor)
-        return Path("runs") / "-".join(inside.parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import files, hf_config, method_files
-from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.loop.progress import counted
-from training.options import SCRATCH, JobOptions
+from training.options import SCRATCH, JobOptions, RunOptions
 from training.parsing import plain, to_yaml
 from training.start import Objective, Start
 
 RUN_FILE = "run.json"
 OPTIONS_FILE = "options.yaml"
+# Where a run keeps its checkpoints, in its directory.
+CHECKPOINTS = "checkpoints"
 
 
 def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
@@ -42,14 +43,19 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
     }
 
 
-def refuse_another(run: Path, config: LlamaConfig, wanted: dict[str, Any]) -> None:
+def refuse_another(run: Path, config: LlamaConfig | None, wanted: dict[str, Any]) -> None:
     """Refuses to go on from the checkpoint of another run.
+
+    Args:
+      run: the run directory.
+      config: of the model that is trained; None for what is no model.
+      wanted: the identity of the run that was asked for.
 
     Raises:
       ValueError: the directory's run has another model or identity; runs of earlier versions record only the model.
     """
     hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
-    if (run / "config.json").is_file() and hf_config.read_config(run) != config:
+    if config is not None and (run / "config.json").is_file() and hf_config.read_config(run) != config:
         raise ValueError(f"{run} holds a run of another model; {hint}")
     found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
     changed = [name for name in wanted if name in found and found[name] != wanted[name]]
@@ -70,26 +76,31 @@ def read_run(run: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+def forget(run: Path) -> None:
+    """Forgets what a command has recorded that failed before it had trained."""
+    (run / RUN_FILE).unlink(missing_ok=True)
+
+
 def record(
-    options: JobOptions,
-    config: LlamaConfig,
-    aim: Objective,
+    options: RunOptions,
     same: dict[str, Any],
+    parameters: int,
     windows: dict[str, Windows],
     held_out: dict[str, Windows],
     documents: Kinds,
     typed: str,
+    **more: Any,
 ) -> str:
-    """Writes what the run is into its directory: the model's config, the resolved options, the record.
+    """Writes what the run is into its directory: the resolved options, and the record.
 
     Args:
-      options: of the job, without `auto`.
-      config: the model at full depth.
-      aim: the job's objective.
-      same: see `identity`.
+      options: of the run, without `auto`.
+      same: its identity.
+      parameters: how many numbers are trained.
       windows, held_out: the packed text by kind.
       documents: the training documents by kind.
       typed: the command line; the record lists all that the run was started and resumed with.
+      more: entries of the record.
 
     Returns:
       one line for the user: how large the model and the data are.
@@ -101,17 +112,15 @@ def record(
         "commands": [*(one for one in earlier if one != typed), typed],
         "identity": same,
         "options": plain(options),
-        "parameters": llama.num_params(config),
+        "parameters": parameters,
         "documents": {kind: len(part) for kind, part in documents.items()},
         "tokens": tokens,
-        "exits": list(aim.exits),
+        **more,
     }
-    extra = {"jaxspec": aim.extra} if aim.extra else {}
-    files.write_json(run / "config.json", hf_config.config_json(config, "float32") | extra)
     files.write_atomic(run / OPTIONS_FILE, to_yaml(options))
     files.write_atomic(run / RUN_FILE, json.dumps(content, indent=2) + "\n")
     return (
-        f"{content['parameters']:,} parameters, {sum(tokens['training'].values()):,} training and "
+        f"{parameters:,} parameters, {sum(tokens['training'].values()):,} training and "
         f"{sum(tokens['held_out'].values()):,} held-out tokens of {counted(len(windows), 'kind', 'kinds')}, "
         f"run in {run}"
     )

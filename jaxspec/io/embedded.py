@@ -16,8 +16,13 @@ _ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
 
 def embedded_names() -> list[str]:
     """Their names, the default first."""
-    found = {path.parent.name for root in _ROOTS for path in root.glob("*/config.json")}
+    found = {path.parent.name for path in embedded_files("*/config.json")}
     return sorted(found, key=lambda name: (name != EMBEDDED, name))
+
+
+def embedded_files(pattern: str) -> list[Path]:
+    """The files that come with jaxspec and match a pattern, in their order, those of a wheel first."""
+    return [path for root in _ROOTS for path in sorted(root.glob(pattern))]
 
 
 def embedded_model(name: str = EMBEDDED) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import eagle_head, huggingface, hydra_head, kangaroo_head, medusa_head, tensors, torch_file
+from jaxspec.io.embedded import embedded_files
 from jaxspec.io.files import read_json
 from jaxspec.io.head_tensors import Entry, Head
 from jaxspec.io.hf_config import errors_of
@@ -39,6 +40,15 @@ _PICKLED = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
 def head_name(kind: str) -> str:
     """The name of the config of a target's own head of this kind, in the directory of the target's files."""
     return f"{HEADS_NAME}/{kind}/config.json"
+
+
+def embedded_head(kind: str, target: str) -> Path | None:
+    """The head that comes with jaxspec of this kind, for the target of this fingerprint; None if there is none."""
+    for config in embedded_files(f"{HEADS_NAME}/*/config.json"):
+        own = section(read_json(config), "jaxspec")
+        if (own.get("kind"), own.get("target")) == (kind, target):
+            return config.parent
+    return None
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:

@@ -37,8 +37,12 @@ class Ranking:
     def __len__(self) -> int:
         return len(self.always) + len(self.ids)
 
-    def first(self, count: int | None = None) -> np.ndarray:
+    def first(self, count: int | None = None, name: str = "draft_vocab") -> np.ndarray:
         """The `count` tokens to draft with, int32[N], rising; None for all that are ranked.
+
+        Args:
+          count: how many.
+          name: of the parameter that says so, for messages.
 
         Raises:
           ValueError: there are not so many, or not even those that must be there.
@@ -46,7 +50,7 @@ class Ranking:
         least = max(1, len(self.always))
         if count is not None and not least <= count <= len(self):
             raise ValueError(
-                f"draft_vocab is {count}; {self.source} ranks {len(self)} tokens, {len(self.always)} of which must "
+                f"{name} is {count}; {self.source} ranks {len(self)} tokens, {len(self.always)} of which must "
                 f"always be there: give {least} to {len(self)}, or count more text with `{_COMMAND}`"
             )
         chosen = (*self.always, *self.ids)[:count]

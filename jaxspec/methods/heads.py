@@ -19,7 +19,8 @@ class HeadMethod(ChainMethod):
     """The base of methods that draft with a head, whose kind has the method's name; a subclass adds `drafter`.
 
     Attributes:
-      draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name.
+      draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name,
+        else one that comes with jaxspec for this model.
 
     Examples:
       >>> from jaxspec.methods import Eagle3
@@ -49,17 +50,17 @@ class HeadMethod(ChainMethod):
 
     def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
         """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
-        from jaxspec.io.heads import head_name
+        from jaxspec.io.heads import embedded_head, head_name
 
         path = self.draft
         if path is None:
             beside = found(None, target, resources, head_name(self.name))
-            if beside is None:
+            path = embedded_head(self.name, target.fingerprint) if beside is None else beside.parent
+            if path is None:
                 raise ValueError(
                     f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
-                    "give draft=DIR"
+                    "give draft=DIR, or train one with `python -m training.heads`"
                 )
-            path = beside.parent
         head = resources.load_head(path, target)
         if head.config.kind != self.name:
             raise ValueError(f"{path} holds a head of {head.config.kind}; choose method={head.config.kind!r}")

@@ -19,7 +19,7 @@ that is not there is the target's; in its place there may be a `vocabulary`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxspec.model import llama, rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import FINAL, Params, Tap
+from jaxspec.model.llama import FINAL, Attend, Params, Tap
 from jaxspec.model.numerics import linear, rms_norm
 from jaxspec.model.tree import Tree
 
@@ -136,13 +136,41 @@ def run(
     Returns:
       What `logits` and `fed_back` take, [B, T, D], and the cache with these pairs.
     """
-    block, first = head.block, params["layers"][0]
+    block = head.block
     slots = positions = start[:, None] + jnp.arange(feature.shape[1])
     mask = None
     if tree is not None:
         positions = tree.positions(start)
         mask = tree.visible(start, cache.capacity, block.window(0))
     tables = rope.tables(block, positions, cache.rope_length)
+    attend = llama.cached(start, slots, block.window(0), cache.merged, mask)
+    hidden, layer = run_first(head, params, embedded, feature, tables, attend, cache.layers[0])
+    cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
+    rest = range(1, block.num_layers)
+    return llama.run_layers(block, params, hidden, start, cache, layers=rest, tree=tree)
+
+
+def run_first(
+    head: HeadConfig,
+    params: Params,
+    embedded: jax.Array,
+    feature: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    layer_cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Runs the head's first layer, the one that reads pairs.
+
+    Args:
+      head, params, embedded, feature: as of `run`.
+      tables: of `rope.tables`, for the pairs' positions.
+      attend: how they see each other and what came before.
+      layer_cache: what `attend` reads and writes.
+
+    Returns:
+      The residual stream [B, T, D] after the layer, and the cache as `attend` has left it.
+    """
+    block, first = head.block, params["layers"][0]
     p, eps = first["attention"], block.rms_norm_eps
     if head.kind == "eagle":
         pair = jnp.concatenate([embedded, feature], axis=-1)
@@ -151,12 +179,8 @@ def run(
         normed = rms_norm(feature, p["norm"], eps)
         seen = jnp.concatenate([rms_norm(embedded, p["embed_norm"], eps), normed], axis=-1)
         hidden = normed if head.residual_is_normed else feature
-    attend = llama.cached(start, slots, block.window(0), cache.merged, mask)
-    write, layer = llama.attention(block, p, seen, tables, attend, cache.layers[0])
-    hidden = llama.mlp(block, first["mlp"], hidden + write)
-    cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
-    rest = range(1, block.num_layers)
-    return llama.run_layers(block, params, hidden, start, cache, layers=rest, tree=tree)
+    write, layer_cache = llama.attention(block, p, seen, tables, attend, layer_cache)
+    return llama.mlp(block, first["mlp"], hidden + write), layer_cache
 
 
 def fed_back(head: HeadConfig, params: Params, hidden: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -305,12 +305,18 @@ def run_tapped(
     hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep, tree=tree)
     if not taps:
         return hidden, None, cache
-    streams.append(hidden)
     # Each layer shows two sublayers.
-    kept = [
-        final_norm(config, params, hidden) if tap == FINAL else streams[2 * (tap - first)] for tap in taps
-    ]
-    return hidden, jnp.concatenate(kept, axis=-1), cache
+    entering = [*streams[::2], hidden]
+    here = tuple(tap if tap == FINAL else tap - first for tap in taps)
+    return hidden, features_of(config, params, entering, here), cache
+
+
+def features_of(
+    config: LlamaConfig, params: Params, streams: Sequence[jax.Array], taps: tuple[Tap, ...]
+) -> jax.Array:
+    """The features [B, T, F] that `taps` take of L + 1 streams [B, T, D]: entering each layer, leaving the last."""
+    kept = [final_norm(config, params, streams[-1]) if tap == FINAL else streams[tap] for tap in taps]
+    return jnp.concatenate(kept, axis=-1)
 
 
 def run_block(

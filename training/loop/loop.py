@@ -83,6 +83,7 @@ class Loop:
       checkpoints: of the run.
       step_fn: see `training.loop.step.make_step`.
       batches: endless training batches with `get_state` and `set_state`.
+      vocab_size: tokens of a batch are below it.
       measure: what is measured at each checkpoint: `held_out_loss`, nats per token, and more by name.
       console: where progress is shown.
       stages: how the depth grows; None where it does not.
@@ -94,6 +95,7 @@ class Loop:
     checkpoints: Checkpoints
     step_fn: StepFn
     batches: grain.DatasetIterator
+    vocab_size: int
     measure: Callable[[TrainState], dict[str, float]]
     console: Console
     stages: growth.Stages | None = None
@@ -182,7 +184,7 @@ class Loop:
         if not self._compiled:
             progress.doing("compiling")
         batch = next(self.batches)
-        _check_batch(batch, state.params["embed"].shape[0], finished + 1, self.checkpoints)
+        _check_batch(batch, self.vocab_size, finished + 1, self.checkpoints)
         state, measured = self.step_fn(state, sharding.place_batch(self.mesh, batch, rows_axis=1))
         record = {name: float(value) for name, value in measured.items()}
         if not math.isfinite(record["loss"]) or not math.isfinite(record["gradient_norm"]):

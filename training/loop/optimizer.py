@@ -30,7 +30,7 @@ class OptimizerOptions:
     """AdamW or Muon, with linear warm-up, decay and clipping.
 
     Attributes:
-      kind: `adamw`, or `muon`: the matrices of the layers move by their momentum made orthogonal (Jordan et al.
+      algorithm: `adamw`, or `muon`: the matrices of the layers move by their momentum made orthogonal (Jordan et al.
         2024), with updates as large as AdamW's at the same rate (Liu et al. 2025, "Muon is Scalable for LLM
         Training", equation 4); embedding, head and norms by AdamW. Both with Nesterov momentum.
       learning_rate: the peak, reached after warm-up.
@@ -46,7 +46,7 @@ class OptimizerOptions:
       accumulate: micro-batches per step; their gradients add up to that of one batch as large as all of them.
     """
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    algorithm: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-3
     schedule: Literal["cosine", "constant"] = "cosine"
     decay_steps: int = 500
@@ -115,7 +115,7 @@ def make_optimizer(
       held: names of parameters that stay as they are and have no moments; their gradients are 0.
     """
     rate = schedule(options, steps)
-    if options.kind == "muon":
+    if options.algorithm == "muon":
         moving = contrib.muon(
             rate,
             weight_decay=options.weight_decay,

@@ -121,6 +121,23 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax
     return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
 
+def soft_cross_entropy(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum over the masked positions of −Σ softmax(wanted) · log softmax(logits), in nats, float32[].
+
+    Args:
+      wanted: float32[B, T, N], the target's logits.
+      logits: float32[B, T, N], of the same tokens.
+      mask: bool[B, T]; False positions count nothing.
+
+    Examples:
+      >>> even = jnp.zeros((1, 1, 4))
+      >>> round(float(soft_cross_entropy(even, even, jnp.ones((1, 1), bool))), 3)
+      1.386
+    """
+    crossed = jnp.sum(jax.nn.softmax(wanted, axis=-1) * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+    return -jnp.sum(jnp.where(mask, crossed, 0.0))
+
+
 def divergence(
     wanted: jax.Array, logits: jax.Array, mask: jax.Array, part: np.ndarray | None = None
 ) -> jax.Array:
@@ -150,31 +167,37 @@ def head_of(params: Params, part: np.ndarray | None = None) -> Params:
     return {"norm": params["norm"], name: head if part is None else head[part]}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def head_loss(
     config: LlamaConfig, head: Params, hidden: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Sum of cross-entropies of residual streams [B, T, D] through the final norm and head, float32[].
+    """Sum of cross-entropies of residual streams [B, T, D] through the final norm and head, float32[]."""
 
-    The gradient is taken in the forward pass, while the logits are at hand: what is kept for the backward
-    pass has the size of `hidden` and the head, not of the logits, of which every exit would keep its own.
+    def total(learned: tuple[Params, jax.Array], given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return cross_entropy(llama.logits(config, *learned), *given)
+
+    return early_gradient(total, (head, hidden), (targets, mask))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def early_gradient(total: Callable[[Any, Any], jax.Array], learned: Any, given: Any) -> jax.Array:
+    """Computes `total(learned, given)`, float32[], and takes its gradient by `learned` in the forward pass.
+
+    While the logits are at hand: what is kept for the backward pass has the size of `learned`, such as a stream and a
+    head, not of the logits, of which every exit or step would keep its own. `given` has no gradient.
     """
-    return cross_entropy(llama.logits(config, head, hidden), targets, mask)
+    return total(learned, given)
 
 
-def _head_loss_forward(config, head, hidden, targets, mask):
-    def total(head, hidden):
-        return cross_entropy(llama.logits(config, head, hidden), targets, mask)
-
-    return jax.value_and_grad(total, argnums=(0, 1))(head, hidden)
+def _early_forward(total, learned, given):
+    return jax.value_and_grad(total)(learned, given)
 
 
-def _head_loss_backward(config, gradients, cotangent):
-    del config
-    return *jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None, None
+def _early_backward(total, gradients, cotangent):
+    del total
+    return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None
 
 
-head_loss.defvjp(_head_loss_forward, _head_loss_backward)
+early_gradient.defvjp(_early_forward, _early_backward)
 
 
 def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:

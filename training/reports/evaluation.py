@@ -32,9 +32,12 @@ from training.losses.base import (
 
 # Draft tokens per round for which mean acceptance length is reported; the default of `generate`.
 NUM_DRAFT_TOKENS = 5
-# (params, batch [B, T]) -> sums over the batch, float32[] by name; `tokens` divides losses, `rounds` acceptance
-# lengths, `positions` the other figures of acceptance.
-Measure = Callable[[Params, Batch], dict[str, jax.Array]]
+# By name a sum over a batch and the count that divides it, float32[] each.
+Sums = dict[str, tuple[jax.Array, jax.Array]]
+# (params, the target's or None, batch [B, T]) -> sums
+Measure = Callable[[Params, Params | None, Batch], Sums]
+# (params, held-out batches by kind, weight by kind) -> figures
+MeasureKinds = Callable[[Params, Mapping[str, Sequence[Windows]], Mapping[str, float]], dict[str, float]]
 
 
 def make_measure(
@@ -43,7 +46,7 @@ def make_measure(
     judged: Sequence[int] = (),
     target: tuple[LlamaConfig, Params] | None = None,
     part: np.ndarray | None = None,
-) -> Callable[[Params, Mapping[str, Sequence[Windows]], Mapping[str, float]], dict[str, float]]:
+) -> MeasureKinds:
     """Makes the measurement taken at each checkpoint.
 
     Args:
@@ -67,7 +70,7 @@ def make_measure(
         return number if part is None else jnp.asarray(part)[number]
 
     @jax.jit
-    def measure(params: Params, given: Params | None, batch: Batch) -> dict[str, jax.Array]:
+    def measure(params: Params, given: Params | None, batch: Batch) -> Sums:
         outputs = layer_outputs(config, params, batch)
         following, mask = next_token_targets(batch)
         targets, inside = among(part, following, mask)
@@ -75,26 +78,37 @@ def make_measure(
         logits = {n: llama.logits(config, head_of(params, part), outputs[n - 1]) for n in live}
         losses = {n: cross_entropy(logits[n], targets, inside) for n in live}
         wanted = [losses[n] for n in judged] or [losses[len(outputs)]]
-        sums = {"held_out_loss": jnp.mean(jnp.stack(wanted)), "tokens": num_targets(inside)}
+        tokens = num_targets(inside)
+        sums = {"held_out_loss": (jnp.mean(jnp.stack(wanted)), tokens)}
         if not exits:
             return sums
         chosen = best(logits[len(outputs)])
         if given is not None:
             last = layer_outputs(target_config, given, batch)[-1]
             chosen = jnp.argmax(llama.logits(target_config, head_of(given), last), axis=-1)
-        rounds = _windows(mask)
-        sums |= {"rounds": num_targets(rounds), "positions": num_targets(mask)}
+        rounds, positions = whole_rounds(mask), num_targets(mask)
         for layers in sorted(set(exits) & set(live)):
-            sums[f"exit_loss/{layers}"] = losses[layers]
+            sums[f"exit_loss/{layers}"] = losses[layers], tokens
             agrees = (best(logits[layers]) == chosen) & mask
-            sums[f"acceptance/{layers}"] = num_targets(agrees)
-            # Emitted in a round that begins here: the drafts accepted in a row, and one more.
-            run, accepted = jnp.ones_like(mask), jnp.zeros(mask.shape)
-            for ahead in range(NUM_DRAFT_TOKENS):
-                run = run & jnp.roll(agrees, -ahead, axis=1)
-                accepted += run
-            sums[f"mean_acceptance_length/{layers}"] = jnp.sum(jnp.where(rounds, accepted + 1, 0.0))
+            sums[f"acceptance/{layers}"] = num_targets(agrees), positions
+            steps = [jnp.roll(agrees, -ahead, axis=1) for ahead in range(NUM_DRAFT_TOKENS)]
+            sums[f"mean_acceptance_length/{layers}"] = emitted(steps, rounds), num_targets(rounds)
         return sums
+
+    return by_kind(measure, target_params)
+
+
+def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
+    """Takes a measurement of each kind of text, and their mean by weight.
+
+    Args:
+      measure: of a batch.
+      target: the parameters of another model that it is given.
+
+    Returns:
+      (params, held-out batches by kind, weight by kind) → each figure NAME, and by kind as NAME/KIND. A figure that
+      counts nothing in a kind is left out there.
+    """
 
     def all_kinds(
         params: Params, held_out: Mapping[str, Sequence[Windows]], weights: Mapping[str, float]
@@ -102,26 +116,39 @@ def make_measure(
         result: dict[str, float] = {}
         over: dict[str, float] = {}  # the weights of the kinds that have a figure
         for kind, batches in held_out.items():
-            sums = [measure(params, target_params, batch) for batch in batches]
-            total = {name: sum(float(one[name]) for one in sums) for name in sums[0]}
-            tokens, rounds = max(total.pop("tokens"), 1.0), total.pop("rounds", 0.0)
-            counts = {"acceptance": max(total.pop("positions", 0.0), 1.0), "mean_acceptance_length": rounds}
-            for name, value in total.items():
-                count = counts.get(name.partition("/")[0], tokens)
-                if not count:  # no text of this kind is as long as a round
+            found = [measure(params, target, batch) for batch in batches]
+            for name in found[0]:
+                value, count = (sum(float(sums[name][i]) for sums in found) for i in range(2))
+                if not count:
                     continue
                 result[f"{name}/{kind}"] = value / count
                 result[name] = result.get(name, 0.0) + weights[kind] * value / count
                 over[name] = over.get(name, 0.0) + weights[kind]
+        if "held_out_loss" not in over:
+            raise ValueError("no held-out text has a token to predict; give more text, or other sources")
         return result | {name: result[name] / share for name, share in over.items()}
 
     return all_kinds
 
 
-def _windows(mask: jax.Array) -> jax.Array:
-    """Positions from which a whole round of drafts can be judged, bool[B, T]."""
+def emitted(agrees: Sequence[jax.Array], rounds: jax.Array) -> jax.Array:
+    """Sum over the rounds of the tokens that each emits, float32[]: the drafts accepted in a row, and one more.
+
+    Args:
+      agrees: for each draft token of a round bool[B, T], whether the target chooses it too.
+      rounds: bool[B, T], where rounds begin.
+    """
+    run, accepted = jnp.ones_like(rounds), jnp.zeros(rounds.shape)
+    for agree in agrees:
+        run = run & agree
+        accepted += run
+    return jnp.sum(jnp.where(rounds, accepted + 1, 0.0))
+
+
+def whole_rounds(mask: jax.Array, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> jax.Array:
+    """Positions from which a whole round of drafts can be judged, bool[B, T], of those that can be."""
     whole = mask
-    for ahead in range(1, NUM_DRAFT_TOKENS):
+    for ahead in range(1, num_draft_tokens):
         following = jnp.roll(mask, -ahead, axis=1).at[:, -ahead:].set(False)
         whole = whole & following
     return whole

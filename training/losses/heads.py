@@ -1,0 +1,195 @@
+"""Losses of heads: small networks that read what a frozen target computes, and foretell the tokens that follow.
+
+Row t of a head has read the target up to token t, and the tokens up to t + 1. At step s = 0, 1, … it foretells token
+t + 2 + s, for which the target's own law is that after token t + 1 + s. Where the target has not run, a head goes on
+from its own output, as it drafts; the tokens are the text's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params, Tap
+from training.losses.base import (
+    Batch,
+    Given,
+    Loss,
+    early_gradient,
+    head_of,
+    layer_outputs,
+    next_token_targets,
+    num_targets,
+    soft_cross_entropy,
+)
+
+
+class Network(Protocol):
+    """A kind of head as its losses see it.
+
+    Attributes:
+      target: the config of the model it drafts for.
+      taps: what it reads of that model.
+      reading: the names of its parameters that turn an output into logits; one that it lacks is the target's.
+    """
+
+    @property
+    def target(self) -> LlamaConfig:
+        """The config of the model it drafts for."""
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """What it reads of that model."""
+
+    @property
+    def reading(self) -> tuple[str, ...]:
+        """The names of its parameters that turn an output into logits."""
+
+    def outputs(
+        self, params: Params, embedding: Params, batch: Batch, features: jax.Array, steps: int
+    ) -> list[jax.Array]:
+        """Returns what each row has to say at each step, `steps` arrays [B, T, D].
+
+        Args:
+          params: of the head.
+          embedding: the target's parameters, for their `embed`.
+          batch: packed documents.
+          features: [B, T, F], the taps of each token.
+          steps: how many.
+        """
+
+    def logits(self, own: Params, target: Params, output: jax.Array) -> jax.Array:
+        """Computes logits of outputs: [B, T, D] → float32[B, T, N]; `own` holds those in `reading`."""
+
+
+class Seen(NamedTuple):
+    """What a target makes of a batch.
+
+    Attributes:
+      features: [B, T, F], the taps of each token.
+      wanted: float32[B, T, N], its logits after each token, of the tokens that a head may choose.
+      best: int32[B, T], its most likely token after each, of all tokens.
+    """
+
+    features: jax.Array
+    wanted: jax.Array
+    best: jax.Array
+
+
+def look(
+    target: LlamaConfig, params: Params, batch: Batch, taps: tuple[Tap, ...], part: np.ndarray | None
+) -> Seen:
+    """Runs the frozen target over packed documents.
+
+    Args:
+      target, params: of the target.
+      batch: see `training.data.packing`.
+      taps: what its heads read, see `model.llama`.
+      part: int32[N], the tokens that a head may choose, rising; None for all.
+    """
+    streams = [llama.embed(params, batch["tokens"]), *layer_outputs(target, params, batch)]
+    logits = llama.logits(target, head_of(params), streams[-1])
+    features = llama.features_of(target, params, streams, taps)
+    wanted = logits if part is None else logits[..., jnp.asarray(part)]
+    seen: Seen = jax.lax.stop_gradient(Seen(features, wanted, jnp.argmax(logits, axis=-1)))
+    return seen
+
+
+def ahead(values: jax.Array, count: int) -> jax.Array:
+    """Moves what belongs to token t + count into row t, [B, T, …]; the last rows get what means nothing there."""
+    return jnp.roll(values, -count, axis=1)
+
+
+def foretold(batch: Batch, step: int) -> jax.Array:
+    """Marks the rows whose token t + 2 + step belongs to their document and is learned, bool[B, T]."""
+    _, follows = next_token_targets(batch)
+    segments, count = batch["segments"], 1 + step
+    same = (segments == ahead(segments, count)).at[:, -count:].set(False)
+    return same & (segments > 0) & ahead(follows, count)
+
+
+def inside(part: np.ndarray | None, tokens: jax.Array) -> jax.Array:
+    """Marks the tokens, int32[B, T], that are in a part of the vocabulary, bool[B, T]; None has all."""
+    if part is None:
+        return jnp.ones(tokens.shape, bool)
+    return jnp.isin(tokens, jnp.asarray(part))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What of a head's loss counts how much.
+
+    Attributes:
+      law: of the cross-entropy with the target's law.
+      feature: of the smooth L1 distance of an output from the target's own feature; 0 for outputs that are none.
+      decay: step s counts decay^s.
+    """
+
+    law: float = 1.0
+    feature: float = 0.0
+    decay: float = 1.0
+
+
+def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray | None = None) -> Loss:
+    """Makes the loss of a head, in nats per token: the mean over the steps, each weighted.
+
+    A position counts where the target's own choice is one that the head has (EAGLE-3, section 3.2 and its code).
+
+    Args:
+      network: the head; its target's parameters are `given.target`.
+      steps: how many tokens each row foretells.
+      weights: of the terms and steps.
+      part: int32[N], the tokens that the head may choose, rising; None for all.
+    """
+    shares = weights.decay ** np.arange(steps)
+    shares = shares / shares.sum()
+
+    def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
+        assert given.target is not None, "a head has a target"
+        seen = look(network.target, given.target, batch, network.taps, part)
+        outputs = network.outputs(params, given.target, batch, seen.features, steps)
+        reading = {name: params[name] for name in network.reading if name in params}
+        theirs = head_of(given.target)
+
+        def law_loss(
+            learned: tuple[Params, jax.Array], given: tuple[Params, jax.Array, jax.Array]
+        ) -> jax.Array:
+            own, output = learned
+            theirs, wanted, mask = given
+            return soft_cross_entropy(wanted, network.logits(own, theirs, output), mask)
+
+        total, known = jnp.float32(0), inside(part, seen.best)
+        for step, output in enumerate(outputs):
+            mask = foretold(batch, step) & ahead(known, 1 + step)
+            wanted = ahead(seen.wanted, 1 + step)
+            law = early_gradient(law_loss, (reading, output), (theirs, wanted, mask))
+            total += float(shares[step]) * weights.law * law
+            if weights.feature:
+                far = smooth_l1(output, ahead(seen.features, 1 + step), mask)
+                total += float(shares[step]) * weights.feature * far
+        return total, num_targets(foretold(batch, 0) & ahead(known, 1))
+
+    return loss
+
+
+def smooth_l1(found: jax.Array, wanted: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sum over the masked positions of the smooth L1 distance, the mean over the width, float32[].
+
+    Args:
+      found, wanted: [B, T, D].
+      mask: bool[B, T].
+
+    Examples:
+      >>> at = jnp.array([[[0.5, 3.0]]])
+      >>> float(smooth_l1(at, 0 * at, jnp.ones((1, 1), bool)))  # (0.5² ÷ 2 + (3 − ½)) ÷ 2
+      1.3125
+    """
+    apart = jnp.abs(found.astype(jnp.float32) - wanted.astype(jnp.float32))
+    distance = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5)
+    return jnp.sum(jnp.where(mask, jnp.mean(distance, axis=-1), 0.0))
