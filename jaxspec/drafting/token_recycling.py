@@ -19,8 +19,7 @@ class TokenRecycling:
     The nodes of a tree are read from the matrix: node i is, of the likely tokens after the token it follows, that of
     rank `shape.ranks[i]`. A round leaves the target's likely tokens after every token that it verified, rejected ones
     too. Of a token that stood at several nodes, the last one counts, so that rounds are the same each time. A text
-    begins with what came after each token of its prompt, the last time (the paper begins with the matrix of earlier
-    texts, or with nothing).
+    begins with an empty matrix. (What followed the tokens of its prompt added nothing that could be measured.)
 
     The state is int32[B, V, num_likely], −1 where nothing is known.
 
@@ -53,18 +52,9 @@ class TokenRecycling:
         return self.num_nodes + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> jax.Array:
-        """What came after each token of the prompt, as the most likely one."""
+        """Nothing is known."""
         batch, vocab_size = view.length.shape[0], params.target["embed"].shape[0]
-        nothing = jnp.full((batch, vocab_size, self.num_likely), -1, jnp.int32)
-        before, after = view.tokens[:, :-1], view.tokens[:, 1:]
-        place = jnp.arange(before.shape[1])
-        known = place < view.length[:, None] - 1
-        # The last place of each token.
-        last = jnp.full((batch, vocab_size), -1, jnp.int32)
-        rows = jnp.arange(batch)[:, None]
-        last = last.at[rows, jnp.where(known, before, vocab_size)].max(place, mode="drop")
-        came = jnp.take_along_axis(after, jnp.maximum(last, 0), axis=1)
-        return nothing.at[:, :, 0].set(jnp.where(last >= 0, came, -1))
+        return jnp.full((batch, vocab_size, self.num_likely), -1, jnp.int32)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: jax.Array, view: View, law: Law

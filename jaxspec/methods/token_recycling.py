@@ -19,8 +19,7 @@ NUM_LIKELY = 8
 class TokenRecycling(TreeMethod):
     """A tree of what the model last held likely after each token (Luo et al. 2024).
 
-    Nothing is trained or loaded. Each text begins with what its prompt says, and learns from every draft, rejected ones
-    too.
+    Nothing is trained or loaded. Each text begins with a plain step, and learns from every draft, rejected ones too.
 
     Examples:
       >>> TokenRecycling(tree="large")
