@@ -49,7 +49,7 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
     [
         ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
         ({"method": "ngram", "match": "best"}, "unknown match 'best'"),
-        ({"method": "ngram", "acceptor": "typical"}, "unknown acceptor 'typical'"),
+        ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
         ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
@@ -58,7 +58,7 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
         ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
         ({"stream": True}, r"generate has no option stream; call LanguageModel\.stream"),
-        ({"method": NGram(), "acceptor": "typical"}, "unknown acceptor 'typical'"),
+        ({"method": NGram(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"logprobs": 1}, "logprobs is 1; give True or False"),
         ({"chat": None}, "chat is None; give True or False"),
         ({"stop_sequences": ["a"]}, "unknown option stop_sequences; perhaps you meant stop$"),
