@@ -123,7 +123,7 @@ def verify(
         place = jnp.arange(depth + 1)
         # What was rejected stays where it is.
         path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
-        return verified._replace(cache=kv.move(verified.cache, start, path))
+        return verified._replace(cache=kv.move(verified.cache, start, path, full))
 
     widths = drafter.verify_widths
     if widths == (full,):

@@ -24,7 +24,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "autoregressive": ({}, 0),
     "ngram": ({}, 0),
     "suffix": ({}, 0),
-    "token-recycling": ({}, 0),
+    "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
     "hybrid": ({"exit_layer": E}, 0),
     "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
     "layerskip": ({"exit_layer": E}, 0),
@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),
-    "kangaroo": ({}, 0),
+    "kangaroo": ({}, 6),  # of the first layer's and of its own, which are passed on by two loops
     "medusa": ({}, 0),
     "hydra": ({}, 0),
     "draft-verify static": ({"static": True}, 0),

@@ -99,7 +99,7 @@ def test_each_node_sees_its_own_path_alone(capacity, window, merged):
         alone, after = forward(weights, chain, start, cache)
         np.testing.assert_allclose(hidden[row, node + 1], alone[row, -1], atol=2e-5)
         if node == NODES - 1:
-            moved = kv.move(written, start, jnp.array([path, path]))
+            moved = kv.move(written, start, jnp.array([path, path]), max(path) + 1)
             found = tiny.committed(moved, row, starts[row] + len(path))
             expected = tiny.committed(after, row, starts[row] + len(path))
             for one, other in zip(found, expected, strict=True):

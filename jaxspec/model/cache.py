@@ -21,7 +21,6 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import once
 from jaxspec.model.numerics import precision_of
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
@@ -105,35 +104,35 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> j
     return split.reshape(buffer.shape)
 
 
-def move(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
+def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCache:
     """Puts slots start[b] + path[b, t] of every layer into slots start[b] + t, in their order.
 
     Keys stay as they were rotated: slot t of a path through a tree holds the token t positions behind `start`.
 
     Args:
-      cache: has slots up to start + T.
+      cache: has slots up to start + R.
       start: int32[B].
-      path: int32[B, T].
+      path: int32[B, T], numbers below R.
+      rows: R, at least T, static.
     """
     batch = len(cache.rope_length)
-    slots = (start[:, None] + path)[:, None, :, None]
-    away = jnp.any(path != jnp.arange(path.shape[1]))
+    within = path[:, None, :, None]
 
     def take(buffer: jax.Array) -> jax.Array:
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
-        return jnp.take_along_axis(split, slots, axis=2, mode="clip").swapaxes(1, 2)
-
-    def put(layers: list[Layer]) -> list[Layer]:
-        moved: list[Layer] = jax.tree.map(
-            lambda buffer, new: _put(buffer, new, start, cache.merged), layers, taken
-        )
-        return moved
+        if cache.merged and batch <= UNROLLED_ROWS:
+            # Of all slots a TPU would make a copy that it can gather from.
+            size = (1, *split.shape[1:2], rows, split.shape[-1])
+            few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
+            taken = jnp.take_along_axis(jnp.concatenate(few), within, axis=2, mode="clip")
+        else:
+            taken = jnp.take_along_axis(split, within + start[:, None, None, None], axis=2, mode="clip")
+        return taken.swapaxes(1, 2)
 
     # Apart from each other: one operation that both read and wrote a buffer would have to copy it.
-    shapes = jax.eval_shape(lambda: jax.tree.map(take, cache.layers))
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    taken = once(away, lambda _: jax.tree.map(take, cache.layers), nothing)
-    return dataclasses.replace(cache, layers=once(away, put, cache.layers))
+    taken = jax.lax.optimization_barrier(jax.tree.map(take, cache.layers))
+    layers = jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), cache.layers, taken)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def attend(
