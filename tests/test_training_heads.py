@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_not_written(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A text, and a model of four layers that has learned nothing: its laws are sharp, so there is much to foretell."""
+    """A text, and a model of four layers that has learned nothing: its laws are sharp, so there is much to predict."""
     folder = tmp_path_factory.mktemp("heads")
     (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     words = tokenizer.train(STORIES, 300)

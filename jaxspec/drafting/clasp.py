@@ -11,6 +11,7 @@ from flax import struct
 
 from jaxspec.drafting.chain import ChainState, keep_rows
 from jaxspec.drafting.masked import MaskedChain
+from jaxspec.drafting.tapped import latest
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, rope
 from jaxspec.model.cache import KVCache
@@ -159,9 +160,7 @@ class CLaSp(MaskedChain):
         count: jax.Array,
     ) -> jax.Array:
         """Keeps the streams of the last of the tokens, count[b] of them."""
-        last = jnp.maximum(count - 1, 0)[:, None, None]
-        here = jnp.take_along_axis(features, last, axis=1).reshape(state.shape)
-        return jnp.where((count > 0)[:, None, None], here, state)
+        return latest(features, count, state.reshape(len(state), -1)).reshape(state.shape)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Of its own, a mask that leaves nothing out until there is a choice, and the prompt's last streams."""

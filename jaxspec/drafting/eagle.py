@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain
+from jaxspec.drafting.tapped import TappedChain, latest
 from jaxspec.drafting.tree import Dynamic, grow
 from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
@@ -104,9 +104,7 @@ class Eagle(TappedChain):
         """
         fused = eagle.fuse(self.head, params.drafter, features)
         hidden, cache = self._run(params, tokens, fused, start, state.cache)
-        last = jnp.maximum(count - 1, 0)[:, None, None]
-        here = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-        return Absorbed(cache, jnp.where((count > 0)[:, None], here, state.hidden))
+        return Absorbed(cache, latest(hidden, count, state.hidden))
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law

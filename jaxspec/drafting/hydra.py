@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain
+from jaxspec.drafting.tapped import TappedChain, latest
 from jaxspec.model import cache as kv
 from jaxspec.model import hydra, llama
 from jaxspec.model.cache import KVCache
@@ -84,8 +84,7 @@ class Hydra(TappedChain):
         if self.head.prefix is not None and cache is not None:
             prefix = self.head.prefix, params.drafter["prefix"]
             features, cache = hydra.run_prefix(*prefix, features, start, cache)
-        here = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-        return Absorbed(jnp.where((count > 0)[:, None], here, state.hidden), cache)
+        return Absorbed(latest(features, count, state.hidden), cache)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law

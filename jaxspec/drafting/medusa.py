@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain
+from jaxspec.drafting.tapped import TappedChain, latest
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -58,8 +58,7 @@ class Medusa(TappedChain):
         count: jax.Array,
     ) -> jax.Array:
         """Keeps the last of features [B, T, D], of which the first count[b] mean something."""
-        here = jnp.take_along_axis(features, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-        return jnp.where((count > 0)[:, None], here, state)
+        return latest(features, count, state)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.drafting.chain import ChainDrafter, ChainState
 from jaxspec.model.control import narrowest
 from jaxspec.protocol import Outcome, Prefill, State, View, Weights
+
+
+def latest(values: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
+    """Returns the last of values [B, T, D], of which the first count[b] mean something; of none, `before` [B, D].
+
+    Examples:
+      >>> values = jnp.arange(6.0).reshape(2, 3, 1)
+      >>> latest(values, count=jnp.array([2, 0]), before=-jnp.ones((2, 1))).tolist()
+      [[1.0], [-1.0]]
+    """
+    here = jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where((count > 0)[:, None], here, before)
 
 
 class TappedChain(ChainDrafter):

@@ -1,6 +1,6 @@
-"""Losses of heads: small networks that read what a frozen target computes, and foretell the tokens that follow.
+"""Losses of heads: small networks that read what a frozen target computes, and predict the tokens that follow.
 
-Row t of a head has read the target up to token t, and the tokens up to t + 1. At step s = 0, 1, … it foretells token
+Row t of a head has read the target up to token t, and the tokens up to t + 1. At step s = 0, 1, … it predicts token
 t + 2 + s, for which the target's own law is that after token t + 1 + s. Where the target has not run, a head goes on
 from its own output, as it drafts; the tokens are the text's.
 """
@@ -106,7 +106,7 @@ def ahead(values: jax.Array, count: int) -> jax.Array:
     return jnp.roll(values, -count, axis=1)
 
 
-def foretold(batch: Batch, step: int) -> jax.Array:
+def predicted(batch: Batch, step: int) -> jax.Array:
     """Marks the rows whose token t + 2 + step belongs to their document and is learned, bool[B, T]."""
     _, follows = next_token_targets(batch)
     segments, count = batch["segments"], 1 + step
@@ -143,7 +143,7 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
 
     Args:
       network: the head; its target's parameters are `given.target`.
-      steps: how many tokens each row foretells.
+      steps: how many tokens each row predicts.
       weights: of the terms and steps.
       part: int32[N], the tokens that the head may choose, rising; None for all.
     """
@@ -166,14 +166,14 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
 
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
-            mask = foretold(batch, step) & ahead(known, 1 + step)
+            mask = predicted(batch, step) & ahead(known, 1 + step)
             wanted = ahead(seen.wanted, 1 + step)
             law = early_gradient(law_loss, (reading, output), (theirs, wanted, mask))
             total += float(shares[step]) * weights.law * law
             if weights.feature:
                 far = smooth_l1(output, ahead(seen.features, 1 + step), mask)
                 total += float(shares[step]) * weights.feature * far
-        return total, num_targets(foretold(batch, 0) & ahead(known, 1))
+        return total, num_targets(predicted(batch, 0) & ahead(known, 1))
 
     return loss
 

@@ -81,6 +81,12 @@ def sample(
     return [words.decode(row[len(start) : length].tolist(), skip_special_tokens=True) for row in tokens]
 
 
+def made_by(commands: Sequence[str]) -> list[str]:
+    """Lines of a card that say by which commands a model was made."""
+    several = "Made by these commands, each going on where the last was stopped:"
+    return ["Made by" if len(commands) == 1 else several, "", "```", *commands, "```"]
+
+
 def write(
     name: str,
     config: LlamaConfig,
@@ -124,13 +130,7 @@ def write(
         "",
         *_kinds_table(record, measured),
         "",
-        "Made by"
-        if len(record["commands"]) == 1
-        else "Made by these commands, each going on where the last was stopped:",
-        "",
-        "```",
-        *record["commands"],
-        "```",
+        *made_by(record["commands"]),
         "",
         "## Does it need its depth?",
         "",

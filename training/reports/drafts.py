@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.model.llama import Params
 from training.losses.base import Batch, Given, Loss, head_of, num_targets
-from training.losses.heads import Network, ahead, foretold, look
+from training.losses.heads import Network, ahead, look, predicted
 from training.reports.evaluation import NUM_DRAFT_TOKENS, MeasureKinds, Sums, by_kind, emitted
 
 
@@ -41,7 +41,7 @@ def make_measure(
         sums: Sums = {"held_out_loss": loss(params, batch, nothing)}
         seen = look(network.target, given, batch, network.taps, part)
         outputs = network.outputs(params, given, batch, seen.features, NUM_DRAFT_TOKENS)
-        rounds = jnp.all(jnp.stack([foretold(batch, step) for step in range(NUM_DRAFT_TOKENS)]), axis=0)
+        rounds = jnp.all(jnp.stack([predicted(batch, step) for step in range(NUM_DRAFT_TOKENS)]), axis=0)
         agrees, standing = [], rounds
         for step, output in enumerate(outputs):
             chosen = jnp.argmax(network.logits(params, head_of(given), output), axis=-1)

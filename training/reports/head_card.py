@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
+from training.reports.card import made_by
 
 
 class Decoded(NamedTuple):
@@ -54,16 +55,10 @@ def write(
         "|---|---|",
         f"| size | {record['parameters']:,} parameters, {size / 1e6:.2f} MB |",
         f"| vocabulary | {'the whole one' if tokens is None else f'{tokens:,} tokens'} |",
-        f"| training | {step:,} steps, {seen:,} tokens foretold, {seconds / 60:.0f} minutes |",
+        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
         f"| held-out loss | {measured['held_out_loss']:.4f} nats per token |",
         "",
-        "Made by"
-        if len(record["commands"]) == 1
-        else "Made by these commands, each going on where the last was stopped:",
-        "",
-        "```",
-        *record["commands"],
-        "```",
+        *made_by(record["commands"]),
         "",
     ]
     return "\n".join([*lines, *_decoding(decoded), ""])
