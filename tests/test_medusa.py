@@ -220,6 +220,21 @@ def test_copies_that_were_left_out_count(tmp_path):
     same(read(tmp_path / "two", (content, two)), read(tmp_path / "three", (content, tensors)))
 
 
+def test_the_place_of_a_matrix_says_behind_how_many_blocks_it_stands(tmp_path):
+    """Whatever the config says, and where it is silent."""
+    content, tensors = medusa(blocks=3)
+    once = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ".1.linear" not in name and ".2.linear" not in name
+    }
+    for number in (None, 1, 2):
+        found = read(tmp_path / str(number), ({**content, "medusa_num_layers": number}, once))
+        assert (found.config.num_layers, found.config.repeated) == (3, True)
+    found = read(tmp_path / "one", with_config(medusa(blocks=1), medusa_num_layers=3))
+    assert found.config.num_layers == 1
+
+
 def test_heads_beside_a_whole_model_are_those_of_a_file_of_their_own(tmp_path):
     """Medusa-2; its config says nothing of heads."""
     content, tensors = medusa()
@@ -276,6 +291,13 @@ BAD = {
     ),
     "tensor lm_heads.3.weight is missing": with_tensors(medusa(), **{"3.2.weight": None}),
     "tensor blocks.1.layers.1.bias is missing": with_tensors(medusa(), **{"1.1.linear.bias": None}),
+    "the file has blocks \\[0, 1\\] of heads \\[0, 1, 2, 3, 4, 999999999\\]; expected all numbers": with_tensors(
+        medusa(), **{"999999999.0.linear.weight": np.ones((WIDTH, WIDTH), np.float32)}
+    ),
+    "the file has 2 blocks a head, and matrices behind \\[2, 3\\]": with_tensors(
+        medusa(), **{"3.2.weight": None, "3.3.weight": np.ones((SIZE, WIDTH), np.float32)}
+    ),
+    "the heads read vectors of width 0": with_tensors(medusa(), **{"0.0.linear.weight": np.ones(())}),
     "token_map is missing: which of 13 tokens the 8 rows": vllm(truncated_vocab_size=8),
     "token_map must name 8 different tokens": with_tensors(
         vllm(truncated_vocab_size=8), token_map=np.full(8, 3)
