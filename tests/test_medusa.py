@@ -15,7 +15,7 @@ from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import heads, huggingface
+from jaxspec.io import heads, huggingface, memory
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
@@ -318,6 +318,9 @@ BAD = {
     "prefix_embeding_layer.norm.weight is missing": with_tensors(
         hydra(plus=True), **{"prefix_embeding_layer.norm.weight": None}
     ),
+    "hydra_head_arch is 'prefix-mlp', and the file has no prefix_embeding_layer.layers.0": with_config(
+        hydra(plus=False), hydra_head_arch="prefix-mlp"
+    ),
     "expected heads from 0 on, of as many blocks each": with_tensors(
         hydra(plus=False), **{"hydra_mlp.1.2.linear.weight": None}
     ),
@@ -447,6 +450,14 @@ def test_heads_draft_with_some_of_their_tokens(model, tmp_path, monkeypatch, kin
     np.testing.assert_array_equal(own["heads"][1]["head"], whole[left])
     if kind == "hydra":
         np.testing.assert_array_equal(own["heads"][1]["head_bias"], files[1]["hydra_lm_head.1.bias"][left])
+
+
+def test_heads_that_do_not_fit_are_refused_before_they_are_placed(model, tmp_path, monkeypatch):
+    path = str(write(tmp_path / "head", medusa()))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(heads.Head, "load", lambda *_: pytest.fail("it was placed"))
+    with pytest.raises(ValueError, match="the head does not fit: 0.00 GiB"):
+        model.drafter("medusa", draft=path)
 
 
 def test_they_take_turns_with_another_drafter(model, tmp_path):
