@@ -456,7 +456,7 @@ def test_heads_that_do_not_fit_are_refused_before_they_are_placed(model, tmp_pat
     path = str(write(tmp_path / "head", medusa()))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(heads.Head, "load", lambda *_: pytest.fail("it was placed"))
-    with pytest.raises(ValueError, match="the head does not fit: 0.00 GiB"):
+    with pytest.raises(ValueError, match="the head does not fit: "):
         model.drafter("medusa", draft=path)
 
 
