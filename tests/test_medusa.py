@@ -374,6 +374,14 @@ def test_heads_are_no_model(tmp_path, kind):
         huggingface.stored_dtype(write(tmp_path, FILES[kind]))
 
 
+def test_a_directory_without_tensors_is_no_head(tmp_path):
+    (write(tmp_path, medusa()) / "model.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"has no tensors of a head; expected \*.safetensors or one of"
+    ):
+        heads.read_head(tmp_path, TARGET)
+
+
 def test_an_earlier_stream_is_tapped_where_the_config_says_so(tmp_path):
     assert read(tmp_path, with_config(hydra(plus=False), hidden_state_offset=1)).config.taps == (3,)
 
