@@ -179,7 +179,8 @@ def test_the_layers_follow_the_text():
     [
         ({"skip_layers": 2}, "skip_layers is 2, and the model has 2 layers; give 1 to 1"),
         ({"skip_layers": 0}, "skip_layers is 0, and the model has 2 layers"),
-        ({"refresh": 0}, "refresh is 0; give at least 1"),
+        ({"refresh": 0}, "refresh is 0; give 1 to 2147483647"),
+        ({"refresh": 2**40}, "refresh is 1099511627776; give 1 to 2147483647"),
     ],
 )
 def test_numbers_that_do_not_fit(options, line):

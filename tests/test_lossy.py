@@ -91,6 +91,10 @@ def test_a_result_says_so():
     assert "tokens/s, lossy>" in repr(drawn)
     assert "lossy" not in repr(greedy)
     assert not lm.generate([3, 4], temperature=1.0, max_new_tokens=2, acceptor="typical").lossy
+    # Of a tree the acceptor has no say.
+    options |= {"method": "token-recycling", "temperature": 1.0}
+    assert not lm.generate([3, 4, 3, 4], tree="3x2", **options).lossy
+    assert lm.generate([3, 4, 3, 4], no_tree=True, num_draft_tokens=2, **options).lossy
     with pytest.raises(ValueError, match="give one of greedy, rejection, block, typical"):
         lm.generate([3, 4], acceptor="usual")
 

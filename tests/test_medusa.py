@@ -15,7 +15,7 @@ from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import heads, huggingface
+from jaxspec.io import heads, huggingface, memory
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
@@ -220,6 +220,21 @@ def test_copies_that_were_left_out_count(tmp_path):
     same(read(tmp_path / "two", (content, two)), read(tmp_path / "three", (content, tensors)))
 
 
+def test_the_place_of_a_matrix_says_behind_how_many_blocks_it_stands(tmp_path):
+    """Whatever the config says, and where it is silent."""
+    content, tensors = medusa(blocks=3)
+    once = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ".1.linear" not in name and ".2.linear" not in name
+    }
+    for number in (None, 1, 2):
+        found = read(tmp_path / str(number), ({**content, "medusa_num_layers": number}, once))
+        assert (found.config.num_layers, found.config.repeated) == (3, True)
+    found = read(tmp_path / "one", with_config(medusa(blocks=1), medusa_num_layers=3))
+    assert found.config.num_layers == 1
+
+
 def test_heads_beside_a_whole_model_are_those_of_a_file_of_their_own(tmp_path):
     """Medusa-2; its config says nothing of heads."""
     content, tensors = medusa()
@@ -276,6 +291,13 @@ BAD = {
     ),
     "tensor lm_heads.3.weight is missing": with_tensors(medusa(), **{"3.2.weight": None}),
     "tensor blocks.1.layers.1.bias is missing": with_tensors(medusa(), **{"1.1.linear.bias": None}),
+    "the file has blocks \\[0, 1\\] of heads \\[0, 1, 2, 3, 4, 999999999\\]; expected all numbers": with_tensors(
+        medusa(), **{"999999999.0.linear.weight": np.ones((WIDTH, WIDTH), np.float32)}
+    ),
+    "the file has 2 blocks a head, and matrices behind \\[2, 3\\]": with_tensors(
+        medusa(), **{"3.2.weight": None, "3.3.weight": np.ones((SIZE, WIDTH), np.float32)}
+    ),
+    "the heads read vectors of width 0": with_tensors(medusa(), **{"0.0.linear.weight": np.ones(())}),
     "token_map is missing: which of 13 tokens the 8 rows": vllm(truncated_vocab_size=8),
     "token_map must name 8 different tokens": with_tensors(
         vllm(truncated_vocab_size=8), token_map=np.full(8, 3)
@@ -295,6 +317,9 @@ BAD = {
     ),
     "prefix_embeding_layer.norm.weight is missing": with_tensors(
         hydra(plus=True), **{"prefix_embeding_layer.norm.weight": None}
+    ),
+    "hydra_head_arch is 'prefix-mlp', and the file has no prefix_embeding_layer.layers.0": with_config(
+        hydra(plus=False), hydra_head_arch="prefix-mlp"
     ),
     "expected heads from 0 on, of as many blocks each": with_tensors(
         hydra(plus=False), **{"hydra_mlp.1.2.linear.weight": None}
@@ -347,6 +372,14 @@ def test_heads_are_no_model(tmp_path, kind):
         ValueError, match="these are heads of Medusa or Hydra, no model; they draft with method="
     ):
         huggingface.stored_dtype(write(tmp_path, FILES[kind]))
+
+
+def test_a_directory_without_tensors_is_no_head(tmp_path):
+    (write(tmp_path, medusa()) / "model.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"has no tensors of a head; expected \*.safetensors or one of"
+    ):
+        heads.read_head(tmp_path, TARGET)
 
 
 def test_an_earlier_stream_is_tapped_where_the_config_says_so(tmp_path):
@@ -425,6 +458,14 @@ def test_heads_draft_with_some_of_their_tokens(model, tmp_path, monkeypatch, kin
     np.testing.assert_array_equal(own["heads"][1]["head"], whole[left])
     if kind == "hydra":
         np.testing.assert_array_equal(own["heads"][1]["head_bias"], files[1]["hydra_lm_head.1.bias"][left])
+
+
+def test_heads_that_do_not_fit_are_refused_before_they_are_placed(model, tmp_path, monkeypatch):
+    path = str(write(tmp_path / "head", medusa()))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(heads.Head, "load", lambda *_: pytest.fail("it was placed"))
+    with pytest.raises(ValueError, match="the head does not fit: "):
+        model.drafter("medusa", draft=path)
 
 
 def test_they_take_turns_with_another_drafter(model, tmp_path):

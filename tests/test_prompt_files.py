@@ -72,7 +72,9 @@ def test_those_of_a_model(tmp_path):
         own_tasks("tuning", ["code"], tmp_path)
 
 
-@pytest.mark.parametrize("part", [None, [], {}, {"a": []}, {"a": "b"}, {"a": [""]}, {"a": [3]}])
+@pytest.mark.parametrize(
+    "part", [None, [], {}, {"a": []}, {"a": "b"}, {"a": [""]}, {"a": [3]}, {"a": [" "]}, {"a": ["\ud800"]}]
+)
 def test_a_model_with_other_prompts(part, tmp_path):
     (tmp_path / prompts.NAME).write_text(json.dumps({"reporting": {"a": ["b"]}, "tuning": part}))
     with pytest.raises(ValueError, match="tuning is no list of prompts for each kind of work"):

@@ -219,7 +219,7 @@ def _task(name: str, number: int, where: str, entry: Any) -> Task:
         raise ValueError(f"{where} is {shown(entry)}; {_EXPECTED}")
     if "turns" in entry:
         turns = entry["turns"]
-        if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
+        if not isinstance(turns, list) or not turns or not all(prompts.is_text(turn) for turn in turns):
             raise ValueError(f"{where} has the turns {shown(turns)}; give a list of at least one text")
         category = str(entry.get("category", name))
         return Task(f"{name}/{entry.get('question_id', number)}", category, tuple(turns), message=True)
@@ -237,11 +237,6 @@ def _task(name: str, number: int, where: str, entry: Any) -> Task:
 
 def _text(where: str, entry: Mapping[str, Any], field: str) -> str:
     value = entry[field]
-    if not _is_text(value):
+    if not prompts.is_text(value):
         raise ValueError(f"{where} has the {field} {shown(value)}; give a text")
     return str(value)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is a text with something in it, and without half characters, which JSON can hold."""
-    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)

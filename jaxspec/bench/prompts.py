@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,13 +42,26 @@ def load(split: Split = "reporting", directory: Path | None = None) -> dict[str,
     content = read_json(directory / NAME)
     for part in get_args(Split):
         if not _is_by_kind(content.get(part)):
-            raise ValueError(f"{directory / NAME}: {part} is no list of prompts for each kind of work")
+            raise ValueError(
+                f"{directory / NAME}: {part} is no list of prompts for each kind of work; write it by "
+                "python -m training.tasks --model DIR, or take it away to have the project's prompts"
+            )
     return _tuples(content[split])
 
 
 def sample(each: int, directory: Path | None = None, split: Split = "reporting") -> tuple[str, ...]:
     """The first few of every kind; the other arguments are those of `load`."""
     return tuple(prompt for prompts in load(split, directory).values() for prompt in prompts[:each])
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text with something in it, and without half characters, which JSON can hold.
+
+    Examples:
+      >>> [is_text(value) for value in ("a", " ", 3)]
+      [True, False, False]
+    """
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
 @functools.cache
@@ -63,6 +77,5 @@ def _tuples(kinds: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
 def _is_by_kind(part: Any) -> bool:
     lists = list(part.values()) if isinstance(part, dict) else []
     return bool(lists) and all(
-        isinstance(texts, list) and texts and all(isinstance(text, str) and text for text in texts)
-        for texts in lists
+        isinstance(texts, list) and texts and all(is_text(text) for text in texts) for texts in lists
     )

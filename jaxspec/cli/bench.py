@@ -57,7 +57,8 @@ class Bench:
       paper: measure the tables of one paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d
         (a sorted draft; --draft names it, --run adds others) or sampling (speculative sampling and n-gram decoding).
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
-        (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: the project's own.
+        (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: those of the
+        prompts.json beside the model, else the project's own.
       runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods, to which the options
         of the command go.
       peer: another program on the same prompts, in the same turns: plain decoding and prompt lookup, assisted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -83,7 +84,10 @@ class Drafts:
         if name not in self._heads:
             head = heads.read_head(heads.resolve(name), self._config)
             where: Any = self._device
-            if self._mesh is not None:
+            if self._mesh is None:
+                num_weights = sum(math.prod(shape) for _, shape, _ in head.entries)
+                memory.check_head_fits(num_weights, self._dtype, self._device)
+            else:
                 where = NamedSharding(self._mesh, PartitionSpec())
 
             def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:

@@ -428,7 +428,9 @@ class LanguageModel:
             mesh=self.mesh,
             device=self.device,
         )
-        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
+        # A tree is walked by the model's own draws, whatever the acceptor.
+        chain = num_nodes_of(drafter) == drafter.num_draft_tokens > 0
+        lossy = acceptor in LOSSY and chain
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
 
     def drafter(

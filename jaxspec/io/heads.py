@@ -77,7 +77,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
     """The head in a directory, checked to fit a target.
 
     Raises:
-      FileNotFoundError: there is no `config.json`.
+      FileNotFoundError: there is no `config.json`, or no file of tensors.
       ValueError: it is no head that is known, or none for such a target, or a tensor is missing, of another shape or
         without a place; one line.
     """
@@ -121,4 +121,7 @@ def _open(directory: Path) -> Tensors:
         for name in _PICKLED:
             if (directory / name).is_file():
                 return torch_file.read(directory / name)
+        raise FileNotFoundError(
+            f"{directory} has no tensors of a head; expected *.safetensors or one of {', '.join(_PICKLED)}"
+        )
     return huggingface.open_tensors(directory, integers=True)

@@ -22,6 +22,7 @@ from jaxspec.io.head_tensors import Entry, Head, are_copies, check_tensors, leav
 from jaxspec.io.hf_config import errors_of
 from jaxspec.io.hf_layout import Source, sources_of
 from jaxspec.io.hf_values import flag, whole
+from jaxspec.io.messages import shown
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.hydra import HydraConfig
@@ -94,6 +95,9 @@ def _config(
     repeated = there and are_copies(tensors, (group for group in groups if group))
     # A stored layer that a prefix is made of has the target's shape: the authors copy its config.
     prefix = target.truncated(1) if any(name.startswith(f"{_PREFIX}layers.") for name in tensors) else None
+    arch = content.get("hydra_head_arch")
+    if prefix is None and isinstance(arch, str) and arch.startswith("prefix"):
+        raise ValueError(f"hydra_head_arch is {shown(arch)}, and the file has no {_PREFIX}layers.0 of it")
     width, num_layers = target.hidden_size, len(blocks[0])
     # Who saves tensors without their copies has two blocks, and in its config how many they stand for.
     if num_layers == 2 and content.get("hydra_num_layers") is not None:

@@ -32,6 +32,7 @@ from jaxspec.io.head_tensors import (
 from jaxspec.io.hf_config import errors_of
 from jaxspec.io.hf_layout import Source
 from jaxspec.io.hf_values import flag, whole
+from jaxspec.io.messages import shown
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.medusa import MedusaConfig
@@ -62,7 +63,7 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
         if shared and "lm_heads.0.weight" in tensors:
             tensors.setdefault(_SHARED, tensors.pop("lm_heads.0.weight"))
         ids = _ids(directory, content, tensors, target.vocab_size)
-        config = _config(content, tensors, target, ids)
+        config = _config(content, tensors, target, ids, _places(found))
     leaves = tuple(entries(config))
     matrices = {source.name for _, _, sources in leaves for source in sources if "lm_head" in source.name}
     copies = {name for name in tensors if _BLOCK.fullmatch(name.replace("bias", "weight"))}
@@ -81,24 +82,43 @@ def _plain(name: str) -> str:
     return f"blocks.{head}.layers.{number}.{what}" if linear else f"lm_heads.{head}.{what}"
 
 
+def _places(found: Tensors) -> set[int]:
+    """The numbers of the heads' own matrices in the authors' layout: each follows those of all blocks."""
+    matches = map(_AUTHORS.fullmatch, found)
+    return {int(match[2]) for match in matches if match and not match[3] and match[4] == "weight"}
+
+
 def _config(
     content: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
     target: LlamaConfig,
     ids: np.ndarray | None,
+    places: set[int],
 ) -> MedusaConfig:
-    blocks = sorted((int(match[1]), int(match[2])) for name in tensors if (match := _BLOCK.fullmatch(name)))
-    stored = 1 + max(number for _, number in blocks)
-    num_heads = 1 + max(head for head, _ in blocks)
-    width = tensors["blocks.0.layers.0.weight"].shape[-1]
+    blocks = [(int(match[1]), int(match[2])) for name in tensors if (match := _BLOCK.fullmatch(name))]
+    heads, numbers = ({one[part] for one in blocks} for part in (0, 1))
+    num_heads, stored = len(heads), len(numbers)
+    if max(heads) >= num_heads or max(numbers) >= stored:
+        raise ValueError(
+            f"the file has blocks {shown(sorted(numbers))} of heads {shown(sorted(heads))}; expected all numbers from "
+            "0 on"
+        )
+    width = next(iter(tensors["blocks.0.layers.0.weight"].shape[-1:]), 0)
     if width != target.hidden_size:
         raise ValueError(
             f"the heads read vectors of width {width}, the target's are of {target.hidden_size}; heads fit the model "
             "that they were trained for"
         )
-    # Who saves tensors without their copies has one block, and in its config how often it is repeated.
+    # Who saves tensors without their copies has one block; the place of the matrix, else the config, says of how many.
     num_layers = stored
-    if stored == 1 and content.get("medusa_num_layers") is not None:
+    if places:
+        num_layers = max(places)
+        if len(places) > 1 or not (num_layers == stored or num_layers > stored == 1):
+            raise ValueError(
+                f"the file has {stored} blocks a head, and matrices behind {shown(sorted(places))}; expected all "
+                "behind the last block"
+            )
+    elif stored == 1 and content.get("medusa_num_layers") is not None:
         num_layers = whole(content, "medusa_num_layers")
     bias = "blocks.0.layers.0.bias" in tensors
     whats = ("weight", "bias") if bias else ("weight",)

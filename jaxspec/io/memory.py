@@ -73,6 +73,16 @@ def check_fits(
     )
 
 
+def check_head_fits(num_weights: int, dtype: DTypeLike, device: jax.Device) -> None:
+    """Refuses a head that does not fit beside a model that is loaded already; see `check_fits`."""
+    size, free = num_weights * np.dtype(dtype).itemsize, free_bytes(device)
+    if free is not None and size > free:
+        raise ValueError(
+            f"the head does not fit: {size / _GIB:.2f} GiB ({np.dtype(dtype).name}), {device} has "
+            f"{free / _GIB:.2f} GiB free; take a smaller dtype, or a method without a head"
+        )
+
+
 def check_cache_fits(
     config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
 ) -> None:

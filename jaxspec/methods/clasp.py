@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.io.messages import shown
 from jaxspec.methods.base import LoadedModel, Resources, option
 from jaxspec.methods.chain import ChainMethod, StopName
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
+
+# It is counted in int32.
+_MOST_ROUNDS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,8 @@ class CLaSp(ChainMethod):
                 f"skip_layers is {count}, and the model has {depth} layers; give 1 to {depth - 1}"
             )
         refresh = Drafting.refresh if self.refresh is None else self.refresh
-        if refresh < 1:
-            raise ValueError(f"refresh is {refresh}; give at least 1")
+        if not 1 <= refresh <= _MOST_ROUNDS:
+            raise ValueError(f"refresh is {shown(refresh)}; give 1 to {_MOST_ROUNDS}")
         rule, length = self.stopping()
         drafter = Drafting(target.config, count, jnp.int32(refresh), rule, length)
         return drafter, self.params(target, resources)
