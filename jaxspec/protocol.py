@@ -244,9 +244,10 @@ class Drafter(Protocol):
     `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows,
     rising to K + 1, for which a verification is compiled; each round takes the narrowest that fits its
     longest draft. `reach` says how many slots past the committed tokens a round may write, at
-    least K + 1: no round begins unless every cache has them. A drafter of trees also has a static `num_nodes` (N), the
-    most tokens of a proposal; K is then the depth of the tree, and N takes the place of K in widths and reach. One that
-    learns from what the target holds likely has a static `num_likely`, see `Outcome.likely`.
+    least K + 1: no round begins unless every cache has them. A drafter of trees also has, static, a true
+    `drafts_trees` and `num_nodes` (N), the most tokens of a proposal; K is then the depth of the tree, and N takes the
+    place of K in widths and reach. One that learns from what the target holds likely has a static `num_likely`, see
+    `Outcome.likely`.
 
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
@@ -337,6 +338,17 @@ def num_nodes_of(drafter: Drafter) -> int:
     """
     count: int = getattr(drafter, "num_nodes", drafter.num_draft_tokens)
     return count
+
+
+def drafts_trees(drafter: Drafter) -> bool:
+    """Returns whether a drafter's proposals have `parents`, by its static `drafts_trees`; most have none of that name.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> drafts_trees(NGram())
+      False
+    """
+    return bool(getattr(drafter, "drafts_trees", False))
 
 
 def num_likely_of(drafter: Drafter) -> int:

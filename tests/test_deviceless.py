@@ -455,8 +455,11 @@ def test_the_command_prints_json(capsys):
     [
         (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
         (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
-        (("--shape", "31m", "--hlo", "no/such/file"), "no/such/file: No such file or directory"),
-        (("--shape", "31m", "--hlo", "."), ".: Is a directory"),
+        (
+            ("--shape", "31m", "--hlo", "no/such/file"),
+            "cannot write no/such/file (No such file or directory); give another --hlo FILE",
+        ),
+        (("--shape", "31m", "--hlo", "."), ". is a directory; give --hlo FILE"),
         (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
         (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
         (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),

@@ -554,6 +554,10 @@ def test_trees_are_an_option(tmp_path):
     assert lm.drafter("eagle3", draft=directory)[0].tree is None
     with pytest.raises(ValueError, match="stop_rule ends chains, and tree asks for a tree"):
         methods.Eagle3(tree="12x3", stop_rule="confidence", gamma=0.5)
+    with pytest.raises(
+        ValueError, match="which drafts a tree; let it draft a chain"
+    ):  # with as many levels as tokens
+        lm.drafter("hybrid", second="eagle3", draft=directory, tree="4x4")
     options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": TEMPERATURE, "seed": 3}
     expected = lm.generate(list(PROMPTS[0]), **options)
     found = lm.generate(list(PROMPTS[0]), method="eagle3", draft=directory, tree="12x3", **options)

@@ -197,6 +197,13 @@ def test_a_fingerprint_names_the_weights_whatever_their_dtype():
     assert method_files.fingerprint(CONFIG, tiny.params(tiny.DEEP, seed=6)) != name
 
 
+def test_a_fingerprint_stays_as_it_is():
+    """Else the files that users have made for their models would be another model's."""
+    normed = dataclasses.replace(tiny.TARGET, qk_norm=True)
+    assert method_files.fingerprint(tiny.TARGET, tiny.params()) == "26416c5588157075"
+    assert method_files.fingerprint(normed, tiny.params()) != "26416c5588157075"
+
+
 # Masks
 
 

@@ -63,6 +63,11 @@ class Eagle(TappedChain):
     tree: Dynamic | None = struct.field(pytree_node=False, default=None)
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether it drafts a tree in place of a chain."""
+        return self.tree is not None
+
+    @property
     def num_nodes(self) -> int:
         """The most tokens of a draft: K, or N of a tree."""
         return self.num_draft_tokens if self.tree is None else self.tree.num_nodes

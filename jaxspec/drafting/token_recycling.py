@@ -37,6 +37,11 @@ class TokenRecycling:
         return self.shape.depth
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether a draft has branches."""
+        return not self.shape.is_chain
+
+    @property
     def num_nodes(self) -> int:
         """N, the most tokens of a draft."""
         return len(self.shape.parents)

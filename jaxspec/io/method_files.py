@@ -34,6 +34,8 @@ PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "pro
 THRESHOLDS_NAME = "thresholds"
 # What of a config says which model it is; the rest is about its text.
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
+# Fields that came after files with fingerprints were made, with the value that all models had until then.
+_LATER = {"qk_norm": False}
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
 
@@ -57,7 +59,11 @@ class ProbeFile:
 
 def fingerprint(config: LlamaConfig, params: Params) -> str:
     """Names a model by its shape and a sample of its weights, the same in float32 and bfloat16."""
-    shape = {k: v for k, v in dataclasses.asdict(config).items() if k not in _TEXT_FIELDS}
+    shape = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in _TEXT_FIELDS and (name, value) not in _LATER.items()
+    }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     for row in jax.device_get(_sampled_rows(params)):
         digest.update(np.ascontiguousarray(row).tobytes())

@@ -101,7 +101,7 @@ class Hybrid(Method):
 
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
-        from jaxspec.protocol import num_nodes_of
+        from jaxspec.protocol import drafts_trees
 
         parts = self._parts()
         first, _ = parts["first"].build(target, resources)
@@ -110,7 +110,7 @@ class Hybrid(Method):
                 f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
             )
         second, own = parts["second"].build(target, resources)
-        if num_nodes_of(second) != second.num_draft_tokens:
+        if drafts_trees(second):
             raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
         taking_turns = getattr(second, "taking_turns", None)
         second = second if taking_turns is None else taking_turns()
