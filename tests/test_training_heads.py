@@ -355,6 +355,8 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     shipped = tmp_path / "heads" / "any-name"
     shipped.parent.mkdir()
     written.rename(shipped)
+    with pytest.raises(ValueError, match=r"; give draft=DIR$"):  # nothing here trains such heads
+        lm.drafter("medusa")
     with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads`"):
         jaxspec.load(folder).generate("Once", method="eagle3")
     monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))

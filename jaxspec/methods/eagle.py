@@ -24,6 +24,7 @@ class Eagle(TreeHeadMethod):
     """
 
     name: ClassVar[str] = "eagle"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "an EAGLE head: draft=DIR, or heads/eagle beside the model"
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Resources, option
 from jaxspec.methods.chain import ChainMethod
@@ -22,11 +22,16 @@ class HeadMethod(ChainMethod):
       draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name,
         else one that comes with jaxspec for this model.
 
+    Class attributes:
+      trainable: whether `python -m training.heads` makes such heads.
+
     Examples:
       >>> from jaxspec.methods import Eagle3
       >>> Eagle3(draft="head", num_draft_tokens=7)
       Eagle3(num_draft_tokens=7, draft='head')
     """
+
+    trainable: ClassVar[bool] = False
 
     draft: FilePath | None = option(None, metavar="DIR|ID")
 
@@ -57,9 +62,10 @@ class HeadMethod(ChainMethod):
             beside = found(None, target, resources, head_name(self.name))
             path = embedded_head(self.name, target.fingerprint) if beside is None else beside.parent
             if path is None:
+                remedy = ", or train one with `python -m training.heads`" if self.trainable else ""
                 raise ValueError(
                     f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
-                    "give draft=DIR, or train one with `python -m training.heads`"
+                    f"give draft=DIR{remedy}"
                 )
         head = resources.load_head(path, target)
         if head.config.kind != self.name:
