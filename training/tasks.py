@@ -7,7 +7,7 @@
 
 The embedded targets are trained on tasks that are made by rule (`training.data.tasks`). Here are others, those that
 come after the last one that a training takes: in the form of Spec-Bench, one category for each family; or as the
-`prompts.json` that lies beside a model.
+`jaxspec.prompts.json` that lies beside a model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Options:
 
     Attributes:
       output: the file, JSON lines for `jaxspec bench --prompt-file`.
-      model: a model's directory instead: its prompts.json is written, half of the prompts to tune with, half to report
-        on, and as many of the project's own openings of stories.
+      model: a model's directory instead: its jaxspec.prompts.json is written, half of the prompts to tune with, half to
+        report on, and as many of the project's own openings of stories.
       families: which tasks. Default: all; for a model those that are work, which lists of labels are not.
       count: prompts of each.
     """

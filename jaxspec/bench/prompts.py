@@ -1,8 +1,8 @@
 """The prompts that are measured with where none are given: of each kind of work some to tune with, and others.
 
 What is tuned on a prompt looks better there than elsewhere, so speeds are reported on prompts that nothing was tuned
-on. A model that was trained for work of its own brings prompts of it, as `prompts.json` beside it; every other one is
-measured on the project's.
+on. A model that was trained for work of its own brings prompts of it, as `jaxspec.prompts.json` beside it; every other
+one is measured on the project's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jaxspec.io.files import read_json
 Split = Literal["tuning", "reporting"]
 # Of the project's own.
 KINDS = ("stories", "mathematics", "code", "copy-edit")
-NAME = "prompts.json"
+# Beside a model, and of the project's own in this package.
+NAME, _OWN = "jaxspec.prompts.json", "prompts.json"
 
 
 def load(split: Split = "reporting", directory: Path | None = None) -> dict[str, tuple[str, ...]]:
@@ -66,7 +67,7 @@ def is_text(value: Any) -> bool:
 
 @functools.cache
 def _own() -> dict[str, dict[str, tuple[str, ...]]]:
-    content = json.loads(resources.files("jaxspec.bench").joinpath(NAME).read_text(encoding="utf-8"))
+    content = json.loads(resources.files("jaxspec.bench").joinpath(_OWN).read_text(encoding="utf-8"))
     return {split: _tuples(kinds) for split, kinds in content.items()}
 
 
