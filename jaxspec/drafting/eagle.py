@@ -19,7 +19,6 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
 from jaxspec.model.eagle import HeadConfig
-from jaxspec.model.llama import Tap
 from jaxspec.model.tree import Tree, along
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
@@ -81,11 +80,6 @@ class Eagle(TappedChain):
     def reach(self) -> int:
         """The number of slots that a round writes: those of verification, or of the head where it runs more nodes."""
         return super().reach if self.tree is None else max(self.num_nodes, self.tree.num_drafted) + 1
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        """What the head reads of the target."""
-        return self.head.taps
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns what has been absorbed before prompts of length int32[B]: nothing."""

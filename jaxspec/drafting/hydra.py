@@ -17,7 +17,6 @@ from jaxspec.model import hydra, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.hydra import HydraConfig
-from jaxspec.model.llama import Tap
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
@@ -52,11 +51,6 @@ class Hydra(TappedChain):
     head: HydraConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=4)
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        """What the heads read of the target."""
-        return self.head.taps
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns what has been absorbed before prompts of length int32[B]: nothing."""

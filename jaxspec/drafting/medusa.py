@@ -11,7 +11,6 @@ from jaxspec.drafting.tapped import TappedChain, latest
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Tap
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
@@ -38,11 +37,6 @@ class Medusa(TappedChain):
     head: MedusaConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-
-    @property
-    def taps(self) -> tuple[Tap, ...]:
-        """What the heads read of the target."""
-        return self.head.taps
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns what has been absorbed before prompts of length int32[B]: nothing, [B, D]."""

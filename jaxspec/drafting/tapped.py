@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxspec.drafting.chain import ChainDrafter, ChainState
 from jaxspec.model.control import narrowest
+from jaxspec.model.llama import Tap
 from jaxspec.protocol import Outcome, Prefill, State, View, Weights
 
 
@@ -25,8 +28,19 @@ def latest(values: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
 class TappedChain(ChainDrafter):
     """A base for chain drafters with taps, whose state's `own` is what they have absorbed.
 
-    A subclass adds `taps`, `begin` and `absorb` (see `protocol.TappedDrafter`), and `propose`.
+    A subclass adds `begin` and `absorb` (see `protocol.TappedDrafter`), and `propose`.
+
+    Attributes:
+      head: says what is tapped, by its `taps`.
     """
+
+    head: Any
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """What the head reads of the target."""
+        taps: tuple[Tap, ...] = self.head.taps
+        return taps
 
     def absorb(
         self,
