@@ -530,7 +530,7 @@ def test_a_shape_beside_a_given_model_is_refused(capsys):
     assert "layers, heads: the shape is chosen for a model from scratch" in one_error(capsys)
 
 
-@pytest.mark.parametrize("names", [("mixture", "draft"), ("smollm2-draft",)])
+@pytest.mark.parametrize("names", [("tasks", "sorted"), ("smollm2-draft",)])
 def test_the_recipe_of_the_draft_serves_both_jobs(names):
     recipes = [f"--config={ROOT / 'training' / 'recipes' / name}.yaml" for name in names]
     given = [*recipes, "--output", "d"]

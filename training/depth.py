@@ -1,6 +1,6 @@
 """What are the upper layers of a model good for?
 
-    python -m training.depth --config training/recipes/mixture.yaml --model checkpoints/large --cut 3
+    python -m training.depth --config training/recipes/tasks.yaml --model checkpoints/large --cut 6
 
 Early exits and skipped layers are fast on a model whose upper layers do nothing, but there is something faster: the
 model without them. So this prints, beside each other, the fitness test of the model on held-out text (its loss by exit,
