@@ -444,6 +444,9 @@ class Acceptor(Protocol):
     `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
     (pending, draft 1, …, draft T − 1).
 
+    A tree is accepted by `verification.walk`, whatever the acceptor, or by the `accept_tree` of one that has it, which
+    takes and returns the same.
+
     Examples:
       >>> from jaxspec.acceptance import GreedyAcceptor
       >>> from jaxspec.sampling import Greedy

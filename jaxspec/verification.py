@@ -106,7 +106,8 @@ def verify(
             acceptance = acceptor.accept(keys, kept, logits, law)
             tokens, of_path = kept.tokens, logits
         else:
-            acceptance = walk(keys, kept.tokens, branches, logits, law)
+            accept = getattr(acceptor, "accept_tree", walk)
+            acceptance = accept(keys, kept.tokens, branches, logits, law)
             assert acceptance.path is not None
             sound = _leading(tree.along(finite, acceptance.path))
             features = None if features is None else tree.along(features, acceptance.path)
