@@ -275,6 +275,8 @@ SAMPLED = [
     tiny.Combination("token-recycling", "-", "block"),
     tiny.Combination("token-recycling-chain", "-", "rejection"),
     tiny.Combination("eagle-tree", "-", "block"),
+    tiny.Combination("medusa-tree", "-", "block"),
+    tiny.Combination("hydra-tree", "-", "rejection"),
     tiny.Combination("hybrid", "-", "block"),
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),

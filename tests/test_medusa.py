@@ -14,6 +14,7 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
+from jaxspec.drafting.tree import Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, memory
 from jaxspec.model.hydra import HydraConfig
@@ -29,6 +30,7 @@ from tests.head_files import (
     WIDTH,
     Files,
     Round,
+    check_trees,
     furthest,
     layer,
     matrix,
@@ -176,6 +178,46 @@ WRONG = {
 def test_a_wrong_reading_would_be_noticed(said, wrong):
     kind, tensors = WRONG[wrong]
     assert off(said(kind), tensors) > 1e-3
+
+
+# Trees
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, kind):
+    """The most probable paths: of what each of Medusa's heads says by itself, of Hydra's after each path."""
+    target, tensors = (TARGET, tiny.params(TARGET)), FILES[kind][1]
+
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        true = reference.features(*target, tokens[:-1], ["final"])
+        if kind.startswith("hydra"):
+            return reference.hydra_logits(tensors, *target, tokens, path, true)[-1]
+        return reference.medusa_logits(tensors, *target, true, len(path) + 1)[-1]
+
+    made, size = Hydra if kind.startswith("hydra") else Medusa, Dynamic(num_nodes=9, depth=4, width=3)
+    directory = write(tmp_path, FILES[kind])
+    check_trees(directory, lambda config: made(TARGET, config, num_draft_tokens=4, tree=size), logits_after)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_trees_are_an_option(model, tmp_path, kind):
+    """With them, sampled text is plain sampling's token for token; no deeper than there are heads."""
+    name, path = kind.removesuffix("++"), str(write(tmp_path / "published", FILES[kind]))
+    made, own = model.drafter(name, draft=path, tree="12x3")
+    assert (made.tree, made.num_draft_tokens, len(own["heads"])) == (Dynamic(12, 3, 10), 3, 3)
+    assert model.drafter(name, draft=path)[0].tree is None
+    with pytest.raises(
+        ValueError,
+        match=r"tree is 'large', 6 tokens one after the other; the file has \d heads, give TOKENSx",
+    ):
+        model.drafter(name, draft=path, tree="large")
+    with pytest.raises(ValueError, match="stop_rule ends chains, and tree asks for a tree"):
+        model.drafter(name, draft=path, tree="12x3", stop_rule="confidence")
+    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    expected = model.generate([3, 4, 5, 3, 4], **options)
+    found = model.generate([3, 4, 5, 3, 4], method=name, draft=path, tree="12x3", **options)
+    assert found.tokens == expected.tokens
+    assert found.statistics.num_draft_tokens > 12
 
 
 # Files

@@ -268,10 +268,14 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     }
 
 
-def _eagle_tree(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """EAGLE-2's; it has no stop rule."""
-    drafter, own = _eagle(config, Constant())
-    return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
+def _tree(make: Callable[[LlamaConfig, Any], tuple[Any, Any]]) -> Case:
+    """Of heads that draft a tree, as EAGLE-2 does; it has no stop rule."""
+
+    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
+        drafter, own = make(config, Constant())
+        return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
+
+    return Case(made, family="trees", has_rule=False)
 
 
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -437,7 +441,9 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
-    "eagle-tree": Case(_eagle_tree, family="eagle-tree", has_rule=False),
+    "medusa-tree": _tree(_medusa),
+    "hydra-tree": _tree(_hydra),
+    "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
     "eagle3": Case(_eagle3, ("eagle3",), "heads"),

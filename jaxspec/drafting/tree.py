@@ -15,7 +15,7 @@ from jaxspec.sampling import is_finite
 
 Carry = TypeVar("Carry")
 # (carry, tokens int32[B, k] of some rows of a tree, the row before each int32[B, k], these rows)
-#   -> logits float32[B, k, V] of the token after each, carry
+#   -> logits float32[B, k, V] of the token after each, [B, 1, V] where they are the same after all; carry
 Level = Callable[[Carry, jax.Array, jax.Array, Tree], tuple[jax.Array, Carry]]
 
 
@@ -96,8 +96,8 @@ def grow(
         rows = Tree.of(parents, number + 1).rows(1 + number * width, width)
         logits, carry = level(carry, tokens, rows.parent, rows)
         after, candidates = likeliest(logits)
+        candidates = jnp.broadcast_to(candidates, (batch, width, width)).reshape(batch, -1)
         after = (scores[..., None] + after).reshape(batch, -1)
-        candidates = candidates.reshape(batch, -1)
         every.append((after, candidates, jnp.repeat(frontier, width, axis=1)))
         scores, best = jax.lax.top_k(after, width)
         tokens = along(candidates, best)
