@@ -350,6 +350,26 @@ BAD = {
     "tensor 0.0.linear.weight is I8; quantised heads are not supported": with_tensors(
         medusa(), **{"0.0.linear.weight": np.ones((WIDTH, WIDTH), np.int8)}
     ),
+    "the file has 1 blocks a head, and matrices behind \\[999999999\\]": (
+        {},
+        {
+            "0.0.linear.weight": np.ones((WIDTH, WIDTH), np.float32),
+            "0.999999999.weight": np.ones((SIZE, WIDTH), np.float32),
+        },
+    ),
+    "medusa_num_layers is 999999999; expected a whole number from 1 to 10000": with_config(
+        medusa(blocks=1, own=False), medusa_num_layers=999999999
+    ),
+    "num_hidden_layers is 999999999; expected a whole number from 1 to 10000": vllm(
+        num_hidden_layers=999999999
+    ),
+    "num_hidden_layers is 3, and the file has 2 blocks a head; expected all": vllm(num_hidden_layers=3),
+    "hydra_num_layers is 999999999; expected a whole number from 1 to 10000": with_config(
+        hydra(plus=True, blocks=2), hydra_num_layers=999999999
+    ),
+    "hydra_num_layers is 4, and the file has one block a head; expected the first and": with_config(
+        hydra(plus=False, blocks=1), hydra_num_layers=4
+    ),
     "grounded_heads is false": with_config(hydra(plus=False), grounded_heads=False),
     "hidden_state_offset is 5; expected a whole number from 0 to 4": with_config(
         hydra(plus=False), hidden_state_offset=5
