@@ -49,10 +49,10 @@ class TypicalAcceptor:
         return Acceptance(count, categorical(keys, here))
 
     def accept_tree(
-        self, keys: jax.Array, tokens: jax.Array, branches: Tree, logits: jax.Array, law: Law
+        self, keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array, law: Law
     ) -> Acceptance:
         """Accepts the longest path of typical tokens, and draws the token after it, see `protocol.Acceptor`."""
-        log_probs, depth = law.log_probs(logits), keys.shape[1] - 1
+        tokens, log_probs, depth = proposal.tokens, law.log_probs(logits), keys.shape[1] - 1
         parent = jnp.broadcast_to(branches.parent, logits.shape[:2])[:, 1:]
         before = jnp.take_along_axis(log_probs, jnp.maximum(tokens, 0)[:, None], axis=2)
         drafted = jnp.take_along_axis(before, parent[:, None], axis=1)[:, 0]

@@ -125,6 +125,7 @@ def check_trees(
 ) -> None:
     """The trees of a head are those of the most probable paths, in the first rounds after two prompts.
 
+    Where tokens are drawn, the first after each token comes from the head's law there.
     `make` makes the drafter of the head's config; a reference says the logits after tokens and a path behind them.
     """
     head = heads.read_head(directory, TARGET)
@@ -137,12 +138,19 @@ def check_trees(
         proposal, _ = propose(parts, weights, state, 1)
         for row, length in enumerate(state.length.tolist()):
             tokens = state.tokens[row, :length].tolist()
-            expected = slow_tree(functools.partial(logits_after, tokens), drafter.tree)
+            drawn = proposal.log_probs is not None
+            parents = proposal.parents.parents if drawn else proposal.parents[0, row].tolist()
             paths: list[tuple[int, ...]] = []
-            drafts, parents = proposal.tokens[0, row].tolist(), proposal.parents[0, row].tolist()
-            for token, parent in zip(drafts, parents, strict=True):
+            for token, parent in zip(proposal.tokens[0, row].tolist(), parents, strict=True):
                 paths.append((*(paths[parent] if parent >= 0 else ()), token))
-            assert sorted(paths) == sorted(expected)
+            if not drawn:
+                expected = slow_tree(functools.partial(logits_after, tokens), drafter.tree)
+                assert sorted(paths) == sorted(expected)
+                continue
+            for node in [parents.index(parent) for parent in sorted(set(parents))]:
+                law = np.exp(logits_after(tokens, list(paths[node][:-1])) / TEMPERATURE)
+                found = np.exp(proposal.log_probs[0, row, node])
+                np.testing.assert_allclose(found, law / law.sum(), atol=2e-5)
         state, _ = loop.go_on(state, 1)
     assert state.stats.num_accepted_tokens.sum() > 0
 

@@ -17,9 +17,10 @@ from flax import struct
 
 from jaxspec import methods
 from jaxspec.drafting.eagle import Eagle
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, torch_file
+from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.testing import head_reference as reference
@@ -497,16 +498,20 @@ def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np
 # Trees
 
 
-def test_a_tree_is_that_of_the_slow_reference(tmp_path):
-    """EAGLE-2's: the most probable paths, by the probabilities of the reference on each; after rounds of trees too."""
+@pytest.mark.parametrize("tree", [Dynamic(9, depth=4, width=3), Drawn(grown(9, depth=4, num_ranks=4))])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
+    """EAGLE-2's: the most probable paths, by the probabilities of the reference on each; after rounds of trees too.
+
+    Or tokens that are drawn from these.
+    """
     files, target = plain("speculators"), (TARGET, tiny.params(TARGET))
 
     def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
         true = reference.features(*target, tokens[:-1], TAPS)
         return reference.draft_logits(*files, *target, tokens, path, true)[-1]
 
-    directory, size = write(tmp_path, speculators()), Dynamic(num_nodes=9, depth=4, width=3)
-    check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=size), logits_after)
+    directory = write(tmp_path, speculators())
+    check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
 
 
 def test_trees_are_an_option(tmp_path):

@@ -70,7 +70,7 @@ def test_of_a_tree_the_longest_path_of_typical_tokens_stands():
     keys = jax.random.split(jax.random.key(0), (ROWS, depth + 1))
     found = TypicalAcceptor().accept_tree(
         keys,
-        jnp.asarray(tokens, jnp.int32),
+        Proposal(jnp.asarray(tokens, jnp.int32), jnp.full(ROWS, nodes)),
         Tree.of(Shape(parents), depth),
         jnp.asarray(logits),
         Sampling(jnp.asarray(temperature, jnp.float32)),

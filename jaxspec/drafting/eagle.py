@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.tapped import TappedTree, latest
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
 from jaxspec.model.cache import KVCache
@@ -52,14 +52,14 @@ class Eagle(TappedTree):
       head: of the head.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
-      tree: the size of the tree that is drafted in place of a chain, of depth K; the rule then has no say.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K, without the rule.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: HeadConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-    tree: Dynamic | None = struct.field(pytree_node=False, default=None)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     @property
     def reach(self) -> int:
@@ -95,7 +95,7 @@ class Eagle(TappedTree):
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the head's cache; the target's is returned untouched, and `hidden` as it was."""
         if self.tree is not None:
-            proposal, cache = self._draft_tree(params, state.own, view)
+            proposal, cache = self._draft_tree(keys, params, state.own, view, law)
             return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
@@ -114,7 +114,9 @@ class Eagle(TappedTree):
         table = params.drafter if self.head.own_embedding else params.target
         return eagle.run(self.head, params.drafter, llama.embed(table, tokens), feature, start, cache, tree)
 
-    def _draft_tree(self, params: Weights, own: Absorbed, view: View) -> tuple[Proposal, KVCache]:
+    def _draft_tree(
+        self, keys: jax.Array, params: Weights, own: Absorbed, view: View, law: Law
+    ) -> tuple[Proposal, KVCache]:
         """Drafts a tree, whose row 0 is the last true pair; the pair of a node stands in the slot after it."""
 
         def logits(hidden: jax.Array) -> jax.Array:
@@ -130,7 +132,7 @@ class Eagle(TappedTree):
             return logits(new), (cache, jnp.concatenate([hidden, new], axis=1))
 
         carry = own.cache, own.hidden[:, None]
-        proposal, (cache, _) = self.grow(level, carry, logits(own.hidden), params)
+        proposal, (cache, _) = self.draft_tree(level, carry, logits(own.hidden), keys, params, law)
         return proposal, cache
 
     def _step(

@@ -12,7 +12,7 @@ from flax import struct
 
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.tapped import TappedTree, latest
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import cache as kv
 from jaxspec.model import hydra, llama
 from jaxspec.model.cache import KVCache
@@ -47,14 +47,14 @@ class Hydra(TappedTree):
       head: of the heads.
       rule: when to stop before K tokens.
       num_draft_tokens: K, at most as many as there are heads.
-      tree: the size of the tree that is drafted in place of a chain, of depth K.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: HydraConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=4)
-    tree: Dynamic | None = struct.field(pytree_node=False, default=None)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns what has been absorbed before prompts of length int32[B]: nothing."""
@@ -89,7 +89,7 @@ class Hydra(TappedTree):
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts head by head; the target's cache is returned untouched."""
         if self.tree is not None:
-            return self._draft_tree(params, state.own.hidden, view), state, view.cache
+            return self._draft_tree(keys, params, state.own.hidden, view, law), state, view.cache
         hidden = state.own.hidden
 
         def say(number: int, read: jax.Array) -> jax.Array:
@@ -110,7 +110,9 @@ class Hydra(TappedTree):
         proposal, _, state = self.draft(step, read, keys, state, view, law, params.drafter)
         return proposal, state, view.cache
 
-    def _draft_tree(self, params: Weights, hidden: jax.Array, view: View) -> Proposal:
+    def _draft_tree(
+        self, keys: jax.Array, params: Weights, hidden: jax.Array, view: View, law: Law
+    ) -> Proposal:
         """Drafts a tree; each level carries what its nodes read, [B, k, D each], and which of all rows is its first."""
 
         def say(read: jax.Array) -> jax.Array:
@@ -126,4 +128,4 @@ class Hydra(TappedTree):
 
         pending = llama.embed(params.target, view.pending[:, None]).astype(hidden.dtype)
         read = jnp.concatenate([hidden[:, None], pending], axis=1)[:, None]
-        return self.grow(level, (read, 0), say(read)[:, 0], params)[0]
+        return self.draft_tree(level, (read, 0), say(read)[:, 0], keys, params, law)[0]

@@ -8,7 +8,7 @@ from flax import struct
 
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.tapped import TappedTree, latest
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -35,14 +35,14 @@ class Medusa(TappedTree):
       head: of the heads.
       rule: when to stop before K tokens.
       num_draft_tokens: K, at most as many as there are heads.
-      tree: the size of the tree that is drafted in place of a chain, of depth K.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: MedusaConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-    tree: Dynamic | None = struct.field(pytree_node=False, default=None)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns what has been absorbed before prompts of length int32[B]: nothing, [B, D]."""
@@ -73,7 +73,7 @@ class Medusa(TappedTree):
                 del tokens, before, rows  # a head says the same after each
                 return said[:, number, None], number + 1
 
-            proposal, _ = self.grow(level, 1, said[:, 0], params)
+            proposal, _ = self.draft_tree(level, 1, said[:, 0], keys, params, law)
             return proposal, state, view.cache
 
         def step(

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafting.chain import ChainDrafter, ChainState
-from jaxspec.drafting.tree import Dynamic, Level, grow
+from jaxspec.drafting.tree import Drawn, Dynamic, Level, draw, grow
 from jaxspec.model.control import narrowest
 from jaxspec.model.llama import Tap
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.sampling import Law
 
 Carry = TypeVar("Carry")
 
@@ -78,13 +79,13 @@ class TappedChain(ChainDrafter):
 
 
 class TappedTree(TappedChain):
-    """A base for those that draft a chain, or in its place a tree by `tree.grow`.
+    """A base for those that draft a chain, or in its place a tree, of likely tokens or of drawn ones.
 
     Attributes:
-      tree: the size of the tree, of depth K; None for a chain. The stop rule then has no say.
+      tree: the size or the shape of the tree, of depth K; None for a chain. The stop rule then has no say.
     """
 
-    tree: Dynamic | None
+    tree: Dynamic | Drawn | None
 
     @property
     def drafts_trees(self) -> bool:
@@ -106,10 +107,18 @@ class TappedTree(TappedChain):
         """The number of slots that a round writes: those that verification needs."""
         return self.num_nodes + 1
 
-    def grow(
-        self, level: Level[Carry], carry: Carry, logits: jax.Array, params: Weights
+    def draft_tree(
+        self,
+        level: Level[Carry],
+        carry: Carry,
+        logits: jax.Array,
+        keys: jax.Array,
+        params: Weights,
+        law: Law,
     ) -> tuple[Proposal, Carry]:
-        """Drafts a tree, see `tree.grow`; logits are of the tokens of the heads' `vocabulary`, if there is one."""
-        assert self.tree is not None
+        """Drafts a tree, see `tree.grow` and `tree.draw`; logits are of the heads' `vocabulary`, if there is one."""
         few = params.drafter.get("vocabulary")
+        if isinstance(self.tree, Drawn):
+            return draw(self.tree.shape, level, carry, logits, keys, law, few)
+        assert self.tree is not None
         return grow(self.tree, level, carry, logits, None if few is None else few.ids)
