@@ -14,9 +14,10 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, memory
+from jaxspec.methods.trees import grown
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
@@ -213,11 +214,26 @@ def test_trees_are_an_option(model, tmp_path, kind):
         model.drafter(name, draft=path, tree="large")
     with pytest.raises(ValueError, match="stop_rule ends chains, and tree asks for a tree"):
         model.drafter(name, draft=path, tree="12x3", stop_rule="confidence")
+    with pytest.raises(ValueError, match="drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH"):
+        model.drafter(name, draft=path, drawn_tree=True)
     options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 2.0, "seed": 3}
     expected = model.generate([3, 4, 5, 3, 4], **options)
     found = model.generate([3, 4, 5, 3, 4], method=name, draft=path, tree="12x3", **options)
     assert found.tokens == expected.tokens
     assert found.statistics.num_draft_tokens > 12
+
+
+def test_tokens_of_a_tree_are_drawn_where_texts_are(model, tmp_path):
+    """Where they are not, the likeliest stand: a tree of draws would be a chain."""
+    method = methods.Medusa(draft=str(write(tmp_path, FILES["medusa"])), tree="7x3", drawn_tree=True)
+    assert model.drafter(method)[0].tree == Dynamic(7, 3, 7)
+    assert model.drafter(method, laws=("greedy", "temperature-1"))[0].tree == Drawn(grown(7, 3, 10))
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    drawn, greedy = model.generate([[3, 4, 5], [3, 4, 5]], method=method, temperature=[1.0, 0.0], **options)
+    assert (len(drawn.tokens), greedy.tokens) == (12, model.generate([3, 4, 5], **options).tokens)
+    # Of three levels a greedy row has three tokens.
+    assert greedy.statistics.num_draft_tokens < drawn.statistics.num_draft_tokens
+    assert not drawn.lossy
 
 
 # Files

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.methods.base import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.heads import HeadMethod
-from jaxspec.methods.trees import TreeMethod, size_of
+from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:
     from jaxspec.model.llama import Params
@@ -21,14 +21,23 @@ WIDTH = 10
 class TreeHeadMethod(TreeMethod, HeadMethod):
     """The base of methods whose heads draft a chain, or the tree of their most probable tokens, as EAGLE-2 does.
 
+    Attributes:
+      drawn_tree: with a tree, where texts are drawn at random: draw its tokens from the draft's law, siblings without
+        replacement, in place of the likeliest. At high temperatures more of them are accepted; the text keeps the
+        model's law, but is no longer plain sampling's token for token.
+
     Examples:
       >>> from jaxspec.methods import Eagle3
       >>> Eagle3(draft="head", tree="60x8")
       Eagle3(draft='head', tree='60x8')
     """
 
+    drawn_tree: bool = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.drawn_tree and self.tree is None:
+            raise ValueError("drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH, 8x4 say")
         if self.tree is not None and self.stop_rule:
             raise ValueError("stop_rule ends chains, and tree asks for a tree; give one of them")
 
@@ -42,12 +51,15 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         drafter, params = super().build(target, resources)
         if self.tree is None:
             return drafter, params
-        from jaxspec.drafting.tree import Dynamic
+        from jaxspec.drafting.tree import Drawn, Dynamic
 
         nodes, depth = size_of(self.tree)
-        size = Dynamic(nodes, depth, min(nodes, WIDTH))
         made: Any = drafter
-        return dataclasses.replace(made, num_draft_tokens=depth, tree=size), params
+        tree: Drawn | Dynamic = Dynamic(nodes, depth, min(nodes, WIDTH))
+        # Of a law that is a point mass a tree of draws would be a chain.
+        if self.drawn_tree and set(resources.laws) != {"greedy"}:
+            tree = Drawn(grown(nodes, depth, WIDTH))
+        return dataclasses.replace(made, num_draft_tokens=depth, tree=tree), params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
