@@ -21,6 +21,7 @@ LAYERS = (
     "jaxspec.model.heads",
     "jaxspec.sampling",
     "jaxspec.protocol",
+    "jaxspec.tree_acceptance",
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
     "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.drafting.tree jaxspec.decoding",
     "jaxspec.drafting.tapped jaxspec.drafting.exits jaxspec.drafting.masked",

@@ -32,7 +32,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
 from jaxspec.drafting.token_recycling import TokenRecycling
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
@@ -268,16 +268,24 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     }
 
 
-def _eagle_tree(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """EAGLE-2's; it has no stop rule."""
-    drafter, own = _eagle(config, Constant())
-    return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
-
-
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     drafter, own = _eagle(config, rule)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return drafter, {**own, "vocabulary": few}
+
+
+LIKELY = Dynamic(num_nodes=7, depth=K, width=3)
+DRAWN = Drawn(Shape((-1, -1, -1, 0, 0, 2, 3)))
+
+
+def _tree(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], tree: Dynamic | Drawn = LIKELY) -> Case:
+    """Of heads that draft a tree, of likely tokens if not of drawn ones; it has no stop rule."""
+
+    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
+        drafter, own = make(config, Constant())
+        return drafter.replace(tree=tree), own
+
+    return Case(made, family="trees", has_rule=False)
 
 
 def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -437,7 +445,10 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
-    "eagle-tree": Case(_eagle_tree, family="eagle-tree", has_rule=False),
+    "eagle-tree-drawn": _tree(_eagle_vocab, DRAWN),
+    "medusa-tree": _tree(_medusa),
+    "hydra-tree": _tree(_hydra),
+    "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
     "eagle3": Case(_eagle3, ("eagle3",), "heads"),

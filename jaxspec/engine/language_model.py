@@ -47,7 +47,7 @@ from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Drafter, Weights, drafts_trees, num_nodes_of
+from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -428,8 +428,7 @@ class LanguageModel:
             mesh=self.mesh,
             device=self.device,
         )
-        # A tree is walked by the model's own draws, whatever the acceptor.
-        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0 and not drafts_trees(drafter)
+        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
 
     def drafter(

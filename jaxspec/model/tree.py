@@ -30,6 +30,8 @@ class Shape:
       >>> shape = Shape((-1, -1, 0, 2), (0, 1, 0, 0))
       >>> shape.depths, shape.depth
       ((1, 1, 2, 3), 3)
+      >>> shape.num_nodes, shape.most_siblings
+      (4, 2)
     """
 
     parents: tuple[int, ...]
@@ -56,6 +58,16 @@ class Shape:
     def depth(self) -> int:
         """The largest of `depths`; 0 without nodes."""
         return max(self.depths, default=0)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.parents)
+
+    @property
+    def most_siblings(self) -> int:
+        """The most nodes that follow the same one."""
+        return max(map(self.parents.count, self.parents), default=0)
 
     @property
     def is_chain(self) -> bool:
