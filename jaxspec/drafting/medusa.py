@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain, latest
+from jaxspec.drafting.tapped import ParallelChain, latest
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -18,11 +18,10 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Medusa(TappedChain):
+class Medusa(ParallelChain):
     """Head i drafts token i of the round; no head knows what the others draft.
 
-    All heads run at once, on what the target's head read to say the pending token. The draft tokens are drawn from the
-    heads' laws one after another, so that a stop rule may end the draft.
+    All heads run at once, on what the target's head read to say the pending token.
 
     `params.drafter` are the heads' parameters, of the first K heads at least.
 
@@ -61,12 +60,6 @@ class Medusa(TappedChain):
         hidden = state.own
         heads = {**params.drafter, "heads": params.drafter["heads"][: self.num_draft_tokens]}
         said = medusa.logits(self.head, heads, self.config, params.target, hidden)
-
-        def step(
-            carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
-        ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-            del token, active
-            return jax.lax.dynamic_index_in_dim(said, i, axis=1, keepdims=False), hidden, carry
-
-        proposal, _, state = self.draft(step, (), keys, state, view, law, params.drafter)
+        read = jnp.broadcast_to(hidden[:, None], (*said.shape[:2], self.head.width))
+        proposal, state = self.draft_said(said, read, keys, state, view, law, params.drafter)
         return proposal, state, view.cache

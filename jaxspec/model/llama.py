@@ -123,6 +123,15 @@ def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
 
 
+def logits_of_draft(
+    target: LlamaConfig, target_params: Params, own: Params, eps: float, hidden: jax.Array
+) -> jax.Array:
+    """The same by a draft's own norm, with its ε, and `vocabulary` if it has one; the head is the target's."""
+    mine = {name: own[name] for name in ("norm", "vocabulary") if name in own}
+    read_as = dataclasses.replace(target, rms_norm_eps=eps)
+    return logits(read_as, {**target_params, **mine}, hidden)
+
+
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """What the head reads: hidden [..., D] after the final norm."""
     return rms_norm(hidden, params["norm"], config.rms_norm_eps)
