@@ -17,6 +17,7 @@ from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.tree import Dynamic
 from jaxspec.io import heads
+from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
 from jaxspec.testing.contracts import propose
@@ -79,14 +80,19 @@ class Round:
     laws: np.ndarray
 
 
-def rounds_of(directory: Path, make: Callable[[Any], Any], temperature: float = TEMPERATURE) -> list[Round]:
-    """Of a head on the target, whose drafter `make` makes of its config: after the prompts, and after some rounds."""
-    head = heads.read_head(directory, TARGET)
+def rounds_of(
+    directory: Path,
+    make: Callable[[Any], Any],
+    temperature: float = TEMPERATURE,
+    target: LlamaConfig = TARGET,
+) -> list[Round]:
+    """Of a head on a target, whose drafter `make` makes of its config: after the prompts, and after some rounds."""
+    head = heads.read_head(directory, target)
     drafter = make(head.config)
-    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    weights = Weights(tiny.params(target), head.load(np.float32))
     law = Sampling(jnp.full(len(PROMPTS), temperature))
     parts = Parts(drafter, BlockAcceptor(), law)
-    loop = tiny.Loop(parts, weights, TARGET)
+    loop = tiny.Loop(parts, weights, target)
     state, _ = loop.begin(PROMPTS, 20)
     found, accepted = [], 0
     for _ in range(4):

@@ -38,6 +38,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "eagle3": ({}, 0),
     "kangaroo": ({}, 6),  # of the first layer's and of its own, which are passed on by two loops
     "medusa": ({}, 0),
+    "dflash": ({}, 0),
     "hydra": ({}, 0),
     "draft-verify static": ({"static": True}, 0),
 }

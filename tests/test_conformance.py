@@ -300,6 +300,7 @@ SAMPLED = [
     tiny.Combination("medusa", "constant", "block"),
     tiny.Combination("hydra", "confidence", "block"),
     tiny.Combination("kangaroo", "confidence", "rejection"),
+    tiny.Combination("dflash", "constant", "rejection"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -219,6 +219,7 @@ METHODS = {
     "draft-verify": {},
     "eagle": {},
     "eagle3": {},
+    "dflash": {},
     "kangaroo": {},
     "medusa": {},
     "hydra": {},

@@ -300,7 +300,7 @@ BAD = {
     "both set": with_config(speculators(), fc_norm=True),
     "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
-    "is no head of EAGLE, Kangaroo, Medusa or Hydra": (LLAMA, {"probe.weight": np.ones((2, 2))}),
+    "is no head of EAGLE, DFlash, Kangaroo, Medusa or Hydra": (LLAMA, {"probe.weight": np.ones((2, 2))}),
     "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
         eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
     ),

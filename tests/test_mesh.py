@@ -48,7 +48,7 @@ for options in (
     assert all((row.gamma is None) == (options["method"] not in ("asd", "adaspeed")) for row in rows)
     print(options["method"])
 
-# A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by a head.
+# A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by heads.
 assert buckets.POLL_CHUNKS
 buckets.POLL_CHUNKS, buckets.MAX_CHUNK_CPU = 1, 16
 called, call = set(), spread[0].executables.call
@@ -60,6 +60,7 @@ for options in (
     {},
     {"method": "draft-model", "num_draft_tokens": 2, "draft": spread[1]},
     {"method": tiny.drafter_of("eagle3", config=config)},
+    {"method": tiny.drafter_of("dflash", config=config)},
 ):
     rows = spread[0].generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2, **options)
     assert rows[1].tokens == expected[1]

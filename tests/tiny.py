@@ -19,6 +19,7 @@ from jaxspec.decoding import Parts
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.clasp import CLaSp
+from jaxspec.drafting.dflash import DFlash
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
@@ -35,6 +36,7 @@ from jaxspec.drafting.token_recycling import TokenRecycling
 from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.dflash import DFlashConfig
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.heads import AnyHead
 from jaxspec.model.hydra import HydraConfig
@@ -336,6 +338,14 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return Hydra(config, head, rule, K), own | {"heads": heads}
 
 
+def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Over two of every three tokens, of two layers with the norms of Qwen3."""
+    layers = dataclasses.replace(config, num_layers=2, sliding_windows=(), qk_norm=True)
+    head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
+    few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
+    return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
+
+
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
     """A head that predicts exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
 
@@ -455,6 +465,7 @@ DRAFTERS: dict[str, Case] = {
     "eagle3-flags": Case(_eagle3_flags, family="heads"),
     "medusa": Case(_medusa, ("medusa",), "heads"),
     "hydra": Case(_hydra, ("hydra",), "heads"),
+    "dflash": Case(_dflash, ("dflash",), "heads"),
     "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
 }
 
@@ -546,7 +557,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")):
+    if method.startswith(
+        ("asd", "dflash", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")
+    ):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedTree, latest
+from jaxspec.drafting.tapped import ParallelChain, TappedTree, latest
 from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
@@ -20,13 +20,12 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Medusa(TappedTree):
+class Medusa(ParallelChain, TappedTree):
     """Head i drafts token i of the round; no head knows what the others draft.
 
-    All heads run at once, on what the target's head read to say the pending token. The draft tokens are drawn from the
-    heads' laws one after another, so that a stop rule may end the draft. A tree holds the combinations of the heads'
-    likeliest tokens that are most probable together, by what the heads say in this round. (The authors' tree is one of
-    ranks, the same in all rounds.)
+    All heads run at once, on what the target's head read to say the pending token. A tree holds the combinations of the
+    heads' likeliest tokens that are most probable together, by what the heads say in this round. (The authors' tree is
+    one of ranks, the same in all rounds.)
 
     `params.drafter` are the heads' parameters, of the first K heads at least.
 
@@ -76,11 +75,6 @@ class Medusa(TappedTree):
             proposal, _ = self.draft_tree(level, 1, said[:, 0], keys, params, law)
             return proposal, state, view.cache
 
-        def step(
-            carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
-        ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-            del token, active
-            return jax.lax.dynamic_index_in_dim(said, i, axis=1, keepdims=False), hidden, carry
-
-        proposal, _, state = self.draft(step, (), keys, state, view, law, params.drafter)
+        read = jnp.broadcast_to(hidden[:, None], (*said.shape[:2], self.head.width))
+        proposal, state = self.draft_said(said, read, keys, state, view, law, params.drafter)
         return proposal, state, view.cache

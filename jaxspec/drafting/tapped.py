@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxspec.drafting.chain import ChainDrafter, ChainState
 from jaxspec.drafting.tree import Drawn, Dynamic, Level, draw, grow
 from jaxspec.model.control import narrowest
-from jaxspec.model.llama import Tap
+from jaxspec.model.llama import Params, Tap
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Law
 
@@ -122,3 +122,37 @@ class TappedTree(TappedChain):
             return draw(self.tree.shape, level, carry, logits, keys, law, few)
         assert self.tree is not None
         return grow(self.tree, level, carry, logits, None if few is None else few.ids)
+
+
+class ParallelChain(TappedChain):
+    """A base for tapped chains whose tokens do not know each other: one pass says what all of them may be."""
+
+    def draft_said(
+        self,
+        said: jax.Array,
+        hidden: jax.Array,
+        keys: jax.Array,
+        state: ChainState,
+        view: View,
+        law: Law,
+        params: Params,
+    ) -> tuple[Proposal, ChainState]:
+        """Draws the draft tokens one after another, so that a stop rule may end the draft.
+
+        Args:
+          said: float32[B, K, V], the logits of each token, or [B, K, N] of a vocabulary of N tokens.
+          hidden: [B, K, D], what they were made of.
+          keys, state, view, law, params: as of `ChainDrafter.draft`.
+        """
+
+        def step(
+            carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
+        ) -> tuple[jax.Array, jax.Array, tuple[()]]:
+            del token, active
+            logits, read = (
+                jax.lax.dynamic_index_in_dim(of, i, axis=1, keepdims=False) for of in (said, hidden)
+            )
+            return logits, read, carry
+
+        proposal, _, state = self.draft(step, (), keys, state, view, law, params)
+        return proposal, state

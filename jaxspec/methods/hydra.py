@@ -24,6 +24,7 @@ class Hydra(SeveralHeads):
     """
 
     name: ClassVar[str] = "hydra"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "heads of Hydra: draft=DIR, or heads/hydra beside the model"
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:

@@ -26,6 +26,7 @@ class Medusa(SeveralHeads):
     """
 
     name: ClassVar[str] = "medusa"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "heads of Medusa: draft=DIR, or heads/medusa beside the model"
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:

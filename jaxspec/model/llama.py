@@ -91,7 +91,11 @@ def init_params(
     config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0
 ) -> Params:
     """Random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale²÷D), norms one, biases zero."""
-    shapes = param_shapes(config)
+    return draw(param_shapes(config), key, dtype, scale)
+
+
+def draw(shapes: Params, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0) -> Params:
+    """The same of any tree of shapes."""
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
     drawn = []
     for index, (path, shape) in enumerate(leaves):
@@ -121,6 +125,15 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
     return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
+
+
+def logits_of_draft(
+    target: LlamaConfig, target_params: Params, own: Params, eps: float, hidden: jax.Array
+) -> jax.Array:
+    """The same by a draft's own norm, with its ε, and `vocabulary` if it has one; the head is the target's."""
+    mine: Params = {name: own[name] for name in ("norm", "vocabulary") if name in own}
+    read_as = dataclasses.replace(target, rms_norm_eps=eps)
+    return logits(read_as, {**target_params, **mine}, hidden)
 
 
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -345,6 +358,13 @@ def run_block(
       hidden [B, T, D].
     """
     tables = rope.tables(config, positions, jnp.zeros(hidden.shape[0], jnp.int32))
+    attend = packed(positions, segments, window)
+    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
+    return mlp(config, p["mlp"], hidden, keep)
+
+
+def packed(positions: jax.Array, segments: jax.Array, window: int | None = None) -> Attend:
+    """Attention without a cache, for training: `positions`, `segments` and `window` as of `run_block`."""
     same = segments[:, :, None] == segments[:, None, :]
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
@@ -357,8 +377,7 @@ def run_block(
             mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], merged=False))
         return jnp.concatenate(mixed, axis=1), layer_cache
 
-    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
-    return mlp(config, p["mlp"], hidden, keep)
+    return attend
 
 
 def forward(

@@ -116,6 +116,17 @@ class Tree:
             behind |= at[..., None] == rows
         return cls(parent, depth, behind, depth)
 
+    @classmethod
+    def block(cls, count: int) -> Tree:
+        """Returns `count` rows one after the other that all see each other: no tree, but told in its words.
+
+        Examples:
+          >>> Tree.block(3).behind.all().item(), Tree.block(3).positions(jnp.array([7])).tolist()
+          (True, [[7, 8, 9]])
+        """
+        place = jnp.arange(count)[None]
+        return cls(jnp.maximum(place - 1, 0), place, jnp.ones((1, count, count), bool), place)
+
     def rows(self, begin: int, count: int) -> Tree:
         """Returns some of a whole tree's rows; the others are in the cache, as far as these see them."""
         cut = slice(begin, begin + count)
