@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jaxspec.console.environment import compile_only
-from jaxspec.deviceless.accelerators import parse_mesh, parse_topology
+from jaxspec.deviceless.accelerators import mesh_axes, parse_topology
 from jaxspec.methods import registry
 from jaxspec.model.config import LlamaConfig
 
@@ -64,7 +64,7 @@ def compiled(topology: str, method: str, options: dict) -> dict:
     from jaxspec.deviceless.stand_ins import model_shape
 
     chips = parse_topology(topology)
-    place = Place.of(devices(chips), parse_mesh(None, chips.num_devices))
+    place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
     programs = make(model_shape(None, "31m"), registry.make(method, options), place, capacity=256)
     return report(programs, chips.accelerator, build(programs.rounds))
 

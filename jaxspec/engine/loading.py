@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from jax.sharding import Mesh
 
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
+from jaxspec.io.mesh_text import parse_mesh
+from jaxspec.io.messages import shown
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -43,15 +46,48 @@ def resolve_placement(
     Raises:
       ValueError: no such device or dtype.
     """
-    try:
-        place = jax.devices(device)[0] if mesh is None else mesh.devices.flat[0]
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
+    place = devices_of(device)[0] if mesh is None else mesh.devices.flat[0]
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
     return place, np.dtype(DTYPES[name])
+
+
+def devices_of(device: str | None) -> list[jax.Device]:
+    """The devices of this kind, or of JAX's default one.
+
+    Raises:
+      ValueError: there are none.
+    """
+    try:
+        return jax.devices(device)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
+
+
+def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
+    """The mesh that is given, or written out, over the first devices of this kind; None where that is one device.
+
+    Raises:
+      ValueError: it is none, or has more places than there are devices.
+    """
+    if isinstance(mesh, str):
+        axes, devices = parse_mesh(mesh), devices_of(device)
+        places = math.prod(axes.values())
+        if places > len(devices):
+            raise ValueError(
+                f"mesh is {shown(mesh)}, which has {places} places, and JAX sees {len(devices)} "
+                f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give data × model of at most that"
+            )
+        if places == 1:
+            return None
+        return Mesh(np.array(devices[:places]).reshape(tuple(axes.values())), tuple(axes))
+    if mesh is None:
+        return None
+    check_mesh(mesh)
+    # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def check_mesh(mesh: Any) -> None:
@@ -63,7 +99,7 @@ def check_mesh(mesh: Any) -> None:
     names = getattr(mesh, "axis_names", None)
     if names is None:
         raise ValueError(
-            f"mesh is {type(mesh).__name__}; give a jax.sharding.Mesh with the axes data and model"
+            f"mesh is {type(mesh).__name__}; give data=2,model=4 or the like, or a jax.sharding.Mesh with these axes"
         )
     if not set(names) <= set(RULES.values()):
         raise ValueError(
