@@ -84,8 +84,10 @@ def test_no_cache_and_no_weight_is_copied(name):
     assert found["collectives"] == {}
 
 
-def test_plain_decoding_on_four_chips():
-    found = compiled("v5e:2x2", "autoregressive", {})
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:2x4"])
+def test_plain_decoding_on_several_chips(topology):
+    """As many chips as key/value heads, and twice as many, which hold copies of these: that exchanges nothing more."""
+    found = compiled(topology, "autoregressive", {})
     assert found["cache_copies"] == found["weight_copies"] == 0
     assert found["collectives"] == {"all-reduce": EMBED + L * LAYER + HEAD}
 

@@ -15,7 +15,7 @@ from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps,
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import resolve_mesh, resolve_placement
+from jaxspec.engine.loading import fit_to_mesh, resolve_mesh, resolve_placement
 from jaxspec.io.memory import check_fits
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
@@ -140,7 +140,7 @@ def _language_model(
         raise ValueError(f"unknown shape {shape!r}; give one of {', '.join(SHAPES)}")
     over = resolve_mesh(mesh, device)
     place, kind = resolve_placement(dtype, device, over)
-    config = SHAPES[shape]
+    config = SHAPES[shape] if over is None else fit_to_mesh(over, SHAPES[shape], shape)
     init = functools.partial(llama.init_params, config, dtype=kind)
     if over is None:
         check_fits(config, kind, batch_size=1, capacity=LARGE, device=place)

@@ -23,6 +23,7 @@ from jaxspec.engine.loading import (
     check_mesh,
     find_model,
     find_tokenizer,
+    fit_to_mesh,
     place_params,
     resolve_mesh,
     resolve_placement,
@@ -79,7 +80,7 @@ def load(
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: several devices instead, over which the model is spread: such as "data=2,model=4", over the first devices
-        of that kind, or a `jax.sharding.Mesh` with these axes. See `model.sharding`.
+        of that kind, or a `jax.sharding.Mesh` with these axes.
       chat_template: a Jinja file, for a model that has none.
       compilation_cache: let JAX keep compiled programs in the user's cache directory, for this whole process, so
         that another process need not compile them again. JAX keeps its own settings if it has a cache directory
@@ -102,6 +103,9 @@ def load(
     mesh = resolve_mesh(mesh, device)
     directory = find_model(model)
     config = checkpoint.read_config(directory)
+    name = os.fspath(model) if model is not None else directory.name
+    if mesh is not None:
+        config = fit_to_mesh(mesh, config, name)
     place_on, wanted = resolve_placement(dtype, device, mesh)
     if mesh is None:
         memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on)
@@ -111,7 +115,7 @@ def load(
         config,
         params,
         tokenizer,
-        name=os.fspath(model) if model is not None else directory.name,
+        name=name,
         directory=checkpoint.directory_of(directory),
         device=place_on,
         mesh=mesh,
@@ -130,7 +134,7 @@ class LanguageModel:
       name: how it is called in reports.
       directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
-      mesh: over which params are spread (see `model.sharding`); None for one device.
+      mesh: over which params are spread, by `model.sharding.spread`; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
       exits: the exits that it was trained for, in layers run (SoFT).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxspec.io.messages import shown
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import RULES, param_shardings
+from jaxspec.model.sharding import RULES, left_whole, param_shardings, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -105,6 +106,33 @@ def check_mesh(mesh: Any) -> None:
         raise ValueError(
             f"mesh has the axes {', '.join(map(str, names))}; name them data (rows) and model (heads)"
         )
+
+
+def fit_to_mesh(mesh: Mesh, config: LlamaConfig, name: str, *, target: bool = True) -> LlamaConfig:
+    """The configuration as a mesh holds it; warns of what does not divide, so that each device has it whole.
+
+    Args:
+      mesh: over which the model will be spread.
+      config: as it was read.
+      name: of the model, for messages.
+      target: whether it is refused where nothing divides; a draft is small.
+
+    Raises:
+      ValueError: it is, and there is nothing to spread along `model`.
+    """
+    config = spread_config(mesh, config)
+    found = left_whole(mesh, config)
+    whole = [words for words, is_whole in found.items() if is_whole]
+    places = f"mesh has {mesh.shape.get('model', 1)} places along model"
+    if target and len(whole) == len(found):
+        raise ValueError(
+            f"{places}, and {name} could be spread over none of them: they divide neither {', nor '.join(whole)}; give "
+            "a number that divides one of these"
+        )
+    if whole:
+        message = f"{places}, which do not divide {' and '.join(whole)} of {name}; each device has the whole of that"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return config
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None = None) -> Tokenizer | None:
