@@ -241,13 +241,13 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def eagle_head(config: LlamaConfig, **changes: Any) -> HeadConfig:
     """An EAGLE-1 head of a small target."""
-    block = dataclasses.replace(config, num_layers=1, intermediate_size=20)
+    block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20)
     return HeadConfig(block, fc_bias=True, **changes)
 
 
 def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> HeadConfig:
     """An EAGLE-3 head of a small target."""
-    block = dataclasses.replace(config, num_layers=num_layers, intermediate_size=20)
+    block = dataclasses.replace(config.plain, num_layers=num_layers, intermediate_size=20)
     given: dict[str, Any] = {"taps": (0, 1, config.num_layers), "head_size": config.vocab_size, **changes}
     return HeadConfig(block, kind="eagle3", **given)
 
@@ -309,7 +309,7 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Over two of every three tokens."""
-    head = KangarooConfig(dataclasses.replace(config, num_layers=1, sliding_windows=()))
+    head = KangarooConfig(dataclasses.replace(config.plain, num_layers=1, sliding_windows=()))
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return Kangaroo(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
 
@@ -325,7 +325,9 @@ def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Hydra++, whose heads mostly hand on the embedding of the last token, as the target does."""
-    head = HydraConfig(config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.truncated(1))
+    head = HydraConfig(
+        config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.plain.truncated(1)
+    )
     own, target = dict(head_params(head)), params(config)
     heads = []
     for one in own["heads"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.bench.profile import SHAPES
@@ -26,6 +27,7 @@ from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import spread_config
 from jaxspec.model.vocabulary import Vocabulary
 
 # In place of the fingerprint of weights that nobody read.
@@ -47,6 +49,10 @@ class ModelShape:
     name: str
     config: LlamaConfig
     exits: tuple[int, ...] = ()
+
+    def over(self, mesh: Mesh | None) -> ModelShape:
+        """The shape as a mesh holds it, see `model.sharding.spread_config`; None for one device."""
+        return self if mesh is None else dataclasses.replace(self, config=spread_config(mesh, self.config))
 
     def params(self, dtype: DTypeLike) -> llama.Params:
         """Its parameters as `jax.ShapeDtypeStruct`s."""
@@ -118,9 +124,9 @@ def loaded_head(path: Path, directory: Path, target: LlamaConfig, dtype: DTypeLi
     Raises:
       FileNotFoundError, ValueError: there is none, or it does not fit; one line.
     """
-    config = _usual_head(path.name, target) if path.is_relative_to(directory) else None
+    config = _usual_head(path.name, target.plain) if path.is_relative_to(directory) else None
     if config is None:
-        config = heads.read_head(heads.resolve(path), target).config
+        config = heads.read_head(heads.resolve(path), target.plain).config
     params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), config.shapes, is_leaf=llama.is_shape)
     rows = getattr(config, "head_size", None)
     if rows is not None and rows < target.vocab_size:

@@ -2,7 +2,8 @@
 
 Parameters are a plain dict, so that any tree of the same shape (gradients, shardings, optimiser state)
 fits beside it. Weights keep their output axes first; what is multiplied together lies together, grouped by
-key/value head, so that one device runs one product where a mesh still divides by heads:
+key/value head, so that one device runs one product where a mesh still divides by heads (KV and G count copies of
+key/value heads, see `LlamaConfig.kv_copies`):
 
     embed  [V, D]          norm [D]          head [V, D], absent where tied
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
@@ -54,7 +55,7 @@ Watch = Callable[[jax.Array, jax.Array], None]
 def param_shapes(config: LlamaConfig) -> Params:
     """The tree of parameters, a shape tuple at each leaf."""
     width, inner = config.hidden_size, config.intermediate_size
-    qkv = (config.num_kv_heads, (config.group_size + 2) * config.head_dim)
+    qkv = (config.held_kv_heads, (config.group_size + 2) * config.head_dim)
     attention = {"norm": (width,), "qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
     mlp = {"norm": (width,), "gate_up": (2, inner, width), "down": (width, inner)}
     if config.qkv_bias:
@@ -167,7 +168,7 @@ def attention(
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
     qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
-    qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
+    qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
     turning = qkv[..., : group + 1, :]
     if config.qk_norm:
         turning = rms_norm(turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]), config.rms_norm_eps)

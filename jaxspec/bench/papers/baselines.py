@@ -72,6 +72,7 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
         lm.tokenizer,
         name=f"{lm.name} cut to {depth} layers",
         device=lm.device,
+        mesh=lm.mesh,
     )
     name = f"plain, cut to {depth} layers"
     note = f"The model cut to {depth} layers has the whole's held-out loss within .02 nats per token."

@@ -267,7 +267,7 @@ class Workbench:
             "format": f"{FORMAT}/{name}",
             "model": self.lm.fingerprint,
             "dtype": self.lm.dtype,
-            "device": self.lm.device.device_kind,
+            "device": self.lm.device_kind,
             "all_prompts": hashlib.sha256(json.dumps(prompts_read).encode()).hexdigest()[:16],
             **{field: getattr(self.options, field) for field in ("limit", "max_new_tokens", "seed")},
             **given,
@@ -285,7 +285,7 @@ class Workbench:
         return Report(
             paper,
             lm.name,
-            lm.device.device_kind,
+            lm.device_kind,
             lm.dtype,
             failed,
             dict(self._prompts),
