@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from jaxspec.bench import papers, prompts
-from jaxspec.bench.papers import s2d
+from jaxspec.bench import papers, prompts, speed
+from jaxspec.bench.papers import s2d, s2d_average, s2d_runs
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.prompt_files import Task
 from jaxspec.bench.suite import Suite
 from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
 from jaxspec.methods import DraftModel, DraftVerify
 from jaxspec.testing.models import TARGET, params
@@ -25,8 +27,8 @@ SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once
 @pytest.fixture(autouse=True)
 def little(monkeypatch):
     monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: SPLITS[split])
-    monkeypatch.setattr(s2d, "CONSTANTS", (2,))
-    monkeypatch.setattr(s2d, "THRESHOLDS", (0.0, 1.0))
+    monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
+    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +44,24 @@ def draft(lm, tmp_path_factory):
     return str(directory)
 
 
-def test_s2d(lm, draft, tmp_path):
+@pytest.fixture(scope="module")
+def options(draft, tmp_path_factory):
+    """With records that the tests go on from."""
     other = DraftModel(draft_exit=1, num_draft_tokens=1)
-    options = PaperOptions(
-        max_new_tokens=8, repeats=1, draft=draft, runs={"other": other}, directory=tmp_path
-    )
+    directory = tmp_path_factory.mktemp("records")
+    return PaperOptions(max_new_tokens=8, repeats=1, draft=draft, runs={"other": other}, directory=directory)
+
+
+@pytest.fixture
+def target(lm, monkeypatch):
+    """Another target, which `load` finds by its name."""
+    other = LanguageModel(lm.config, params(TARGET, 7), lm.tokenizer, name="second")
+    other.executables = lm.executables  # of one shape: compiled once
+    monkeypatch.setattr(s2d, "load", lambda name, **given: {"second": other, "the same": lm}[name])
+    return other
+
+
+def test_s2d(lm, options):
     found = papers.find("s2d")(lm, options, print)
     table, thresholds = found.tables
     names = [row.name.partition(",")[0] for row in table.rows]
@@ -69,11 +84,72 @@ def test_s2d(lm, draft, tmp_path):
     assert all(claim.because for claim in found.claims)
 
 
+def test_s2d_with_several_targets(lm, target, options):
+    def measured(**changes):
+        return papers.find("s2d")(lm, dataclasses.replace(options, **changes), print)
+
+    found = measured(targets=("second",))
+    average, first, _, second, _ = found.tables
+    assert (first.title, second.title) == (
+        "Table 2: one sorted draft, target tiny",
+        "Table 2: one sorted draft, target second",
+    )
+    # Each target has a draft length of its own, and one row in the average.
+    names = [row.name for row in average.rows]
+    assert names == [
+        *(
+            "plain",
+            "the target's first 1, untrained",
+            "other",
+            "sorted, exit 1 + SD",
+            "sorted, exit 2 + SD",
+            "S2D",
+        )
+    ]
+    mine = [next(row.name for row in one.rows if row.name.startswith("S2D")) for one in (first, second)]
+    speeds = [one.cell(run, "× plain, T = 1") for one, run in zip((first, second), mine, strict=True)]
+    assert [cell.paper for cell in speeds] == [1.27, 1.38]
+    assert average.cell("S2D", "T = 1").ours == pytest.approx(sum(cell.ours for cell in speeds) / 2)
+    low, high = average.cell("S2D", "both").interval
+    assert low <= average.cell("S2D", "both").ours <= high
+    assert average.cell("S2D", "both").paper == 1.55
+    assert any(note.startswith("No fitness test of second") for note in second.notes)
+    says = [claim.says for claim in found.claims]
+    assert any(
+        one.startswith("second: S2D is faster than its whole draft alone (1.38 against 1.23)") for one in says
+    )
+    (claim,) = [one for one in found.claims if "every exit of its draft alone" in one.says]
+    ratio = average.cell("S2D", "both").ours / average.cell("sorted, exit 2 + SD", "both").ours
+    assert f"S2D ÷ sorted, exit 2 + SD is {ratio:.2f}" in claim.because
+    # Nothing is measured again, whatever the order: the second target's records are its own.
+    again = measured(targets=("second",))
+    assert dataclasses.asdict(again) == dataclasses.asdict(found)
+    assert {path.parent.name for path in options.directory.rglob("temperature-1.jsonl")} == {
+        *(options.directory.name, f"target-{target.fingerprint}")
+    }
+    with pytest.raises(ValueError, match="`targets` has the same, which is measured already; give each"):
+        measured(targets=("second", "the same"))
+
+
+def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():
+    # One target is fast where the other is slow: on every draw of prompts the average is the same.
+    def served(fast):
+        ratios = speed.indices(2)[:, :1] == fast
+        drawn = SimpleNamespace(drawn=lambda run: 1 + ratios.mean(axis=1))
+        return SimpleNamespace(named={"x": "x"}, runs={0.0: drawn})
+
+    both = s2d_average.drawn([served(0), served(1)], "x", [0.0])
+    assert speed.spread(both) == (1.5, (1.5, 1.5))
+
+
 def test_thresholds_are_those_of_the_run(lm, draft):
     # Always the first exit, or never: as drafts, the first layer alone and both.
     with Workbench(lm, PaperOptions(max_new_tokens=8, repeats=1)) as bench:
-        found = s2d.sorted_draft(lm, draft)
-        by_exit = {1: s2d._sorted(bench, draft, found, (0.0,)), 2: s2d._sorted(bench, draft, found, (1.0,))}
+        found = s2d_runs.sorted_draft(lm, draft)
+        by_exit = {
+            1: s2d_runs._sorted(bench, draft, found, (0.0,)),
+            2: s2d_runs._sorted(bench, draft, found, (1.0,)),
+        }
         for layer, method in by_exit.items():
             alone = DraftModel(
                 draft=draft, draft_exit=layer, stop_rule=("adaptive-length",), num_draft_tokens=12
@@ -88,8 +164,8 @@ def test_thresholds_are_those_of_the_run(lm, draft):
 def test_a_draft_of_the_users_is_tuned_as_the_others_are(lm, draft):
     free, fixed = DraftModel(draft=draft), DraftModel(draft=draft, stop_rule=("confidence",))
     with Workbench(lm, PaperOptions(max_new_tokens=8, draft=draft, runs={"a": free, "b": fixed})) as bench:
-        found = s2d.sorted_draft(lm, draft)
-        drafts = {one.name: one for one in s2d._drafts(bench, draft, found, (0.5,))}
+        found = s2d_runs.sorted_draft(lm, draft)
+        drafts = {one.name: one for one in s2d_runs._drafts(bench, draft, found, (0.5,))}
         asked = []
 
         def fastest(name, split, candidates):
@@ -97,10 +173,10 @@ def test_a_draft_of_the_users_is_tuned_as_the_others_are(lm, draft):
             return SimpleNamespace(best=max, ratio=lambda run: Cell(ours=1.5))
 
         bench.measure = fastest
-        tuned = s2d._with_best_length(bench, drafts["a"], 0)
+        tuned = s2d_runs._with_best_length(bench, drafts["a"], 0)
         assert asked == [("tuning", ["schedule", "K 2"])]
         assert (tuned.method.stop_rule, tuned.tuning) == (("adaptive-length",), 1.5)
-        assert s2d._with_best_length(bench, drafts["b"], 1).method == fixed
+        assert s2d_runs._with_best_length(bench, drafts["b"], 1).method == fixed
 
 
 def test_another_draft_in_the_same_place_has_records_of_its_own(lm, draft, tmp_path):

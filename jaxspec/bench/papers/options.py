@@ -11,7 +11,21 @@ from jaxspec.bench.suite_options import Amount
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperOptions(Amount):
+class TargetOptions:
+    """Which models a paper's drafts serve, beside the model itself.
+
+    Attributes:
+      targets: of paper s2d, a further target of the same draft: a directory, a hub id or an embedded name. All are held
+        in memory together.
+    """
+
+    targets: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"option": "--target", "metavar": "DIR|ID"}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperOptions(TargetOptions, Amount):
     """How much is measured, and where it is written down. `limit` holds for the tuning and the reporting prompts each.
 
     Attributes:

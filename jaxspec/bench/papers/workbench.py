@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.papers.options import PaperOptions
@@ -58,6 +60,10 @@ class Measured:
         mine = self.taken(run, kinds)
         ours, interval = speed.speed_ratio(mine, self.taken(over, kinds)) if mine else (None, None)
         return Cell(paper, ours, interval if len(mine) > 1 else None)
+
+    def drawn(self, run: str, over: str = BASELINE) -> np.ndarray:
+        """float64[1 + draws]: the same ratio, then that of each draw of prompts; see `speed.drawn_ratios`."""
+        return speed.drawn_ratios(self.taken(run), self.taken(over))
 
     def acceptance(self, run: str, kinds: Sequence[str] = ()) -> dict[str, float | None]:
         """What became of a run's drafts; see `speed.acceptance`."""

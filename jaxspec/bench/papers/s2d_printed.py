@@ -1,0 +1,18 @@
+"""The figures that the S2D paper prints (Kavehzadeh et al. 2024)."""
+
+from __future__ import annotations
+
+from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED
+
+# Its targets, the smallest first; the draft has 12 layers with exits 6, 9 and 12.
+TARGETS = ("Vicuna-7B", "Vicuna-13B", "LLaMA-Chat-70B")
+# Table 2, by draft and target: speed-up and mean accepted tokens at T = 0, then at T = 1.
+TABLE_2 = {
+    SFT: ((1.19, 3.19, 1.16, 3.44), (1.21, 3.05, 1.10, 3.16), (1.94, 2.46, 1.94, 2.54)),
+    FIRST: ((1.38, 2.43, 1.30, 2.53), (1.38, 2.40, 1.35, 2.87), (1.83, 2.05, 1.87, 2.14)),
+    MIDDLE: ((1.24, 2.80, 1.26, 3.05), (1.31, 2.78, 1.32, 2.87), (1.92, 2.27, 1.94, 2.34)),
+    LAST: ((1.17, 3.11, 1.07, 3.22), (1.23, 3.01, 1.20, 3.17), (1.91, 2.39, 1.96, 2.53)),
+    SORTED: ((1.34, 2.86, 1.27, 3.01), (1.38, 2.76, 1.38, 2.89), (1.95, 2.36, 1.98, 2.44)),
+}
+# Table 2, the average of all six speed-ups.
+AVERAGE = {SFT: 1.42, FIRST: 1.51, MIDDLE: 1.49, LAST: 1.42, SORTED: 1.55}
