@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from jaxspec.bench import papers, prompts, speed
-from jaxspec.bench.papers import s2d, s2d_average, s2d_runs
+from jaxspec.bench.papers import accuracy, s2d, s2d_average, s2d_runs
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
@@ -57,7 +58,10 @@ def target(lm, monkeypatch):
     """Another target, which `load` finds by its name."""
     other = LanguageModel(lm.config, params(TARGET, 7), lm.tokenizer, name="second")
     other.executables = lm.executables  # of one shape: compiled once
-    monkeypatch.setattr(s2d, "load", lambda name, **given: {"second": other, "the same": lm}[name])
+    alone = LanguageModel(lm.config, params(TARGET, 9), lm.tokenizer, name="sorted", exits=(1, 2))
+    alone.executables = lm.executables
+    known = {"second": other, "the same": lm, "sorted": alone}
+    monkeypatch.setattr(s2d, "load", lambda name, **given: known[name])
     return other
 
 
@@ -74,7 +78,9 @@ def test_s2d(lm, options):
     assert {row.name for row in thresholds.rows} == {"τ 0", "τ 1"}
     figures = [row.cells["× plain"].ours for row in thresholds.rows]
     assert figures == sorted(figures, reverse=True)
-    assert [claim.because.partition(" is ")[0] for claim in found.claims] == [
+    *judged, lacking = found.claims
+    assert lacking.because.startswith("no sorted target was given, so Table 1 is left out")
+    assert [claim.because.partition(" is ")[0] for claim in judged] == [
         "S2D ÷ plain",
         f"S2D ÷ {table.rows[4].name}",
         f"{table.rows[3].name} ÷ S2D",
@@ -129,6 +135,75 @@ def test_s2d_with_several_targets(lm, target, options):
     }
     with pytest.raises(ValueError, match="`targets` has the same, which is measured already; give each"):
         measured(targets=("second", "the same"))
+
+
+def test_a_sorted_target_drafts_for_itself(lm, target, options):
+    found = papers.find("s2d")(lm, dataclasses.replace(options, sorted_target="sorted"), print)
+    table = found.tables[-1]
+    assert table.title.startswith("Table 1")
+    names = [re.sub(r" \(.*|, K 2", "", row.name) for row in table.rows]
+    assert names == [
+        *("plain", "the target's first 1, untrained", "sorted draft, best single exit", "sorted draft, S2D"),
+        *("sorted target, best single exit", "sorted target, S2D"),
+    ]
+    *_, draft, _, mine = table.rows
+    assert (draft.cells["× plain"].paper, mine.cells["× plain"].paper) == (1.53, 1.21)
+    assert all(row.cells["× plain"].ours > 0 for row in table.rows)
+    assert mine.cells["right, %"] == Cell(33.51)
+    assert any("no fitness.json lies beside tiny" in note for note in table.notes)
+    speed, right = found.claims[-2:]
+    assert speed.because.startswith("sorted draft ÷ sorted target is ")
+    assert right.holds is None
+    (records,) = (options.directory / "sorted-target").glob("temperature-*.jsonl")
+    assert records.name == "temperature-0.jsonl"
+
+
+def bench(name, **kinds):
+    """A workbench with a report of the fitness test: by kind of work, its accuracy and how many answers there are."""
+    figures = {
+        kind: {"accuracy": share and [0.0, share], "answers": count} for kind, (share, count) in kinds.items()
+    }
+    return SimpleNamespace(lm=SimpleNamespace(name=name), fitness={"kinds": figures} if kinds else None)
+
+
+def measured(right=()):
+    records = [SimpleNamespace(run="autoregressive", right=one) for one in right]
+    return SimpleNamespace(suite=SimpleNamespace(records=records))
+
+
+def test_accuracy_is_of_the_kinds_that_all_reports_have():
+    models = [
+        (bench("a", sums=(0.9, 1000), edits=(0.7, 1000), stories=(None, None)), measured([None])),
+        (bench("b", sums=(0.4, 1000), labels=(1.0, 10)), measured([None])),
+    ]
+    found = accuracy.accuracies(models)
+    assert [found.cell(model).ours for model in (0, 1)] == [90, 40]
+    low, high = found.cell(0).interval
+    assert 87 < low < 90 < high < 93
+    assert found.note.endswith("the mean over sums.")
+    claim = found.more("A is right.", (0, 1), ("a", "b"))
+    assert claim.holds
+    assert claim.because.startswith("a − b, in percentage points, is 50.00 (4")
+    # Older reports do not say how many answers they have.
+    old = accuracy.accuracies([(bench("a", sums=(0.9, None)), measured()), models[1]])
+    assert (old.cell(0).ours, old.cell(0).interval) == (90, None)
+    claim = old.more("A is right.", (0, 1), ("a", "b"))
+    assert (claim.holds, "is 50.0, without an interval" in claim.because) == (None, True)
+    none = accuracy.accuracies(
+        [(bench("a", sums=(0.9, 3)), measured()), (bench("b", edits=(0.9, 3)), measured())]
+    )
+    assert none.drawn == (None, None)
+    assert "no kind of answers in common" in none.note
+
+
+def test_accuracy_is_of_prompts_with_answers_where_there_are_some():
+    some = [(True, True), (True, False), None, (False, False), (True, True)]
+    found = accuracy.accuracies([(bench("a", sums=(0.9, 9)), measured(some))])
+    assert found.cell(0).ours == 62.5
+    assert found.cell(0).interval[0] < 62.5
+    assert "answers to 4 prompts" in found.note
+    alone = accuracy.accuracies([(bench("a"), measured(some[:1]))])
+    assert (alone.cell(0).ours, alone.cell(0).interval) == (100, None)
 
 
 def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():

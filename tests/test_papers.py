@@ -330,13 +330,14 @@ def test_the_command_prints_a_papers_tables(run, tmp_path):
 
 def test_a_paper_about_drafts_takes_them(run):
     words = "draft-model --draft other"
-    targets = ("--target", "a", "--target", "b")
+    targets = ("--target", "a", "--target", "b", "--sorted-target", "c")
     status, _, err = run(
         "--paper", "s2d", "--draft", "some", "--run", words, "--prompt-file", "x.txt", *targets
     )
     assert status == 0, err
     options = run.asked[0][1]
-    assert (options.draft, options.prompt_file, options.targets) == ("some", ("x.txt",), ("a", "b"))
+    assert (options.draft, options.prompt_file) == ("some", ("x.txt",))
+    assert (options.targets, options.sorted_target) == (("a", "b"), "c")
     assert options.runs == {words: DraftModel(draft="other")}
 
 
@@ -370,6 +371,7 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
         ("--exit-layer", "3"),
         ("--carry-gamma",),
         ("--target", "x"),
+        ("--sorted-target", "x"),
     ],
 )
 def test_options_of_prompt_sets_are_refused(run, arguments):

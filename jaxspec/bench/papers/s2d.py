@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxspec.bench.papers import s2d_average, s2d_runs
+from jaxspec.bench.papers import s2d_average, s2d_runs, s2d_sorted_target
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.s2d_printed import TABLE_2, TARGETS
 from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED, TEMPERATURES, UNTRAINED, Served
@@ -43,34 +43,61 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
         raise ValueError("the paper needs a sorted draft; give draft=DIR, made by `python -m training.soft`")
     with contextlib.ExitStack() as stack:
         benches = [stack.enter_context(bench) for bench in _benches(lm, options, on_progress)]
+        sorted_target = _sorted_target(benches[0])
         for bench in benches:
             s2d_runs.check(bench, name)
+        if sorted_target is not None:
+            s2d_runs.check(stack.enter_context(sorted_target), None)
         served = [s2d_runs.serve(bench, name) for bench in benches]
         tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
         claims = list(_claims(served))
         if len(served) > 1:
             tables.insert(0, s2d_average.table(served))
             claims += s2d_average.claims(served)
+        if sorted_target is None:
+            claims.append(s2d_sorted_target.LACKING)
+        else:
+            alone = s2d_runs.serve(sorted_target, None, temperatures=(0.0,))
+            table, right = s2d_sorted_target.table(served[0], alone)
+            tables.append(table)
+            claims += s2d_sorted_target.claims(served[0], alone, right)
         return benches[0].report(PAPER, tables, claims)
 
 
 def _benches(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress) -> Iterator[Workbench]:
     """Where each target is measured. All are loaded before the first is: whatever is wrong with one of them."""
-    yield Workbench(lm, options, on_progress)
+    first = Workbench(lm, options, on_progress)
+    yield first
     known = {lm.fingerprint}
     for name in options.targets:
-        on_progress(f"loading {name}")
-        target = load(name, dtype=lm.dtype, device=lm.platform, compilation_cache=False)
+        target = _loaded(first, name)
         if target.fingerprint in known:
             raise ValueError(f"`targets` has {name}, which is measured already; give each target once")
         known.add(target.fingerprint)
         # By its weights: the same records, whatever the order of the targets.
-        below = None if options.directory is None else options.directory / f"target-{target.fingerprint}"
-        yield Workbench(
-            target,
-            dataclasses.replace(options, directory=below),
-            lambda what, name=name: on_progress(f"{name}: {what}"),  # type: ignore[misc]
-        )
+        yield _bench(first, target, f"target-{target.fingerprint}")
+
+
+def _sorted_target(first: Workbench) -> Workbench | None:
+    """Where the sorted target is measured, if there is one."""
+    name = first.options.sorted_target
+    return None if name is None else _bench(first, _loaded(first, name), "sorted-target")
+
+
+def _loaded(first: Workbench, name: str) -> LanguageModel:
+    first.on_progress(f"loading {name}")
+    return load(name, dtype=first.lm.dtype, device=first.lm.platform, compilation_cache=False)
+
+
+def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:
+    """Where another model is measured on the same prompts, with records in a directory of its own."""
+    directory = first.options.directory
+    return Workbench(
+        target,
+        dataclasses.replace(first.options, directory=None if directory is None else directory / below),
+        lambda what: first.on_progress(f"{target.name}: {what}"),
+        first.lm.directory,
+    )
 
 
 def _of_one(served: Served, number: int, targets: int) -> tuple[Table, Table]:

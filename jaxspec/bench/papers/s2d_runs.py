@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.bench.papers import baselines
 from jaxspec.bench.papers.workbench import Measured, Workbench, law
 from jaxspec.io import method_files
-from jaxspec.methods import S2D, DraftModel, Method
+from jaxspec.methods import S2D, DraftModel, LayerSkip, Method
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.tuning.s2d import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
@@ -101,22 +101,27 @@ class Served:
         return next(draft for draft in self.drafts if draft.role == SORTED)
 
 
-def check(bench: Workbench, name: str) -> None:
-    """Says what is wrong with the drafts before an hour of tuning.
+def check(bench: Workbench, name: str | None) -> None:
+    """Says what is wrong with the drafts before an hour of tuning; the arguments are those of `serve`.
 
     Raises:
       ValueError: the draft has no sorted exits or other tokens than the target.
       FileNotFoundError: there is no such draft, or a run lacks a file.
     """
     sorted_draft(bench.lm, name)
-    for at, method in itertools.product(TEMPERATURES, bench.options.runs.values()):
+    for at, method in itertools.product(TEMPERATURES, bench.options.runs.values() if name else ()):
         bench.lm.drafter(method, laws=(method_files.law_name(at),))
 
 
-def serve(bench: Workbench, name: str) -> Served:
+def serve(bench: Workbench, name: str | None, temperatures: Sequence[float] = TEMPERATURES) -> Served:
     """Measures a sorted draft on one target: its exits alone, S2D's choice, and drafts without sorting.
 
     Thresholds and draft lengths are those that are fastest on this target's tuning prompts.
+
+    Args:
+      bench: the target's.
+      name: of the draft; None for a sorted target that drafts by its own exits.
+      temperatures: at which all drafts are measured on reporting prompts; the first is 0.
 
     Raises:
       ValueError, FileNotFoundError: what `check` and `Suite` raise.
@@ -125,7 +130,7 @@ def serve(bench: Workbench, name: str) -> Served:
     thresholds = _tuned_thresholds(bench, name, found)
     made = _drafts(bench, name, found, fastest_thresholds(thresholds))
     drafts = tuple(_with_best_length(bench, draft, number) for number, draft in enumerate(made))
-    short = {at: baselines.cut(bench, at) for at in TEMPERATURES}
+    short = {at: baselines.cut(bench, at) for at in temperatures}
     runs = {
         at: bench.measure(
             f"temperature-{at:g}",
@@ -135,7 +140,7 @@ def serve(bench: Workbench, name: str) -> Served:
             peers=short[at].peers,
             models=short[at].models,
         )
-        for at in TEMPERATURES
+        for at in temperatures
     }
     return Served(bench, drafts, thresholds, runs, short[0.0])
 
@@ -155,7 +160,9 @@ def shown(thresholds: Sequence[float]) -> str:
     return "τ " + ", ".join(f"{one:g}" for one in thresholds)
 
 
-def _tuned_thresholds(bench: Workbench, name: str, draft: SortedDraft) -> dict[tuple[float, ...], float]:
+def _tuned_thresholds(
+    bench: Workbench, name: str | None, draft: SortedDraft
+) -> dict[tuple[float, ...], float]:
     """By thresholds of all exits but the last, the speed-up over plain decoding on tuning prompts."""
     exits = draft.drafter.exits
     settings = s2d_grid(THRESHOLDS, len(exits)) if len(exits) > 1 else [()]
@@ -164,7 +171,7 @@ def _tuned_thresholds(bench: Workbench, name: str, draft: SortedDraft) -> dict[t
     return {one: tried.ratio(shown(one)).ours or 0.0 for one in settings}
 
 
-def _sorted(bench: Workbench, name: str, draft: SortedDraft, thresholds: tuple[float, ...]) -> S2D:
+def _sorted(bench: Workbench, name: str | None, draft: SortedDraft, thresholds: tuple[float, ...]) -> S2D:
     """The method with some thresholds, which it reads from a file."""
     exits = draft.drafter.exits
     path = bench.directory / f"thresholds-{'-'.join(f'{one:g}' for one in thresholds) or 'none'}.json"
@@ -173,14 +180,20 @@ def _sorted(bench: Workbench, name: str, draft: SortedDraft, thresholds: tuple[f
     return S2D(draft=name, thresholds=str(path), num_draft_tokens=LONGEST)
 
 
-def _drafts(bench: Workbench, name: str, found: SortedDraft, thresholds: tuple[float, ...]) -> list[Draft]:
+def _drafts(
+    bench: Workbench, name: str | None, found: SortedDraft, thresholds: tuple[float, ...]
+) -> list[Draft]:
     """All drafts, each with the schedule of the paper's harness."""
     exits = found.drafter.exits
     schedule: dict[str, Any] = {"stop_rule": ("adaptive-length",), "num_draft_tokens": LONGEST}
-    own = [layer for layer in exits if layer < bench.lm.config.num_layers]
+    mine = Draft(SORTED, _sorted(bench, name, found, thresholds), SORTED)
+    if name is None:
+        own = [(layer, LayerSkip(exit_layer=layer, **schedule)) for layer in exits]
+        return [*(Draft(f"exit {layer}", method, exit_layer=layer) for layer, method in own), mine]
     drafts = [
         Draft(f"the target's first {layer}, untrained", DraftModel(draft_exit=layer, **schedule), UNTRAINED)
-        for layer in own
+        for layer in exits
+        if layer < bench.lm.config.num_layers
     ]
     for number, (words, method) in enumerate(bench.options.runs.items()):
         if isinstance(method, ChainMethod) and not _has_length(method):
@@ -196,7 +209,7 @@ def _drafts(bench: Workbench, name: str, found: SortedDraft, thresholds: tuple[f
         )
         for layer in exits
     ]
-    return [*drafts, Draft(SORTED, _sorted(bench, name, found, thresholds), SORTED)]
+    return [*drafts, mine]
 
 
 def _has_length(method: ChainMethod) -> bool:
