@@ -6,10 +6,11 @@ import dataclasses
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxspec.bench import papers, prompts, speed
-from jaxspec.bench.papers import accuracy, s2d, s2d_average, s2d_runs
+from jaxspec.bench.papers import accuracy, s2d, s2d_average, s2d_runs, s2d_targets
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
@@ -18,7 +19,7 @@ from jaxspec.bench.suite import Suite
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
-from jaxspec.methods import DraftModel, DraftVerify
+from jaxspec.methods import S2D, DraftModel, DraftVerify
 from jaxspec.testing.models import TARGET, params
 from tests import tiny
 
@@ -95,7 +96,7 @@ def test_s2d_with_several_targets(lm, target, options):
         return papers.find("s2d")(lm, dataclasses.replace(options, **changes), print)
 
     found = measured(targets=("second",))
-    average, first, _, second, _ = found.tables
+    average, targets, first, _, second, _ = found.tables
     assert (first.title, second.title) == (
         "Table 2: one sorted draft, target tiny",
         "Table 2: one sorted draft, target second",
@@ -127,6 +128,10 @@ def test_s2d_with_several_targets(lm, target, options):
     (claim,) = [one for one in found.claims if "every exit of its draft alone" in one.says]
     ratio = average.cell("S2D", "both").ours / average.cell("sorted, exit 2 + SD", "both").ours
     assert f"S2D ÷ sorted, exit 2 + SD is {ratio:.2f}" in claim.because
+    assert [row.name for row in targets.rows] == ["tiny", "second"]
+    assert targets.cell("second", "S2D, × plain").ours == second.cell(mine[1], "× plain, T = 0").ours
+    assert all(row.cells["plain, tokens/s"].ours > 0 for row in targets.rows)
+    assert found.claims[-2].because.startswith("no two targets of one size are known to differ")
     # Nothing is measured again, whatever the order: the second target's records are its own.
     again = measured(targets=("second",))
     assert dataclasses.asdict(again) == dataclasses.asdict(found)
@@ -217,13 +222,76 @@ def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():
     assert speed.spread(both) == (1.5, (1.5, 1.5))
 
 
+def served(name, right, speeds, size=1):
+    """A target of which prompt by prompt it is known whether plain decoding is right, and S2D's speed-up."""
+    config = SimpleNamespace(num_layers=size, hidden_size=8, intermediate_size=8, vocab_size=8)
+    records = [SimpleNamespace(run="autoregressive", right=(one,), texts=()) for one in right]
+    drawn = np.array(speeds)[speed.indices(len(right))].mean(axis=1)
+    run = SimpleNamespace(
+        suite=SimpleNamespace(records=records),
+        taken=lambda run: [()] * len(right),
+        drawn=lambda run: drawn,
+        ratio=lambda run, paper=None: Cell(paper, drawn[0]),
+    )
+    draft = SimpleNamespace(run="x")
+    made = SimpleNamespace(lm=SimpleNamespace(name=name, config=config), fitness=None)
+    return SimpleNamespace(bench=made, target=name, runs={0.0: run}, single=draft, mine=draft)
+
+
+def test_of_targets_of_one_size_the_one_that_is_more_often_right_was_trained(monkeypatch):
+    monkeypatch.setattr(s2d_targets, "tokens_per_second", lambda taken: 9.0)
+    vanilla = served("vanilla", [True, False, False], [1.2, 1.3, 1.2])
+    trained = served("trained", [True, True, False], [1.5, 1.6, 1.5])
+    larger = served("larger", [True, True, True], [1.1, 1.1, 1.1], size=2)
+    table, claim = s2d_targets.table([vanilla, larger, trained])
+    printed = {row.name: (row.cells["right, %"].paper, row.cells["S2D, × plain"].paper) for row in table.rows}
+    assert printed == {"vanilla": (28.7, 1.38), "larger": (None, None), "trained": (48.97, 1.53)}
+    assert claim.holds
+    assert claim.because.startswith(
+        "S2D's speed-up on trained (66.7 % right) ÷ on vanilla (33.3 % right) is 1.24 ("
+    )
+    assert s2d_targets.table([vanilla, larger])[1].holds is None
+
+
+def test_a_small_model_that_was_sorted_stands_for_table_4(lm, draft, tmp_path):
+    small = str(tmp_path / "small")
+    huggingface.save(small, lm.config, params(TARGET, 8), exits=(1, 2))
+    runs = {
+        "small S2D": S2D(draft=small),
+        "twin": DraftModel(draft=draft),
+        "small exit": DraftModel(draft=small, draft_exit=1),
+        "other": DraftModel(draft=draft, draft_exit=1),
+    }
+    options = PaperOptions(max_new_tokens=8, draft=draft, runs=runs, directory=tmp_path)
+    with Workbench(lm, options) as bench:
+        asked = []
+
+        def fastest(name, split, candidates):
+            asked.append((name, [one.draft for one in candidates.values()]))
+            return SimpleNamespace(ratio=lambda run: Cell(ours={"τ 0": 1.0, "τ 1": 2.0}[run]))
+
+        bench.measure = fastest
+        found = s2d_runs.sorted_draft(lm, draft)
+        drafts = {one.name: one for one in s2d_runs._drafts(bench, draft, found, (0.5,))}
+    assert {name: drafts[name].role for name in runs} == {
+        "small S2D": "small S2D",
+        "twin": "SFT",
+        "small exit": "small first",
+        "other": None,
+    }
+    # Tuned as the paper's own draft is.
+    assert asked == [("thresholds-run-0", [small, small])]
+    assert drafts["small S2D"].note == "small S2D: τ 1, the fastest on tuning prompts."
+    assert drafts["small S2D"].method.thresholds == str(tmp_path / "thresholds-run-0-1.json")
+
+
 def test_thresholds_are_those_of_the_run(lm, draft):
     # Always the first exit, or never: as drafts, the first layer alone and both.
     with Workbench(lm, PaperOptions(max_new_tokens=8, repeats=1)) as bench:
         found = s2d_runs.sorted_draft(lm, draft)
         by_exit = {
-            1: s2d_runs._sorted(bench, draft, found, (0.0,)),
-            2: s2d_runs._sorted(bench, draft, found, (1.0,)),
+            1: s2d_runs._sorted(bench, S2D(draft=draft), found, (0.0,)),
+            2: s2d_runs._sorted(bench, S2D(draft=draft), found, (1.0,)),
         }
         for layer, method in by_exit.items():
             alone = DraftModel(

@@ -2,8 +2,8 @@
 
 One draft with sorted exits for several targets: each of its exits as a draft of its own, S2D's choice among them token
 by token, and the targets' own first layers, which nobody trained to draft. Further drafts, such as one fine-tuned
-without sorting (SFT) or a small model that was trained before (the paper's Table 4), stand beside them. The paper's
-point is the average over targets: one draft, with thresholds for each of them, against one exit for all.
+without sorting (SFT) or a small model that was trained before and sorted (the paper's Table 4), stand beside them. The
+paper's point is the average over targets: one draft, with thresholds for each of them, against one exit for all.
 
 Draft lengths grow and shrink as in the harness that the paper was measured in; each draft may have a constant length
 instead, where that is faster on tuning prompts.
@@ -15,9 +15,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxspec.bench.papers import s2d_average, s2d_runs, s2d_sorted_target
+from jaxspec.bench.papers import s2d_average, s2d_runs, s2d_sorted_target, s2d_targets
 from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.s2d_printed import TABLE_2, TARGETS
+from jaxspec.bench.papers.s2d_printed import TARGETS, printed
 from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED, TEMPERATURES, UNTRAINED, Served
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
 from jaxspec.bench.papers.workbench import Workbench
@@ -52,8 +52,9 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
         tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
         claims = list(_claims(served))
         if len(served) > 1:
-            tables.insert(0, s2d_average.table(served))
-            claims += s2d_average.claims(served)
+            trained, claim = s2d_targets.table(served)
+            tables = [s2d_average.table(served), trained, *tables]
+            claims += [*s2d_average.claims(served), claim]
         if sorted_target is None:
             claims.append(s2d_sorted_target.LACKING)
         else:
@@ -122,7 +123,7 @@ def _table_2(served: Served, number: int, title: str, notes: Sequence[str]) -> T
     rows = [Row("plain", {column: Cell(1.0, 1.0) for column in columns})]
     roles = {draft.run: draft.role for draft in served.drafts}
     for run in served.named.values():
-        paper = _printed(roles.get(run), number)
+        paper = printed(roles.get(run), number)
         cells = {}
         for at, place in zip(TEMPERATURES, (0, 2), strict=True):
             speed, length = columns[place : place + 2]
@@ -130,24 +131,19 @@ def _table_2(served: Served, number: int, title: str, notes: Sequence[str]) -> T
             cells[length] = Cell(paper[place + 1], served.runs[at].acceptance(run)["mean_acceptance_length"])
         rows.append(Row(run, cells))
     model = TARGETS[number] if number < len(TARGETS) else None
+    small = any((draft.role or "").startswith(s2d_runs.SMALL) for draft in served.drafts)
+    printed_of = f"The paper's are of {model} on MT-bench, a draft of 12 layers with exits 6, 9 and 12."
     notes = (
-        *(
-            [f"The paper's are of {model} on MT-bench, a draft of 12 layers with exits 6, 9 and 12."]
-            if model
-            else []
-        ),
+        *([printed_of] if model else []),
+        *(["Beside a small model that was sorted stands the paper's Table 4."] if small else []),
         "MAT: tokens per round, the target's own included.",
         "K: the constant length that was faster on tuning prompts than the schedule of the paper's harness.",
+        *(draft.note for draft in served.drafts if draft.note),
         served.cut.note,
         *notes,
         *served.runs[0.0].different([draft.run for draft in served.drafts]),
     )
     return Table(f"Table 2: one sorted draft{title}", tuple(columns), tuple(rows), notes)
-
-
-def _printed(role: str | None, number: int) -> tuple[float | None, ...]:
-    """The paper's figures of a kind of draft on its target of that number."""
-    return (TABLE_2.get(role or "", ())[number : number + 1] or ((None,) * 4,))[0]
 
 
 def _figure_3(served: Served, title: str) -> Table:
@@ -176,13 +172,13 @@ def _claims(served: Sequence[Served]) -> Iterator[Claim]:
 def _of_target(served: Served, number: int) -> Iterator[Claim]:
     greedy, mine = served.runs[0.0], served.mine.run
     yield more_than("S2D speeds the target up.", "S2D ÷ plain", greedy.ratio(mine))
-    (sorted_speed, *_) = _printed(SORTED, number)
+    (sorted_speed, *_) = printed(SORTED, number)
     for role, words in (
         (LAST, "its whole draft alone"),
         (MIDDLE, "the middle exit of its draft alone"),
         (FIRST, "the first exit of its draft alone"),
     ):
-        rival, (speed, *_) = served.draft(role), _printed(role, number)
+        rival, (speed, *_) = served.draft(role), printed(role, number)
         # On the paper's second target two of them are equal.
         if rival is None or speed is None or sorted_speed is None or speed == sorted_speed:
             continue

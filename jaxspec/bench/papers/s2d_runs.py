@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.bench.papers import baselines
@@ -16,6 +16,8 @@ from jaxspec.tuning.s2d import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
 # What a draft stands for in the paper's tables; `UNTRAINED` stands in none.
 SFT, FIRST, MIDDLE, LAST, SORTED, UNTRAINED = "SFT", "first", "middle", "last", "S2D", "untrained"
+# Before the role of an exit of another sorted draft, a small model that was trained before.
+SMALL = "small "
 # One row for all targets, however many layers each of them needs.
 CUT = "plain, cut to the useful depth"
 TEMPERATURES = (0.0, 1.0)
@@ -35,6 +37,7 @@ class Draft:
       length: how long its drafts are, where that is not the schedule of the paper's harness.
       tuning: its speed-up on tuning prompts; None where it was not measured there.
       exit_layer: of an exit of the sorted draft alone, the layers run.
+      note: what to say of it.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Draft:
     length: str = ""
     tuning: float | None = None
     exit_layer: int | None = None
+    note: str = ""
 
     @property
     def run(self) -> str:
@@ -127,7 +131,7 @@ def serve(bench: Workbench, name: str | None, temperatures: Sequence[float] = TE
       ValueError, FileNotFoundError: what `check` and `Suite` raise.
     """
     found = sorted_draft(bench.lm, name)
-    thresholds = _tuned_thresholds(bench, name, found)
+    thresholds = _tuned_thresholds(bench, S2D(draft=name), found)
     made = _drafts(bench, name, found, fastest_thresholds(thresholds))
     drafts = tuple(_with_best_length(bench, draft, number) for number, draft in enumerate(made))
     short = {at: baselines.cut(bench, at) for at in temperatures}
@@ -161,23 +165,26 @@ def shown(thresholds: Sequence[float]) -> str:
 
 
 def _tuned_thresholds(
-    bench: Workbench, name: str | None, draft: SortedDraft
+    bench: Workbench, method: S2D, draft: SortedDraft, of: str = "thresholds"
 ) -> dict[tuple[float, ...], float]:
     """By thresholds of all exits but the last, the speed-up over plain decoding on tuning prompts."""
     exits = draft.drafter.exits
     settings = s2d_grid(THRESHOLDS, len(exits)) if len(exits) > 1 else [()]
-    methods = {shown(one): _sorted(bench, name, draft, one) for one in settings}
-    tried = bench.measure("thresholds", "tuning", methods)
+    methods = {shown(one): _sorted(bench, method, draft, one, of) for one in settings}
+    tried = bench.measure(of, "tuning", methods)
     return {one: tried.ratio(shown(one)).ours or 0.0 for one in settings}
 
 
-def _sorted(bench: Workbench, name: str | None, draft: SortedDraft, thresholds: tuple[float, ...]) -> S2D:
+def _sorted(
+    bench: Workbench, method: S2D, draft: SortedDraft, thresholds: tuple[float, ...], of: str = "thresholds"
+) -> S2D:
     """The method with some thresholds, which it reads from a file."""
     exits = draft.drafter.exits
-    path = bench.directory / f"thresholds-{'-'.join(f'{one:g}' for one in thresholds) or 'none'}.json"
+    path = bench.directory / f"{of}-{'-'.join(f'{one:g}' for one in thresholds) or 'none'}.json"
     found_by = {"tool": "jaxspec bench --paper s2d"}
     method_files.write_thresholds(path, bench.lm.fingerprint, draft.fingerprint, exits, thresholds, found_by)
-    return S2D(draft=name, thresholds=str(path), num_draft_tokens=LONGEST)
+    length = {} if _has_length(method) else {"num_draft_tokens": LONGEST}
+    return dataclasses.replace(method, thresholds=str(path), **length)
 
 
 def _drafts(
@@ -186,7 +193,7 @@ def _drafts(
     """All drafts, each with the schedule of the paper's harness."""
     exits = found.drafter.exits
     schedule: dict[str, Any] = {"stop_rule": ("adaptive-length",), "num_draft_tokens": LONGEST}
-    mine = Draft(SORTED, _sorted(bench, name, found, thresholds), SORTED)
+    mine = Draft(SORTED, _sorted(bench, S2D(draft=name), found, thresholds), SORTED)
     if name is None:
         own = [(layer, LayerSkip(exit_layer=layer, **schedule)) for layer in exits]
         return [*(Draft(f"exit {layer}", method, exit_layer=layer) for layer, method in own), mine]
@@ -195,11 +202,8 @@ def _drafts(
         for layer in exits
         if layer < bench.lm.config.num_layers
     ]
-    for number, (words, method) in enumerate(bench.options.runs.items()):
-        if isinstance(method, ChainMethod) and not _has_length(method):
-            method = dataclasses.replace(method, **schedule)
-        drafts.append(Draft(words, method, None if number else SFT))
-    roles = {exits[0]: FIRST, exits[len(exits) // 2]: MIDDLE, exits[-1]: LAST}
+    drafts += _others(bench, name, schedule)
+    roles = _roles(exits)
     drafts += [
         Draft(
             f"sorted, exit {layer} + SD",
@@ -210,6 +214,44 @@ def _drafts(
         for layer in exits
     ]
     return [*drafts, mine]
+
+
+def _roles(exits: Sequence[int]) -> dict[int, str]:
+    """What each exit of a sorted draft stands for."""
+    return {exits[0]: FIRST, exits[len(exits) // 2]: MIDDLE, exits[-1]: LAST}
+
+
+def _others(bench: Workbench, name: str, schedule: Mapping[str, Any]) -> Iterator[Draft]:
+    """The user's drafts. The first that is not sorted is the paper's SFT; another sorted one is that of its Table 4."""
+    runs = bench.options.runs
+    small = [
+        (method.draft, sorted_draft(bench.lm, method.draft).drafter.exits)
+        for method in runs.values()
+        if isinstance(method, S2D) and method.draft not in (None, name)
+    ]
+    unsorted = []
+    for number, (words, method) in enumerate(runs.items()):
+        role, note = None, ""
+        (exits,) = [its for draft, its in small if draft == getattr(method, "draft", None)][:1] or [()]
+        if isinstance(method, S2D):
+            role = SMALL + SORTED if exits else None
+            if method.thresholds is None:
+                method, note = _with_best_thresholds(bench, words, method, f"thresholds-run-{number}")
+        elif exits and isinstance(method, DraftModel):
+            role = SMALL + _roles(exits).get(method.draft_exit or exits[-1], "")
+        else:
+            unsorted.append(words)
+            role = SFT if len(unsorted) == 1 else None
+        if isinstance(method, ChainMethod) and not _has_length(method):
+            method = dataclasses.replace(method, **schedule)
+        yield Draft(words, method, role, note=note)
+
+
+def _with_best_thresholds(bench: Workbench, words: str, method: S2D, of: str) -> tuple[S2D, str]:
+    """Another sorted draft, tuned as the paper's own is, and a note."""
+    found = sorted_draft(bench.lm, method.draft)
+    best = fastest_thresholds(_tuned_thresholds(bench, method, found, of))
+    return _sorted(bench, method, found, best, of), f"{words}: {shown(best)}, the fastest on tuning prompts."
 
 
 def _has_length(method: ChainMethod) -> bool:
