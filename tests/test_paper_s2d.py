@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import papers, prompts, speed
-from jaxspec.bench.papers import accuracy, s2d, s2d_average, s2d_runs, s2d_targets
+from jaxspec.bench.papers import accuracy, baselines, s2d, s2d_average, s2d_runs, s2d_targets
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import Cell
 from jaxspec.bench.papers.workbench import Workbench
@@ -68,10 +68,13 @@ def target(lm, monkeypatch):
 
 def test_s2d(lm, options):
     found = papers.find("s2d")(lm, options, print)
-    table, thresholds = found.tables
+    targets, table, thresholds = found.tables
+    assert [row.name for row in targets.rows] == ["tiny"]
+    ideal = table.rows[-1]
+    assert (ideal.name, list(ideal.cells)) == ("oracle stop", ["× plain, T = 0", "MAT, T = 0"])
     names = [row.name.partition(",")[0] for row in table.rows]
-    assert names == ["plain", "the target's first 1", "other", "sorted", "sorted", "S2D"]
-    mine = table.rows[-1].name
+    assert names == ["plain", "the target's first 1", "other", "sorted", "sorted", "S2D", "oracle stop"]
+    mine = table.rows[-2].name
     assert table.cell(mine, "× plain, T = 0").paper == 1.34
     assert table.cell(mine, "MAT, T = 1").paper == 3.01
     assert table.cell("other", "MAT, T = 0").paper == 3.19
@@ -104,15 +107,10 @@ def test_s2d_with_several_targets(lm, target, options):
     # Each target has a draft length of its own, and one row in the average.
     names = [row.name for row in average.rows]
     assert names == [
-        *(
-            "plain",
-            "the target's first 1, untrained",
-            "other",
-            "sorted, exit 1 + SD",
-            "sorted, exit 2 + SD",
-            "S2D",
-        )
+        *("plain", "the target's first 1, untrained", "other", "sorted, exit 1 + SD", "sorted, exit 2 + SD"),
+        *("S2D", "oracle stop"),
     ]
+    assert list(average.rows[-1].cells) == ["T = 0"]
     mine = [next(row.name for row in one.rows if row.name.startswith("S2D")) for one in (first, second)]
     speeds = [one.cell(run, "× plain, T = 1") for one, run in zip((first, second), mine, strict=True)]
     assert [cell.paper for cell in speeds] == [1.27, 1.38]
@@ -149,9 +147,10 @@ def test_a_sorted_target_drafts_for_itself(lm, target, options):
     names = [re.sub(r" \(.*|, K 2", "", row.name) for row in table.rows]
     assert names == [
         *("plain", "the target's first 1, untrained", "sorted draft, best single exit", "sorted draft, S2D"),
-        *("sorted target, best single exit", "sorted target, S2D"),
+        *("sorted draft, oracle stop", "sorted target, best single exit", "sorted target, S2D"),
+        "sorted target, oracle stop",
     ]
-    *_, draft, _, mine = table.rows
+    *_, draft, _, _, mine, _ = table.rows
     assert (draft.cells["× plain"].paper, mine.cells["× plain"].paper) == (1.53, 1.21)
     assert all(row.cells["× plain"].ours > 0 for row in table.rows)
     assert mine.cells["right, %"] == Cell(33.51)
@@ -251,6 +250,17 @@ def test_of_targets_of_one_size_the_one_that_is_more_often_right_was_trained(mon
         "S2D's speed-up on trained (66.7 % right) ÷ on vanilla (33.3 % right) is 1.24 ("
     )
     assert s2d_targets.table([vanilla, larger])[1].holds is None
+
+
+def test_the_ideal_stop_of_a_draft_is_that_of_an_exit_of_the_same_layers(lm, tmp_path):
+    huggingface.save(tmp_path / "twin", lm.config, lm.params)
+    with Workbench(lm, PaperOptions(max_new_tokens=16)) as made:
+        apart, within = baselines.ideal_draft(made, str(tmp_path / "twin"), 1), baselines.ideal_exit(made, 1)
+        found, other = apart([9, 9], 0), within([9, 9], 0)
+    assert found.tokens == other.tokens == lm.generate([9, 9], max_new_tokens=16, temperature=0.0).tokens
+    mine, its = found.statistics, other.statistics
+    assert mine.num_accepted_tokens == its.num_accepted_tokens > 1
+    assert mine.num_draft_tokens == its.num_draft_tokens < 19  # as many as without the rule
 
 
 def test_a_small_model_that_was_sorted_stands_for_table_4(lm, draft, tmp_path):

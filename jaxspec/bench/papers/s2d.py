@@ -51,10 +51,11 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
         served = [s2d_runs.serve(bench, name) for bench in benches]
         tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
         claims = list(_claims(served))
+        by_target, trained = s2d_targets.table(served)
+        tables.insert(0, by_target)
         if len(served) > 1:
-            trained, claim = s2d_targets.table(served)
-            tables = [s2d_average.table(served), trained, *tables]
-            claims += [*s2d_average.claims(served), claim]
+            tables.insert(0, s2d_average.table(served))
+            claims += [*s2d_average.claims(served), trained]
         if sorted_target is None:
             claims.append(s2d_sorted_target.LACKING)
         else:
@@ -126,6 +127,8 @@ def _table_2(served: Served, number: int, title: str, notes: Sequence[str]) -> T
         paper = printed(roles.get(run), number)
         cells = {}
         for at, place in zip(TEMPERATURES, (0, 2), strict=True):
+            if run not in served.runs[at].suite.runs:
+                continue
             speed, length = columns[place : place + 2]
             cells[speed] = served.runs[at].ratio(run, paper=paper[place])
             cells[length] = Cell(paper[place + 1], served.runs[at].acceptance(run)["mean_acceptance_length"])
@@ -139,6 +142,7 @@ def _table_2(served: Served, number: int, title: str, notes: Sequence[str]) -> T
         "MAT: tokens per round, the target's own included.",
         "K: the constant length that was faster on tuning prompts than the schedule of the paper's harness.",
         *(draft.note for draft in served.drafts if draft.note),
+        served.oracle,
         served.cut.note,
         *notes,
         *served.runs[0.0].different([draft.run for draft in served.drafts]),

@@ -25,6 +25,7 @@ def table(served: Sequence[Served]) -> Table:
         cells = {
             column: _cell(served, drawn(served, name, over), paper if column == BOTH else None)
             for column, over in COLUMNS.items()
+            if all(one.named[name] in one.runs[at].suite.runs for one in served for at in over)
         }
         rows.append(Row(name, cells))
     targets = ", ".join(one.target for one in served)
@@ -44,7 +45,7 @@ def claims(served: Sequence[Served]) -> tuple[Claim, ...]:
     """Whether S2D is faster on average than every exit of its draft alone, and than a draft without sorting."""
     common = _common(served)
     first = served[0]
-    single = [draft for draft in first.drafts if draft.exit_layer is not None]
+    single = [draft for draft in first.drafts if draft.exit_layer]
     untrained = [draft for draft in first.drafts if draft.role == UNTRAINED and draft.name in common]
     twin = first.draft(SFT)
 

@@ -36,7 +36,7 @@ class Draft:
       role: what it stands for in the paper's tables; None for one that stands in none.
       length: how long its drafts are, where that is not the schedule of the paper's harness.
       tuning: its speed-up on tuning prompts; None where it was not measured there.
-      exit_layer: of an exit of the sorted draft alone, the layers run.
+      exit_layer: of an exit of the sorted draft alone, the layers run; 0 of all others.
       note: what to say of it.
     """
 
@@ -45,7 +45,7 @@ class Draft:
     role: str | None = None
     length: str = ""
     tuning: float | None = None
-    exit_layer: int | None = None
+    exit_layer: int = 0
     note: str = ""
 
     @property
@@ -86,7 +86,14 @@ class Served:
     def named(self) -> dict[str, str]:
         """The names of runs, plain decoding's left out, by what they are called on every target."""
         cut = {} if self.cut.name is None else {CUT: self.cut.name}
-        return {draft.name: draft.run for draft in self.drafts} | cut
+        return {draft.name: draft.run for draft in self.drafts} | cut | {baselines.ORACLE: baselines.ORACLE}
+
+    @property
+    def oracle(self) -> str:
+        """What to say of the ideal stop."""
+        return (
+            f"{baselines.ORACLE}: the best single exit ({self.single.run}) with a rule that knows the text."
+        )
 
     def draft(self, role: str) -> Draft | None:
         """The draft that stands for something; of several the one that was fastest on tuning prompts."""
@@ -96,8 +103,7 @@ class Served:
     @property
     def single(self) -> Draft:
         """Of the sorted draft's exits alone, the one that was fastest on tuning prompts."""
-        found = [draft for draft in self.drafts if draft.exit_layer is not None]
-        return max(found, key=lambda draft: draft.tuning or 0.0)
+        return _single(self.drafts)
 
     @property
     def mine(self) -> Draft:
@@ -135,18 +141,28 @@ def serve(bench: Workbench, name: str | None, temperatures: Sequence[float] = TE
     made = _drafts(bench, name, found, fastest_thresholds(thresholds))
     drafts = tuple(_with_best_length(bench, draft, number) for number, draft in enumerate(made))
     short = {at: baselines.cut(bench, at) for at in temperatures}
+    exit_layer = _single(drafts).exit_layer
+    ideal = (
+        baselines.ideal_exit(bench, exit_layer, LONGEST)
+        if name is None
+        else baselines.ideal_draft(bench, name, exit_layer, LONGEST)
+    )
     runs = {
         at: bench.measure(
             f"temperature-{at:g}",
             "reporting",
             {draft.run: draft.method for draft in drafts},
             sampling=law(at),
-            peers=short[at].peers,
+            peers={**short[at].peers, **({} if at else {baselines.ORACLE: ideal})},
             models=short[at].models,
         )
         for at in temperatures
     }
     return Served(bench, drafts, thresholds, runs, short[0.0])
+
+
+def _single(drafts: Sequence[Draft]) -> Draft:
+    return max((draft for draft in drafts if draft.exit_layer), key=lambda draft: draft.tuning or 0.0)
 
 
 def fastest_thresholds(tried: Mapping[tuple[float, ...], float]) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jaxspec.bench.papers import accuracy
 from jaxspec.bench.papers.accuracy import Accuracies
+from jaxspec.bench.papers.baselines import ORACLE
 from jaxspec.bench.papers.s2d_printed import TABLE_1
 from jaxspec.bench.papers.s2d_runs import UNTRAINED, Draft, Served
 from jaxspec.bench.papers.tables import Cell, Claim, Row, Table, more_than
@@ -51,9 +52,12 @@ def table(served: Served, alone: Served) -> tuple[Table, Accuracies]:
     for of, whose in ((served, "sorted draft"), (alone, "sorted target")):
         for name, draft in drafts(of, whose):
             rows.append(row(name, of, draft.run, whose if draft is of.mine else ""))
+        rows.append(row(f"{whose}, {ORACLE}", of, ORACLE))
     notes = (
         f"The paper's are of Llama-2-13B on GSM8K. Sorted target: {alone.target}, over its own plain decoding; its "
         "exits share their layers with verification where one of them drafts alone.",
+        f"{ORACLE}: the best single exit with a rule that knows the text.",
+        served.cut.note,
         right.note,
     )
     return Table(

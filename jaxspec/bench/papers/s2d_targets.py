@@ -30,9 +30,12 @@ def table(served: Sequence[Served]) -> tuple[Table, Claim]:
             MINE: one.runs[0.0].ratio(one.mine.run, paper=speed),
         }
         rows.append(Row(one.target, cells))
-    notes = (
+    table_5 = (
         "Table 5 of the paper, Llama-2-13B trained on GSM8K and not, stands beside two targets of one size: the one "
-        "that is most often right, and the one that is least.",
+        "that is most often right, and the one that is least."
+    )
+    notes = (
+        *([table_5] if pair else []),
         "The best exit is the draft's that was fastest alone on the target's tuning prompts.",
         right.note,
     )
