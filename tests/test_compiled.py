@@ -175,7 +175,7 @@ def test_every_loop_lowers_for_accelerators(lm, method, platform):
         assert lowered.platforms == (platform,)
 
 
-@pytest.mark.parametrize("method", ["dflash", "hydra", "hydra-tree", "kangaroo"])
+@pytest.mark.parametrize("method", ["dflash", "hydra", "hydra-tree", "kangaroo", "eagle-tree-drawn"])
 def test_other_heads_copy_no_cache_and_lower_for_accelerators(lm, method):
     """A block that sees itself; a choice among matrices within the loop; a cache of its own beside early exits."""
     used = calls(lm, method, 1)
