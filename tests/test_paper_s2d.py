@@ -127,7 +127,7 @@ def test_s2d_with_several_targets(lm, target, options):
     ratio = average.cell("S2D", "both").ours / average.cell("sorted, exit 2 + SD", "both").ours
     assert f"S2D ÷ sorted, exit 2 + SD is {ratio:.2f}" in claim.because
     assert [row.name for row in targets.rows] == ["tiny", "second"]
-    assert targets.cell("second", "S2D, × plain").ours == second.cell(mine[1], "× plain, T = 0").ours
+    assert targets.cell("second", "S2D").ours == second.cell(mine[1], "× plain, T = 0").ours
     assert all(row.cells["plain, tokens/s"].ours > 0 for row in targets.rows)
     assert found.claims[-2].because.startswith("no two targets of one size are known to differ")
     # Nothing is measured again, whatever the order: the second target's records are its own.
@@ -243,7 +243,7 @@ def test_of_targets_of_one_size_the_one_that_is_more_often_right_was_trained(mon
     trained = served("trained", [True, True, False], [1.5, 1.6, 1.5])
     larger = served("larger", [True, True, True], [1.1, 1.1, 1.1], size=2)
     table, claim = s2d_targets.table([vanilla, larger, trained])
-    printed = {row.name: (row.cells["right, %"].paper, row.cells["S2D, × plain"].paper) for row in table.rows}
+    printed = {row.name: (row.cells["right, %"].paper, row.cells["S2D"].paper) for row in table.rows}
     assert printed == {"vanilla": (28.7, 1.38), "larger": (None, None), "trained": (48.97, 1.53)}
     assert claim.holds
     assert claim.because.startswith(

@@ -199,7 +199,7 @@ def _sorted(
     path = bench.directory / f"{of}-{'-'.join(f'{one:g}' for one in thresholds) or 'none'}.json"
     found_by = {"tool": "jaxspec bench --paper s2d"}
     method_files.write_thresholds(path, bench.lm.fingerprint, draft.fingerprint, exits, thresholds, found_by)
-    length = {} if _has_length(method) else {"num_draft_tokens": LONGEST}
+    length: dict[str, Any] = {} if _has_length(method) else {"num_draft_tokens": LONGEST}
     return dataclasses.replace(method, thresholds=str(path), **length)
 
 
