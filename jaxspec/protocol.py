@@ -243,7 +243,8 @@ class Drafter(Protocol):
 
     `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows,
     rising to K + 1, for which a verification is compiled; each round takes the narrowest that fits its
-    longest draft. `reach` says how many slots past the committed tokens a round may write, at
+    longest draft. (On an accelerator only the last is compiled, see `model.control.narrowest`.) `reach` says
+    how many slots past the committed tokens a round may write, at
     least K + 1: no round begins unless every cache has them. A drafter of trees also has, static, a true
     `drafts_trees` and `num_nodes` (N), the most tokens of a proposal; K is then the depth of the tree, and N takes the
     place of K in widths and reach. One that learns from what the target holds likely has a static `num_likely`, see

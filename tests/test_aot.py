@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),
-    "kangaroo": ({}, 6),  # of the first layer's and of its own, which are passed on by two loops
+    "kangaroo": ({}, 4),  # of the first layer's and of its own, which are passed on by two loops
     "medusa": ({}, 0),
     "hydra": ({}, 0),
     "draft-verify static": ({"static": True}, 0),

@@ -142,10 +142,10 @@ def _language_model(
     place, kind = resolve_placement(dtype, device, over)
     config = SHAPES[shape] if over is None else fit_to_mesh(over, SHAPES[shape], shape)
     init = functools.partial(llama.init_params, config, dtype=kind)
-    if over is None:
-        check_fits(config, kind, batch_size=1, capacity=LARGE, device=place)
-    else:
-        init = jax.jit(init, out_shardings=param_shardings(over, config))
     with jax.default_device(place):
-        params = init(jax.random.key(0))
+        if over is None:
+            check_fits(config, kind, batch_size=1, capacity=LARGE, device=place)
+            params = init(jax.random.key(0))
+        else:
+            params = jax.jit(init, out_shardings=param_shardings(over, config))(jax.random.key(0))
     return LanguageModel(config, params, name=shape, device=place, mesh=over)

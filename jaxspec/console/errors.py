@@ -70,7 +70,7 @@ class Guard:
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
             return self._say(f"error: {kind}{one_line(error)[:500]}", FAILED)
 
-    def _warn(self, message: Warning | str, *where: object) -> None:
+    def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
         text = " ".join(str(message).split())
         print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
 
