@@ -114,13 +114,14 @@ class Proposal:
       tokens: int32[B, K]; of a tree [B, N], a node each, in which −1 is none, and none follows it.
       count: int32[B], how many of them are proposed, at most K; of a tree N.
       log_probs: float32[B, K, V], the law each token was drawn from given those before it; None where every
-        token is certain (a point mass).
+        token is certain (a point mass). Of a tree [B, N, V], given those on its path and its siblings before it.
       exit_hidden: [B, K + 1, D], the residual stream of (pending, draft 1, …, draft K) after the target's
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
         runs only the other layers. None where the draft shares no layers.
       exit_layer: E, static.
-      parents: None for a chain. Of a tree, whose tokens are certain, what each node follows: a `Shape`, or int32[B, N]
-        with the number of an earlier node, −1 for the pending token.
+      parents: None for a chain. Of a tree what each node follows: a `Shape`, or int32[B, N] with the number of an
+        earlier node, −1 for the pending token. Where tokens are drawn, what was drawn may decide of the nodes after a
+        token alone, never of its siblings.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -241,13 +242,13 @@ class StopRule(Protocol):
 class Drafter(Protocol):
     """Proposes tokens for the target to verify.
 
-    `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows,
-    rising to K + 1, for which a verification is compiled; each round takes the narrowest that fits its
-    longest draft. `reach` says how many slots past the committed tokens a round may write, at
-    least K + 1: no round begins unless every cache has them. A drafter of trees also has, static, a true
-    `drafts_trees` and `num_nodes` (N), the most tokens of a proposal; K is then the depth of the tree, and N takes the
-    place of K in widths and reach. One that learns from what the target holds likely has a static `num_likely`, see
-    `Outcome.likely`.
+    `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows, rising to
+    K + 1, for which a verification is compiled; each round takes the narrowest that fits its longest draft. (On an
+    accelerator only the last is compiled, see `model.control.narrowest`.) `reach` says how many slots past the
+    committed tokens a round may write, at least K + 1: no round begins unless every cache has them. A drafter of trees
+    also has, static, a true `drafts_trees` and `num_nodes` (N), the most tokens of a proposal; K is then the depth of
+    the tree, and N takes the place of K in widths and reach. One that learns from what the target holds likely has a
+    static `num_likely`, see `Outcome.likely`.
 
     `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
     `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
@@ -443,6 +444,9 @@ class Acceptor(Protocol):
 
     `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
     (pending, draft 1, …, draft T − 1).
+
+    A tree is accepted by `tree_acceptance.walk`, or `reject` where its tokens were drawn, whatever the acceptor; or by
+    the `accept_tree` of one that has it, which takes and returns the same.
 
     Examples:
       >>> from jaxspec.acceptance import GreedyAcceptor

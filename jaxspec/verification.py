@@ -30,9 +30,7 @@ from jaxspec.protocol import (
     taps_of,
 )
 from jaxspec.sampling import Law, is_finite
-
-# Which rows walk on bool[B], and int32[B] each: tokens accepted, the token drawn last, the row of the tree.
-Walk = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+from jaxspec.tree_acceptance import reject, walk
 
 
 class Verified(NamedTuple):
@@ -70,7 +68,7 @@ def verify(
 
     Args:
       config, params, drafter, acceptor, law: the method, on the target.
-      keys: [B] for a chain; for a tree [B, K + 1], a key for each place of the text, see `walk`.
+      keys: [B] for a chain; for a tree [B, K + 1], a key for each place of the text, see `tree_acceptance.walk`.
       view: the rows.
       proposal: what was drafted, as far as it can be of use, see `trimmed`.
       log_probs: whether to report them, static.
@@ -82,7 +80,7 @@ def verify(
 
     def run(width: int, cache: KVCache) -> Verified:
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
-        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from)
+        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from, parents=proposal.parents)
         branches = None if whole is None else whole.rows(0, width)
         if proposal.exit_hidden is None:
             fed = rows_of(pending, kept.tokens)
@@ -106,7 +104,8 @@ def verify(
             acceptance = acceptor.accept(keys, kept, logits, law)
             tokens, of_path = kept.tokens, logits
         else:
-            acceptance = walk(keys, kept.tokens, branches, logits, law)
+            accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
+            acceptance = accept(keys, kept, branches, logits, law)
             assert acceptance.path is not None
             sound = _leading(tree.along(finite, acceptance.path))
             features = None if features is None else tree.along(features, acceptance.path)
@@ -176,48 +175,6 @@ def fed(pending: jax.Array, proposal: Proposal) -> jax.Array:
     if proposal.parents is None:
         drafts = jnp.where(jnp.arange(drafts.shape[1])[None] < proposal.count[:, None], drafts, -1)
     return rows_of(pending, drafts)
-
-
-def walk(keys: jax.Array, tokens: jax.Array, branches: Tree, logits: jax.Array, law: Law) -> Acceptance:
-    """Draws from the target's law at the pending token, goes on to the node that holds what was drawn, draws there, …
-
-    The text is that of plain decoding, whatever the tree: of tokens that are certain given the text before them, no
-    lossless rule accepts more. Where the keys follow from the position alone, as in `decoding.decode_round`, the text
-    is plain decoding's token for token, as far as the logits are.
-
-    Args:
-      keys: [B, D + 1], for the token at each depth; D the most tokens accepted.
-      tokens: int32[B, R − 1], by node, −1 for none.
-      branches: the tree of R rows.
-      logits: float32[B, R, V] at the pending token and at every node.
-      law: the target's.
-
-    Returns:
-      What is accepted, with its path.
-    """
-    batch, depth = tokens.shape[0], keys.shape[1] - 1
-    # By row; no token is the pending one's, which follows none.
-    held = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=-1)
-    parent = branches.parent
-
-    def step(carry: Walk, column: tuple[jax.Array, jax.Array]) -> tuple[Walk, jax.Array]:
-        walking, count, token, at = carry
-        number, key = column
-        here = jnp.take_along_axis(logits, at[:, None, None], axis=1)[:, 0]
-        drawn, _ = law.draw(key, here)
-        child = (parent == at[:, None]) & (held == drawn[:, None])
-        goes_on = walking & jnp.any(child, axis=1) & (number < depth)
-        token = jnp.where(walking, drawn, token)
-        after = jnp.where(goes_on, jnp.argmax(child, axis=1).astype(jnp.int32), at)
-        return (goes_on, count + goes_on, token, after), at
-
-    nothing = jnp.zeros(batch, jnp.int32)
-    streams = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
-    columns = (jnp.arange(depth + 1), jnp.moveaxis(streams, 1, 0))
-    first = (jnp.ones(batch, bool), nothing, nothing, nothing)
-    with jax.named_scope(f"trips_{depth + 1}"):  # for a reader of the compiled program
-        (_, count, token, _), path = jax.lax.scan(step, first, columns)
-    return Acceptance(count, token, jnp.moveaxis(path, 0, 1))
 
 
 def rows_of(pending: jax.Array, drafts: jax.Array) -> jax.Array:

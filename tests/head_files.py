@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import safetensors.numpy
 
 from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
+from jaxspec.drafting.tree import Dynamic
 from jaxspec.io import heads
+from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
 from jaxspec.testing.contracts import propose
@@ -77,14 +80,19 @@ class Round:
     laws: np.ndarray
 
 
-def rounds_of(directory: Path, make: Callable[[Any], Any], temperature: float = TEMPERATURE) -> list[Round]:
-    """Of a head on the target, whose drafter `make` makes of its config: after the prompts, and after some rounds."""
-    head = heads.read_head(directory, TARGET)
+def rounds_of(
+    directory: Path,
+    make: Callable[[Any], Any],
+    temperature: float = TEMPERATURE,
+    target: LlamaConfig = TARGET,
+) -> list[Round]:
+    """Of a head on a target, whose drafter `make` makes of its config: after the prompts, and after some rounds."""
+    head = heads.read_head(directory, target)
     drafter = make(head.config)
-    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    weights = Weights(tiny.params(target), head.load(np.float32))
     law = Sampling(jnp.full(len(PROMPTS), temperature))
     parts = Parts(drafter, BlockAcceptor(), law)
-    loop = tiny.Loop(parts, weights, TARGET)
+    loop = tiny.Loop(parts, weights, target)
     state, _ = loop.begin(PROMPTS, 20)
     found, accepted = [], 0
     for _ in range(4):
@@ -116,3 +124,55 @@ def with_tensors(files: Files, **changes: Any) -> Files:
 
 def with_config(files: Files, **changes: Any) -> Files:
     return {**files[0], **changes}, files[1]
+
+
+def check_trees(
+    directory: Path, make: Callable[[Any], Any], logits_after: Callable[[list[int], list[int]], np.ndarray]
+) -> None:
+    """The trees of a head are those of the most probable paths, in the first rounds after two prompts.
+
+    Where tokens are drawn, the first after each token comes from the head's law there.
+    `make` makes the drafter of the head's config; a reference says the logits after tokens and a path behind them.
+    """
+    head = heads.read_head(directory, TARGET)
+    drafter = make(head.config)
+    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    parts = Parts(drafter, BlockAcceptor(), Sampling(jnp.full(len(PROMPTS), TEMPERATURE)))
+    loop = tiny.Loop(parts, weights, TARGET)
+    state, _ = loop.begin(PROMPTS, 12, capacity=64)
+    for _ in range(4):
+        proposal, _ = propose(parts, weights, state, 1)
+        for row, length in enumerate(state.length.tolist()):
+            tokens = state.tokens[row, :length].tolist()
+            drawn = proposal.log_probs is not None
+            parents = proposal.parents.parents if drawn else proposal.parents[0, row].tolist()
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(proposal.tokens[0, row].tolist(), parents, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            if not drawn:
+                expected = slow_tree(functools.partial(logits_after, tokens), drafter.tree)
+                assert sorted(paths) == sorted(expected)
+                continue
+            for node in [parents.index(parent) for parent in sorted(set(parents))]:
+                law = np.exp(logits_after(tokens, list(paths[node][:-1])) / TEMPERATURE)
+                found = np.exp(proposal.log_probs[0, row, node])
+                np.testing.assert_allclose(found, law / law.sum(), atol=2e-5)
+        state, _ = loop.go_on(state, 1)
+    assert state.stats.num_accepted_tokens.sum() > 0
+
+
+def slow_tree(logits_after: Callable[[list[int]], np.ndarray], size: Dynamic) -> list[tuple[int, ...]]:
+    """The paths of EAGLE-2's tree, one node at a time."""
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(size.depth):
+        level = {}
+        for path in frontier:
+            logits = logits_after(list(path))
+            law = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            for token in np.argsort(-law)[: size.width]:
+                level[(*path, int(token))] = scores[path] + law[token]
+        scores |= level
+        frontier = sorted(level, key=level.__getitem__, reverse=True)[: size.width]
+    del scores[()]
+    return sorted(scores, key=scores.__getitem__, reverse=True)[: size.num_nodes]

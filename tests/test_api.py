@@ -253,7 +253,7 @@ def test_a_mesh_with_other_axes_is_refused(lm):
         jaxspec.load(mesh=mesh)
     with pytest.raises(ValueError, match="mesh has the axes x"):
         jaxspec.LanguageModel(lm.config, lm.params, mesh=mesh)
-    with pytest.raises(ValueError, match="mesh is int; give a jax"):
+    with pytest.raises(ValueError, match="mesh is int; give data=2"):
         jaxspec.load(mesh=3)
 
 

@@ -22,6 +22,7 @@ from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts, Request
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.dflash import DFlash
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
@@ -82,7 +83,7 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
     assert len(caches) == (
-        2 if isinstance(call.args[1].drafter, (DraftModel, Eagle, Hydra, Kangaroo, S2D)) else 1
+        2 if isinstance(call.args[1].drafter, (DFlash, DraftModel, Eagle, Hydra, Kangaroo, S2D)) else 1
     )
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
@@ -174,9 +175,9 @@ def test_every_loop_lowers_for_accelerators(lm, method, platform):
         assert lowered.platforms == (platform,)
 
 
-@pytest.mark.parametrize("method", ["hydra", "kangaroo"])
+@pytest.mark.parametrize("method", ["dflash", "hydra", "hydra-tree", "kangaroo", "eagle-tree-drawn"])
 def test_other_heads_copy_no_cache_and_lower_for_accelerators(lm, method):
-    """A choice among matrices within the loop; a cache of its own beside early exits."""
+    """A block that sees itself; a choice among matrices within the loop; a cache of its own beside early exits."""
     used = calls(lm, method, 1)
     rounds = used[compiled.run_rounds]
     assert on_caches(rounds.text(), cache_shapes(rounds)) <= IN_PLACE

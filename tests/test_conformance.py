@@ -26,6 +26,7 @@ from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.s2d import S2D
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.tree import Shape
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
@@ -145,7 +146,8 @@ def test_log_probs_are_the_law_the_draft_was_drawn_from(combination):
     state = jax.eval_shape(lambda: begin(loop)[0])
     proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
     runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
-    draws = isinstance(runs_a_model, ChainDrafter) and proposal.parents is None
+    # Trees of likely tokens have parents of their own in each row.
+    draws = isinstance(runs_a_model, ChainDrafter) and isinstance(proposal.parents, Shape | None)
     assert (proposal.log_probs is not None) == draws
 
 
@@ -275,6 +277,9 @@ SAMPLED = [
     tiny.Combination("token-recycling", "-", "block"),
     tiny.Combination("token-recycling-chain", "-", "rejection"),
     tiny.Combination("eagle-tree", "-", "block"),
+    tiny.Combination("medusa-tree", "-", "block"),
+    tiny.Combination("eagle-tree-drawn", "-", "rejection"),
+    tiny.Combination("hydra-tree", "-", "rejection"),
     tiny.Combination("hybrid", "-", "block"),
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),
@@ -295,6 +300,7 @@ SAMPLED = [
     tiny.Combination("medusa", "constant", "block"),
     tiny.Combination("hydra", "confidence", "block"),
     tiny.Combination("kangaroo", "confidence", "rejection"),
+    tiny.Combination("dflash", "constant", "rejection"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 
 from jaxspec.cli import main
 from jaxspec.deviceless import accelerators, hlo, programs, rounds, stand_ins
-from jaxspec.deviceless.accelerators import ACCELERATORS, parse_mesh, parse_topology
+from jaxspec.deviceless.accelerators import ACCELERATORS, mesh_axes, parse_topology
 from jaxspec.deviceless.programs import Place
 from jaxspec.deviceless.report import Program, build, predicted, report
 from jaxspec.deviceless.stand_ins import ModelShape
@@ -219,6 +219,7 @@ METHODS = {
     "draft-verify": {},
     "eagle": {},
     "eagle3": {},
+    "dflash": {},
     "kangaroo": {},
     "medusa": {},
     "hydra": {},
@@ -367,8 +368,8 @@ def test_wrong_topologies_and_meshes(capsys, arguments, says):
 
 
 def test_a_mesh_that_says_less():
-    assert parse_mesh(None, 4) == {"data": 1, "model": 4}
-    assert parse_mesh("data=4", 4) == {"data": 4, "model": 1}
+    assert mesh_axes(None, 4) == {"data": 1, "model": 4}
+    assert mesh_axes("data=4", 4) == {"data": 4, "model": 1}
 
 
 @pytest.fixture

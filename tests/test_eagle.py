@@ -16,18 +16,14 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
-from jaxspec.acceptance import BlockAcceptor
-from jaxspec.decoding import Parts
 from jaxspec.drafting.eagle import Eagle
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, torch_file
+from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from jaxspec.protocol import Weights
-from jaxspec.sampling import Sampling
 from jaxspec.testing import head_reference as reference
-from jaxspec.testing.contracts import propose
 from tests import head_files, tiny
 from tests.head_files import (
     LLAMA,
@@ -38,6 +34,7 @@ from tests.head_files import (
     WIDTH,
     Files,
     Round,
+    check_trees,
     layer,
     matrix,
     norm,
@@ -303,7 +300,7 @@ BAD = {
     "both set": with_config(speculators(), fc_norm=True),
     "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
-    "is no head of EAGLE, Kangaroo, Medusa or Hydra": (LLAMA, {"probe.weight": np.ones((2, 2))}),
+    "is no head of EAGLE, DFlash, Kangaroo, Medusa or Hydra": (LLAMA, {"probe.weight": np.ones((2, 2))}),
     "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
         eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
     ),
@@ -501,49 +498,20 @@ def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np
 # Trees
 
 
-def test_a_tree_is_that_of_the_slow_reference(tmp_path):
-    """EAGLE-2's: the most probable paths, by the probabilities of the reference on each; after rounds of trees too."""
-    files = plain("speculators")
-    head = heads.read_head(write(tmp_path, speculators()), TARGET)
-    size = Dynamic(num_nodes=9, depth=4, width=3)
-    drafter = Eagle(TARGET, head.config, num_draft_tokens=4, tree=size)
-    weights = Weights(tiny.params(TARGET), head.load(np.float32))
-    parts = Parts(drafter, BlockAcceptor(), Sampling(jnp.full(len(PROMPTS), TEMPERATURE)))
-    loop = tiny.Loop(parts, weights, TARGET)
-    state, _ = loop.begin(PROMPTS, 12, capacity=64)
-    for _ in range(3):
-        proposal, _ = propose(parts, weights, state, 1)
-        for row, length in enumerate(state.length.tolist()):
-            tokens = state.tokens[row, :length].tolist()
-            true = reference.features(TARGET, tiny.params(TARGET), tokens[:-1], TAPS)
-            said = functools.partial(
-                reference.draft_logits, *files, TARGET, tiny.params(TARGET), tokens, true=true
-            )
-            expected = slow_tree(lambda path, said=said: said(drafts=path)[-1], size)
-            drafts = proposal.tokens[0, row].tolist()
-            paths: list[tuple[int, ...]] = []
-            for token, parent in zip(drafts, proposal.parents[0, row].tolist(), strict=True):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
-            assert sorted(paths) == sorted(expected)
-        state, _ = loop.go_on(state, 1)
-    assert state.stats.num_accepted_tokens.sum() > 0
+@pytest.mark.parametrize("tree", [Dynamic(9, depth=4, width=3), Drawn(grown(9, depth=4, num_ranks=4))])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
+    """EAGLE-2's: the most probable paths, by the probabilities of the reference on each; after rounds of trees too.
 
+    Or tokens that are drawn from these.
+    """
+    files, target = plain("speculators"), (TARGET, tiny.params(TARGET))
 
-def slow_tree(logits_after: Any, size: Dynamic) -> list[tuple[int, ...]]:
-    """The paths of EAGLE-2's tree, one node at a time."""
-    scores: dict[tuple[int, ...], float] = {(): 0.0}
-    frontier: list[tuple[int, ...]] = [()]
-    for _ in range(size.depth):
-        level = {}
-        for path in frontier:
-            logits = logits_after(list(path))
-            law = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-            for token in np.argsort(-law)[: size.width]:
-                level[(*path, int(token))] = scores[path] + law[token]
-        scores |= level
-        frontier = sorted(level, key=level.__getitem__, reverse=True)[: size.width]
-    del scores[()]
-    return sorted(scores, key=scores.__getitem__, reverse=True)[: size.num_nodes]
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        true = reference.features(*target, tokens[:-1], TAPS)
+        return reference.draft_logits(*files, *target, tokens, path, true)[-1]
+
+    directory = write(tmp_path, speculators())
+    check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
 
 
 def test_trees_are_an_option(tmp_path):

@@ -68,7 +68,7 @@ def test_only_answers_are_judged_and_packed_texts_apart():
     assert got["confidence"] == pytest.approx([1.9 / 3, 1])
     assert got["auroc"] == [1.0, None]
     assert got["calibration_error"][0] == pytest.approx((0.1 + 0.2 + 0.2) / 3)
-    assert got["accuracy"] == [0.5, 1.0]
+    assert (got["accuracy"], got["answers"]) == ([0.5, 1.0], 2)
     assert some.openings(9) == [[5, 6], [5]]
     open_text = dataclasses.replace(some, learn=np.array([[True] * 6 + [False]]))
     assert not open_text.has_answers

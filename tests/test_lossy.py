@@ -12,6 +12,7 @@ import pytest
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.lossy import TypicalAcceptor
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
+from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Proposal
 from jaxspec.sampling import Greedy, Sampling
 from tests import tiny
@@ -58,6 +59,52 @@ def test_what_is_typical_stands():
     assert (np.abs((drawn - at).sum(axis=0)) < 4.5 * np.sqrt((at * (1 - at)).sum(axis=0))).all()
 
 
+def test_of_a_tree_the_longest_path_of_typical_tokens_stands():
+    """Of equally long ones the more probable one, each node judged by the law after the one before it."""
+    parents, rng = (-1, -1, 0, 0, 1, 1, 2, 4), np.random.default_rng(6)
+    depth, nodes = 3, len(parents)
+    logits = (1.5 * rng.standard_normal((ROWS, nodes + 1, V))).astype(np.float32)
+    tokens = rng.integers(-1, V, size=(ROWS, nodes))
+    tokens[:, 1::2] = (tokens[:, ::2] + 1) % V  # siblings differ
+    temperature = np.linspace(0.5, 1.5, ROWS)
+    keys = jax.random.split(jax.random.key(0), (ROWS, depth + 1))
+    found = TypicalAcceptor().accept_tree(
+        keys,
+        Proposal(jnp.asarray(tokens, jnp.int32), jnp.full(ROWS, nodes)),
+        Tree.of(Shape(parents), depth),
+        jnp.asarray(logits),
+        Sampling(jnp.asarray(temperature, jnp.float32)),
+    )
+    scaled = np.exp(np.float64(logits) / temperature[:, None, None])
+    probs = scaled / scaled.sum(axis=-1, keepdims=True)
+    lengths, laws = set(), []
+    for row in range(ROWS):
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else []), node])
+        good = [[]]
+        for path in paths:
+            rows = [0, *(node + 1 for node in path)]
+            drafts = [int(tokens[row, node]) for node in path]
+            if min(drafts) >= 0 and typical(probs[row, rows], drafts) == len(path):
+                good.append(path)
+
+        def probability(path: list[int], row: int = row) -> float:
+            rows = [0, *(node + 1 for node in path)]
+            return float(
+                np.prod([probs[row, at, tokens[row, node]] for at, node in zip(rows, path, strict=False)])
+            )
+
+        best = max(good, key=lambda path: (len(path), probability(path)))
+        assert int(found.count[row]) == len(best)
+        assert found.path[row, : len(best) + 1].tolist() == [0, *(node + 1 for node in best)]
+        lengths.add(len(best))
+        laws.append(probs[row, best[-1] + 1 if best else 0])
+    assert lengths == {0, 1, 2, 3}
+    at, drawn = np.stack(laws), np.eye(V)[np.asarray(found.token)]
+    assert (np.abs((drawn - at).sum(axis=0)) < 4.5 * np.sqrt((at * (1 - at)).sum(axis=0))).all()
+
+
 def test_a_row_of_temperature_zero_is_greedy():
     logits, proposal, found = decided(np.zeros(ROWS))
     keys = jax.random.split(jax.random.key(0), ROWS)
@@ -91,9 +138,8 @@ def test_a_result_says_so():
     assert "tokens/s, lossy>" in repr(drawn)
     assert "lossy" not in repr(greedy)
     assert not lm.generate([3, 4], temperature=1.0, max_new_tokens=2, acceptor="typical").lossy
-    # Of a tree the acceptor has no say.
     options |= {"method": "token-recycling", "temperature": 1.0}
-    assert not lm.generate([3, 4, 3, 4], tree="3x2", **options).lossy
+    assert lm.generate([3, 4, 3, 4], tree="3x2", **options).lossy
     assert lm.generate([3, 4, 3, 4], no_tree=True, num_draft_tokens=2, **options).lossy
     with pytest.raises(ValueError, match="give one of greedy, rejection, block, typical"):
         lm.generate([3, 4], acceptor="usual")

@@ -14,8 +14,10 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.hydra import Hydra
 from jaxspec.drafting.medusa import Medusa
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads, huggingface, memory
+from jaxspec.methods.trees import grown
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
@@ -29,6 +31,7 @@ from tests.head_files import (
     WIDTH,
     Files,
     Round,
+    check_trees,
     furthest,
     layer,
     matrix,
@@ -178,6 +181,61 @@ def test_a_wrong_reading_would_be_noticed(said, wrong):
     assert off(said(kind), tensors) > 1e-3
 
 
+# Trees
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, kind):
+    """The most probable paths: of what each of Medusa's heads says by itself, of Hydra's after each path."""
+    target, tensors = (TARGET, tiny.params(TARGET)), FILES[kind][1]
+
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        true = reference.features(*target, tokens[:-1], ["final"])
+        if kind.startswith("hydra"):
+            return reference.hydra_logits(tensors, *target, tokens, path, true)[-1]
+        return reference.medusa_logits(tensors, *target, true, len(path) + 1)[-1]
+
+    made, size = Hydra if kind.startswith("hydra") else Medusa, Dynamic(num_nodes=9, depth=4, width=3)
+    directory = write(tmp_path, FILES[kind])
+    check_trees(directory, lambda config: made(TARGET, config, num_draft_tokens=4, tree=size), logits_after)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_trees_are_an_option(model, tmp_path, kind):
+    """With them, sampled text is plain sampling's token for token; no deeper than there are heads."""
+    name, path = kind.removesuffix("++"), str(write(tmp_path / "published", FILES[kind]))
+    made, own = model.drafter(name, draft=path, tree="12x3")
+    assert (made.tree, made.num_draft_tokens, len(own["heads"])) == (Dynamic(12, 3, 10), 3, 3)
+    assert model.drafter(name, draft=path)[0].tree is None
+    with pytest.raises(
+        ValueError,
+        match=r"tree is 'large', 6 tokens one after the other; the file has \d heads, give TOKENSx",
+    ):
+        model.drafter(name, draft=path, tree="large")
+    with pytest.raises(ValueError, match="stop_rule ends chains, and tree asks for a tree"):
+        model.drafter(name, draft=path, tree="12x3", stop_rule="confidence")
+    with pytest.raises(ValueError, match="drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH"):
+        model.drafter(name, draft=path, drawn_tree=True)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    expected = model.generate([3, 4, 5, 3, 4], **options)
+    found = model.generate([3, 4, 5, 3, 4], method=name, draft=path, tree="12x3", **options)
+    assert found.tokens == expected.tokens
+    assert found.statistics.num_draft_tokens > 12
+
+
+def test_tokens_of_a_tree_are_drawn_where_texts_are(model, tmp_path):
+    """Where they are not, the likeliest stand: a tree of draws would be a chain."""
+    method = methods.Medusa(draft=str(write(tmp_path, FILES["medusa"])), tree="7x3", drawn_tree=True)
+    assert model.drafter(method)[0].tree == Dynamic(7, 3, 7)
+    assert model.drafter(method, laws=("greedy", "temperature-1"))[0].tree == Drawn(grown(7, 3, 10))
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    drawn, greedy = model.generate([[3, 4, 5], [3, 4, 5]], method=method, temperature=[1.0, 0.0], **options)
+    assert (len(drawn.tokens), greedy.tokens) == (12, model.generate([3, 4, 5], **options).tokens)
+    # Of three levels a greedy row has three tokens.
+    assert greedy.statistics.num_draft_tokens < drawn.statistics.num_draft_tokens
+    assert not drawn.lossy
+
+
 # Files
 
 
@@ -307,6 +365,26 @@ BAD = {
     ),
     "tensor 0.0.linear.weight is I8; quantised heads are not supported": with_tensors(
         medusa(), **{"0.0.linear.weight": np.ones((WIDTH, WIDTH), np.int8)}
+    ),
+    "the file has 1 blocks a head, and matrices behind \\[999999999\\]": (
+        {},
+        {
+            "0.0.linear.weight": np.ones((WIDTH, WIDTH), np.float32),
+            "0.999999999.weight": np.ones((SIZE, WIDTH), np.float32),
+        },
+    ),
+    "medusa_num_layers is 999999999; expected a whole number from 1 to 10000": with_config(
+        medusa(blocks=1, own=False), medusa_num_layers=999999999
+    ),
+    "num_hidden_layers is 999999999; expected a whole number from 1 to 10000": vllm(
+        num_hidden_layers=999999999
+    ),
+    "num_hidden_layers is 3, and the file has 2 blocks a head; expected all": vllm(num_hidden_layers=3),
+    "hydra_num_layers is 999999999; expected a whole number from 1 to 10000": with_config(
+        hydra(plus=True, blocks=2), hydra_num_layers=999999999
+    ),
+    "hydra_num_layers is 4, and the file has one block a head; expected the first and": with_config(
+        hydra(plus=False, blocks=1), hydra_num_layers=4
     ),
     "grounded_heads is false": with_config(hydra(plus=False), grounded_heads=False),
     "hidden_state_offset is 5; expected a whole number from 0 to 4": with_config(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import papers, prompts, rules
-from jaxspec.bench.papers import adaspeed
+from jaxspec.bench.papers import adaspeed, baselines
 from jaxspec.bench.papers import adaspeed_counts as counts
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.workbench import Workbench
@@ -30,6 +30,8 @@ def little(monkeypatch):
     # A tiny model compiles longer than it runs.
     monkeypatch.setattr(counts, "LENGTHS", (2, 16))
     monkeypatch.setattr(counts, "CONSTANT_LENGTHS", (2,))
+    monkeypatch.setattr(baselines, "CONSTANTS", (2,))
+    monkeypatch.setattr(baselines, "_SHARES", (4,))
     monkeypatch.setattr(adaspeed, "DRAWN_CONSTANTS", (2,))
     monkeypatch.setattr(adaspeed, "DRAWN_GAMMAS", (0.3,))
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
@@ -56,7 +58,12 @@ def test_adaspeed(lm, tmp_path, monkeypatch):
     greedy, drawn, exits, gammas = found.tables
     names = [row.name for row in greedy.rows]
     assert names[0] == "plain"
-    assert [name.partition(":")[0] for name in names[1:]] == [*adaspeed.NAMES.values()]
+    assert names[1] == "untrained: first 1 layers, K 2"
+    assert [name.partition(":")[0] for name in names[2:]] == [*adaspeed.NAMES.values()]
+    for table in (greedy, drawn):
+        cells = table.rows[1].cells
+        assert (table.rows[1].name, list(cells)) == (names[1], ["× LayerSkip", "× plain"])
+        assert all(cell.ours > 0 for cell in cells.values())
     product = next(name for name in names if name.startswith("AdaSPEED:"))
     assert greedy.cell(product, "× LayerSkip").paper == 1.16
     assert greedy.cell(product, "× plain").ours > 0
@@ -80,7 +87,7 @@ def test_the_ideal_stop_may_draft_as_much_as_the_rules(lm, monkeypatch):
     monkeypatch.setattr(adaspeed.baselines, "ideal_exit", lambda bench, *given: asked.append(given))
     with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
         monkeypatch.setattr(bench, "measure", lambda *given, **options: None)
-        adaspeed._greedy(bench, {"oracle": Case("oracle", 1)})
+        adaspeed._greedy(bench, {"oracle": Case("oracle", 1)}, {})
     assert asked == [(1, rules.LONGEST)]
 
 
@@ -95,7 +102,7 @@ def test_drawn_texts_are_tuned_at_the_same_exits_by_all_rules(lm, monkeypatch):
     monkeypatch.setattr(adaspeed.rules, "probe", lambda lm, layer, law: "probe" if layer == 1 else None)
     with Workbench(lm, PaperOptions(max_new_tokens=4)) as bench:
         monkeypatch.setattr(bench, "measure", measure)
-        adaspeed._drawn(bench, [1, 2, 3], chosen)
+        adaspeed._drawn(bench, [1, 2, 3], chosen, {})
     both = ("exit 1", "exit 2")  # the probe's, and the one chosen
     assert {run.rpartition(",")[0] for run in tried if not run.startswith("probe")} == {
         f"{rule}, {layer}" for rule in chosen for layer in both

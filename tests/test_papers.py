@@ -330,10 +330,14 @@ def test_the_command_prints_a_papers_tables(run, tmp_path):
 
 def test_a_paper_about_drafts_takes_them(run):
     words = "draft-model --draft other"
-    status, _, err = run("--paper", "s2d", "--draft", "some", "--run", words, "--prompt-file", "x.txt")
+    targets = ("--target", "a", "--target", "b", "--sorted-target", "c")
+    status, _, err = run(
+        "--paper", "s2d", "--draft", "some", "--run", words, "--prompt-file", "x.txt", *targets
+    )
     assert status == 0, err
     options = run.asked[0][1]
     assert (options.draft, options.prompt_file) == ("some", ("x.txt",))
+    assert (options.targets, options.sorted_target) == (("a", "b"), "c")
     assert options.runs == {words: DraftModel(draft="other")}
 
 
@@ -366,6 +370,8 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
         ("--temperature", "1"),
         ("--exit-layer", "3"),
         ("--carry-gamma",),
+        ("--target", "x"),
+        ("--sorted-target", "x"),
     ],
 )
 def test_options_of_prompt_sets_are_refused(run, arguments):
@@ -376,6 +382,14 @@ def test_options_of_prompt_sets_are_refused(run, arguments):
         f"{arguments[0]}; leave it out\n"
     )
     assert not run.asked
+
+
+def test_targets_without_a_paper_are_refused(capsys, model):
+    status, _, err = called(capsys, "bench", "--model", model, "--target", "x")
+    assert (status, err) == (
+        2,
+        "jaxspec: error: --target is for the tables of a paper; give --paper s2d, or leave it out\n",
+    )
 
 
 def test_an_unknown_paper_is_refused(run):

@@ -11,6 +11,7 @@ from jaxspec.bench.oracle import oracle
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.model import llama
 from jaxspec.tuning import objectives
 from jaxspec.tuning.texts import read_prompts
 from tests import tiny
@@ -101,7 +102,8 @@ def test_the_oracle_drafts_what_is_accepted_and_no_more():
         prompt = model.encode(text)
         plain = model.generate(prompt, max_new_tokens=24, ignore_eos=True)
         for exit_layer in (1, 2):
-            rule = oracle(model, prompt, plain.tokens, exit_layer, 24)
+            draft = (model.config.truncated(exit_layer), llama.truncate(model.params, exit_layer))
+            rule = oracle(model, prompt, plain.tokens, draft, 24)
             drafter = LayerSkip(model.config, exit_layer, rule, 5)
             mine = model.generate(prompt, method=drafter, max_new_tokens=24, ignore_eos=True)
             assert mine.tokens == plain.tokens

@@ -119,7 +119,9 @@ def run(network, params, batch, steps: int):
         target = tiny.params(TARGET)
         seen = losses.look(TARGET, target, batch, network.taps, None)
         outputs = network.outputs(params, target, batch, seen.features, steps)
-        return seen, outputs, [network.logits(params, head_of(target), one) for one in outputs]
+        readings = [network.reading(params, step) for step in range(len(outputs))]
+        pairs = zip(readings, outputs, strict=True)
+        return seen, outputs, [network.logits(own, head_of(target), one) for own, one in pairs]
 
     seen, outputs, logits = both(batch)
     return jax.tree.map(np.asarray, (seen, outputs)), np.stack(logits)
@@ -356,7 +358,7 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     shipped.parent.mkdir()
     written.rename(shipped)
     with pytest.raises(ValueError, match=r"; give draft=DIR$"):  # nothing here trains such heads
-        lm.drafter("medusa")
+        lm.drafter("dflash")
     with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads`"):
         jaxspec.load(folder).generate("Once", method="eagle3")
     monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
@@ -408,6 +410,13 @@ def test_the_recipes_leave_nothing_to_choose(recipes):
     assert options.settled(10**6, {})[1] == {}
 
 
+@pytest.mark.parametrize("kind", head_kinds.KINDS)
+def test_the_recipe_of_the_small_target_serves_every_kind(kind):
+    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
+    options = parsing.parse(command.Options, [*files, "--kind", kind], "heads")
+    assert options.made == head_kinds.KINDS[kind]
+
+
 def test_the_head_of_the_real_model_has_at_most_ten_megabytes():
     recipe = ["--config", f"{ROOT}/training/recipes/heads-smollm2.yaml", "--kind", "eagle3"]
     options = parsing.parse(command.Options, recipe, "heads")
@@ -429,9 +438,10 @@ def test_the_head_of_the_real_model_has_at_most_ten_megabytes():
         (
             ["--draft-vocab-size", "9"],
             2,
-            "--draft-vocab-size: a head of eagle has the vocabulary of its target",
+            "a head of eagle has no option --draft-vocab-size; leave it out",
         ),
-        (["--taps", "1"], 1, "--taps is (1,); EAGLE-1 reads what the target's head reads"),
+        (["--taps", "1", "--exit-layer", "2"], 2, "a head of eagle has no option --taps, --exit-layer"),
+        (["--num-heads", "0"], 2, "--num-heads is 0; give a whole number of at least 1"),
         (["--test-steps", "0"], 2, "--test-steps is 0; give a whole number of at least 1"),
         (["--step-decay", "0"], 2, "--step-decay is 0.0; give a number above 0, and at most 1"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Proposal, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.testing import reference
+from jaxspec.tree_acceptance import chances
 from tests import tiny
 
 V, CAPACITY = tiny.TARGET.vocab_size, 64
@@ -333,3 +335,59 @@ def test_sampled_text_is_plain_decodings_token_for_token(kind, acceptor, law):
         assert tiny.generated(state, PROMPTS) == expected
         accepted += int(state.stats.num_accepted_tokens.sum())
     assert accepted > 12
+
+
+# Drawn tokens
+
+
+def some_laws(rng: np.random.Generator, count: int, size: int) -> np.ndarray:
+    """Flat and sharp ones, and some that lack tokens."""
+    sharpness = rng.choice([0.3, 1.0, 4.0], (count, 1))
+    weights = np.exp(sharpness * rng.standard_normal((count, size)))
+    weights *= rng.random((count, size)) > 0.2
+    weights[np.arange(count), rng.integers(size, size=count)] += 0.1
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(("size", "siblings"), [(3, 1), (3, 2), (3, 3), (4, 2), (4, 3)])
+def test_siblings_drawn_without_replacement_leave_the_law(size, siblings):
+    """The law of the token that comes out, over every way in which the siblings may have been drawn, is the target's.
+
+    So the whole tree's: the nodes after one that stands are drawn given it alone.
+    """
+    rng = np.random.default_rng(size * 10 + siblings)
+    targets, drafts = some_laws(rng, 60, size), some_laws(rng, 60, size)
+    # Of each pair of laws all drafts, and how probable each is.
+    pairs, tokens, laws, masses = [], [], [], []
+    for pair, ways in itertools.product(range(60), itertools.permutations(range(size), siblings)):
+        left, mass, drawn, drawn_from = drafts[pair].copy(), 1.0, [], []
+        for token in ways:
+            if left.sum() == 0:  # no token is left: neither for any other way
+                drawn.append(-1)
+                drawn_from.append(left)
+                mass *= 1.0 if token == min(set(range(size)) - set(ways[: len(drawn) - 1])) else 0.0
+                continue
+            drawn_from.append(left / left.sum())
+            mass *= drawn_from[-1][token]
+            drawn.append(token)
+            left[token] = 0
+        if mass > 0:
+            for values, one in ((pairs, pair), (tokens, drawn), (laws, drawn_from), (masses, mass)):
+                values.append(one)
+    with np.errstate(divide="ignore"):
+        log_laws = np.log(np.array(laws))
+    chance, rest = chances(
+        jnp.asarray(targets[pairs], jnp.float32), jnp.asarray(tokens), jnp.asarray(log_laws, jnp.float32)
+    )
+    found, total = np.zeros_like(targets), np.zeros(60)
+    for pair, drawn, mass, stands, law in zip(
+        pairs, tokens, masses, np.asarray(chance), np.asarray(rest), strict=True
+    ):
+        total[pair] += mass
+        for token, probability in zip(drawn, stands, strict=True):
+            if token >= 0:
+                found[pair, token] += mass * probability
+                mass *= 1 - probability
+        found[pair] += mass * law
+    np.testing.assert_allclose(total, 1, atol=1e-9)
+    np.testing.assert_allclose(found, targets, atol=2e-6)

@@ -19,6 +19,7 @@ from jaxspec.decoding import Parts
 from jaxspec.drafting.asd import ASD
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.drafting.clasp import CLaSp
+from jaxspec.drafting.dflash import DFlash
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.drafting.draft_verify import DraftVerify
 from jaxspec.drafting.eagle import Eagle
@@ -32,9 +33,10 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.suffix import Suffix
 from jaxspec.drafting.token_recycling import TokenRecycling
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.dflash import DFlashConfig
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.heads import AnyHead
 from jaxspec.model.hydra import HydraConfig
@@ -239,13 +241,13 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def eagle_head(config: LlamaConfig, **changes: Any) -> HeadConfig:
     """An EAGLE-1 head of a small target."""
-    block = dataclasses.replace(config, num_layers=1, intermediate_size=20)
+    block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20)
     return HeadConfig(block, fc_bias=True, **changes)
 
 
 def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> HeadConfig:
     """An EAGLE-3 head of a small target."""
-    block = dataclasses.replace(config, num_layers=num_layers, intermediate_size=20)
+    block = dataclasses.replace(config.plain, num_layers=num_layers, intermediate_size=20)
     given: dict[str, Any] = {"taps": (0, 1, config.num_layers), "head_size": config.vocab_size, **changes}
     return HeadConfig(block, kind="eagle3", **given)
 
@@ -268,16 +270,24 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     }
 
 
-def _eagle_tree(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """EAGLE-2's; it has no stop rule."""
-    drafter, own = _eagle(config, Constant())
-    return drafter.replace(tree=Dynamic(num_nodes=7, depth=K, width=3)), own
-
-
 def _eagle_vocab(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     drafter, own = _eagle(config, rule)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return drafter, {**own, "vocabulary": few}
+
+
+LIKELY = Dynamic(num_nodes=7, depth=K, width=3)
+DRAWN = Drawn(Shape((-1, -1, -1, 0, 0, 2, 3)))
+
+
+def _tree(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], tree: Dynamic | Drawn = LIKELY) -> Case:
+    """Of heads that draft a tree, of likely tokens if not of drawn ones; it has no stop rule."""
+
+    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
+        drafter, own = make(config, Constant())
+        return drafter.replace(tree=tree), own
+
+    return Case(made, family="trees", has_rule=False)
 
 
 def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -299,7 +309,7 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Over two of every three tokens."""
-    head = KangarooConfig(dataclasses.replace(config, num_layers=1, sliding_windows=()))
+    head = KangarooConfig(dataclasses.replace(config.plain, num_layers=1, sliding_windows=()))
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return Kangaroo(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
 
@@ -315,7 +325,9 @@ def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Hydra++, whose heads mostly hand on the embedding of the last token, as the target does."""
-    head = HydraConfig(config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.truncated(1))
+    head = HydraConfig(
+        config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.plain.truncated(1)
+    )
     own, target = dict(head_params(head)), params(config)
     heads = []
     for one in own["heads"]:
@@ -326,6 +338,14 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         matrix = target["embed"] if config.tie_embeddings else target["head"]
         heads.append({**one, "blocks": [first, *one["blocks"][1:]], "head": matrix})
     return Hydra(config, head, rule, K), own | {"heads": heads}
+
+
+def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Over two of every three tokens, of two layers with the norms of Qwen3."""
+    layers = dataclasses.replace(config, num_layers=2, sliding_windows=(), qk_norm=True)
+    head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
+    few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
+    return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
 
 
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
@@ -437,13 +457,17 @@ DRAFTERS: dict[str, Case] = {
     "s2d-target-vocab": over_some_tokens(_s2d_target, family="s2d", config=DEEP),
     "s2d-target": Case(_s2d_target, family="s2d", config=DEEP),
     "s2d": Case(_s2d, ("s2d",), "s2d"),
-    "eagle-tree": Case(_eagle_tree, family="eagle-tree", has_rule=False),
+    "eagle-tree-drawn": _tree(_eagle_vocab, DRAWN),
+    "medusa-tree": _tree(_medusa),
+    "hydra-tree": _tree(_hydra),
+    "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
     "eagle3": Case(_eagle3, ("eagle3",), "heads"),
     "eagle3-flags": Case(_eagle3_flags, family="heads"),
     "medusa": Case(_medusa, ("medusa",), "heads"),
     "hydra": Case(_hydra, ("hydra",), "heads"),
+    "dflash": Case(_dflash, ("dflash",), "heads"),
     "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
 }
 
@@ -535,7 +559,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(method: str) -> dict[str, Any]:
     """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(("asd", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")):
+    if method.startswith(
+        ("asd", "dflash", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")
+    ):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

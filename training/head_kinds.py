@@ -1,4 +1,4 @@
-"""The kinds of heads that can be trained: how each begins, what it minimises, how it is written."""
+"""The kinds of heads that can be trained: how each begins, and what it minimises."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.io.head_writer import write_head
 from jaxspec.model import eagle, llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
+from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.medusa import MedusaConfig
 from training.losses.base import Loss
 from training.losses.eagle import EagleNetwork
 from training.losses.heads import Network, Weights, head_loss
+from training.losses.kangaroo import KangarooNetwork
+from training.losses.several import SeveralNetwork
 
 # The largest standard deviation of the logits of an EAGLE-3 head before its first step.
 _SPREAD = 2.0
@@ -28,15 +32,21 @@ _SPREAD = 2.0
 class HeadOptions:
     """The shape of a head, and how far it looks ahead in training; what is not given is the target's, or usual.
 
+    Each is an option of some kinds only.
+
     Attributes:
-      intermediate_size: width of its gated MLP.
+      intermediate_size: width of EAGLE's gated MLP.
       taps: layers whose input EAGLE-3 reads; 2, half of the target's and the last but two.
       draft_vocab: a ranking of tokens, made by `jaxspec vocab` for the target: EAGLE-3's head chooses among these.
       draft_vocab_size: how many of them; without a ranking, of the tokens most frequent in the training text that is
         to be predicted.
       test_steps: steps of training-time test, of which each reads the output of the one before: 7 for EAGLE-3, and 1,
         which is none, for EAGLE-1.
-      step_decay: step s, from 0, counts the s-th power of it.
+      step_decay: step s, or the head that drafts token s, from 0, counts the s-th power of it.
+      num_heads: how many heads of Medusa or Hydra, each of which drafts one token: 5 and 4.
+      shared_head: Medusa's heads read the target's own head, as its last trainer makes them, in place of a matrix each:
+        far smaller where the vocabulary is large.
+      exit_layer: Kangaroo reads what so many of the target's layers make: 2.
     """
 
     intermediate_size: int | None = None
@@ -45,9 +55,12 @@ class HeadOptions:
     draft_vocab_size: int | None = None
     test_steps: int | None = None
     step_decay: float = 0.8
+    num_heads: int | None = None
+    shared_head: bool = False
+    exit_layer: int | None = None
 
     def __post_init__(self):
-        for name in ("intermediate_size", "draft_vocab_size", "test_steps"):
+        for name in ("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a whole number of at least 1")
@@ -62,23 +75,17 @@ class Kind(NamedTuple):
       init: (options, the target's config and parameters, the tokens it may choose int32[N] or None for all, seed) →
         the network, and float32 parameters to begin with.
       loss: (network, options, tokens) → what is minimised.
-      write: (directory, network, parameters, the target's fingerprint, tokens, dtype) → bytes of weights.
-      chooses: whether it may have a vocabulary of its own.
+      options: the names of those in `HeadOptions` that it has.
     """
 
     init: Callable[[HeadOptions, LlamaConfig, Params, np.ndarray | None, int], tuple[Network, Params]]
     loss: Callable[[Any, HeadOptions, np.ndarray | None], Loss]
-    write: Callable[[Path, Any, Params, str, np.ndarray | None, np.dtype], int]
-    chooses: bool = False
+    options: tuple[str, ...]
 
 
 def _init_eagle(
     options: HeadOptions, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
 ) -> tuple[EagleNetwork, Params]:
-    if options.taps:
-        raise ValueError(
-            f"taps is {options.taps}; EAGLE-1 reads what the target's head reads: leave taps out"
-        )
     head = HeadConfig(_block(options, target), kind="eagle", fc_bias=True)
     return EagleNetwork(head, target), _drawn(head, target, params, part, seed)
 
@@ -97,20 +104,17 @@ def _init_eagle3(
 
 def _block(options: HeadOptions, target: LlamaConfig) -> LlamaConfig:
     """One plain Llama layer of the target's widths, heads and RoPE."""
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
+    return dataclasses.replace(
+        target,
         num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
-        bos_token_id=target.bos_token_id,
-        eos_token_ids=target.eos_token_ids,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        tie_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(),
+        model_type="llama",
     )
 
 
@@ -118,18 +122,7 @@ def _drawn(
     head: HeadConfig, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
 ) -> Params:
     """Random matrices, norms 1, biases 0; what makes logits begins as the target's, with a limit to their size."""
-    flat, tree = jax.tree.flatten_with_path(eagle.param_shapes(head), is_leaf=llama.is_shape)
-    drawn = []
-    for index, (path, shape) in enumerate(flat):
-        name = path[-1].key
-        if name.endswith("norm"):
-            drawn.append(jnp.ones(shape))
-        elif name.endswith("bias"):
-            drawn.append(jnp.zeros(shape))
-        else:
-            key = jax.random.fold_in(jax.random.key(seed), index)
-            drawn.append(jax.random.normal(key, shape) * shape[-1] ** -0.5)
-    made: Params = jax.tree.unflatten(tree, drawn)
+    made = llama.draw(head.shapes, jax.random.key(seed))
     if "head" in made:
         rows, norm = llama.head(target, params), jnp.array(params["norm"], jnp.float32)
         made["head"] = jnp.array(rows if part is None else rows[part], jnp.float32)
@@ -150,18 +143,75 @@ def _eagle3_loss(network: EagleNetwork, options: HeadOptions, part: np.ndarray |
     return head_loss(network, options.test_steps or 7, Weights(decay=options.step_decay), part)
 
 
-def _write_eagle(
-    directory: Path,
-    network: EagleNetwork,
-    params: Params,
-    target: str,
-    part: np.ndarray | None,
-    dtype: np.dtype,
-) -> int:
-    return write_head(directory, network.head, params, target, part, dtype)
+def _init_medusa(
+    options: HeadOptions, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
+) -> tuple[SeveralNetwork, Params]:
+    """Blocks that change nothing, and the target's head, in whose stead each head has its own if not `shared_head`."""
+    del part, seed
+    rows = None if options.shared_head else target.vocab_size
+    count = options.num_heads or 5
+    head = MedusaConfig(target.hidden_size, count, head_size=rows, own_heads=not options.shared_head)
+    made = _zeros(head.shapes)
+    for one in made["heads"] if head.own_heads else ():
+        one["head"] = jnp.array(llama.head(target, params), jnp.float32)
+    return SeveralNetwork(head, target), made
 
 
+def _init_hydra(
+    options: HeadOptions, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
+) -> tuple[SeveralNetwork, Params]:
+    """As Medusa's: of what a head reads, its block hands on what the target's head reads."""
+    del part, seed
+    head = HydraConfig(target.hidden_size, target.vocab_size, options.num_heads or 4)
+    made = _zeros(head.shapes)
+    for one in made["heads"]:
+        block = one["blocks"][0]
+        block["residual"] = jnp.eye(*block["residual"].shape)
+        one["head"] = jnp.array(llama.head(target, params), jnp.float32)
+    return SeveralNetwork(head, target), made
+
+
+def _init_kangaroo(
+    options: HeadOptions, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
+) -> tuple[KangarooNetwork, Params]:
+    """An attention that writes nothing, and the target's norm: the target's own early exit."""
+    del part
+    last = target.num_layers - 1
+    exit_layer = min(2, last) if options.exit_layer is None else options.exit_layer
+    if not 1 <= exit_layer <= last:
+        raise ValueError(
+            f"exit_layer is {exit_layer}; the target has {target.num_layers} layers: give a number from 1 to {last}"
+        )
+    head = KangarooConfig(_block(options, target), exit_layer)
+    made = llama.draw(head.shapes, jax.random.key(seed))
+    for layer in made["layers"]:
+        layer["attention"]["out"] *= 0
+    made["norm"] = jnp.array(params["norm"], jnp.float32)
+    return KangarooNetwork(head, target), made
+
+
+def _zeros(shapes: Params) -> Params:
+    made: Params = jax.tree.map(jnp.zeros, shapes, is_leaf=llama.is_shape)
+    return made
+
+
+def _several_loss(network: SeveralNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
+    """The cross-entropy of each head with the text's token that it is to say (Medusa-1, Hydra)."""
+    weights = Weights(law=0.0, text=1.0, decay=options.step_decay)
+    return head_loss(network, network.head.num_heads, weights, part)
+
+
+def _kangaroo_loss(network: KangarooNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
+    """The cross-entropy with the target's law of the next token (Kangaroo)."""
+    del options
+    return head_loss(network, 1, Weights(), part)
+
+
+_EAGLE = ("intermediate_size", "test_steps", "step_decay")
 KINDS: dict[str, Kind] = {
-    "eagle": Kind(_init_eagle, _eagle_loss, _write_eagle),
-    "eagle3": Kind(_init_eagle3, _eagle3_loss, _write_eagle, chooses=True),
+    "eagle": Kind(_init_eagle, _eagle_loss, _EAGLE),
+    "eagle3": Kind(_init_eagle3, _eagle3_loss, (*_EAGLE, "taps", "draft_vocab", "draft_vocab_size")),
+    "medusa": Kind(_init_medusa, _several_loss, ("num_heads", "shared_head", "step_decay")),
+    "hydra": Kind(_init_hydra, _several_loss, ("num_heads", "step_decay")),
+    "kangaroo": Kind(_init_kangaroo, _kangaroo_loss, ("exit_layer",)),
 }

@@ -23,6 +23,7 @@ from jaxspec.bench.timing import measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, files, vocabulary_file
+from jaxspec.io.head_writer import write_head
 from jaxspec.io.heads import head_name
 from jaxspec.io.user_data import home
 from training import command, head_kinds, job, prompts, run
@@ -58,7 +59,7 @@ class Options(RunOptions):
       card_tokens: generated after each of them.
     """
 
-    kind: Literal["eagle", "eagle3"]
+    kind: Literal["eagle", "eagle3", "medusa", "hydra", "kangaroo"]
     target: str
     head: HeadOptions = dataclasses.field(default_factory=HeadOptions)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -69,11 +70,15 @@ class Options(RunOptions):
         for name, least in (("card_prompts", 0), ("card_tokens", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
-        own = [name for name in ("draft_vocab", "draft_vocab_size") if getattr(self.head, name) is not None]
-        if own and not self.made.chooses:
-            raise ValueError(
-                f"{' and '.join(own)}: a head of {self.kind} has the vocabulary of its target; leave them out"
-            )
+        usual = HeadOptions()
+        foreign = [
+            f"`{field.name}`"
+            for field in dataclasses.fields(usual)
+            if field.name not in self.made.options
+            and getattr(self.head, field.name) != getattr(usual, field.name)
+        ]
+        if foreign:
+            raise ValueError(f"a head of {self.kind} has no option {', '.join(foreign)}; leave it out")
 
     @property
     def made(self) -> Kind:
@@ -189,6 +194,8 @@ def _run_loop(
         "intermediate_size": options.head.intermediate_size,
         "test_steps": options.head.test_steps,
         "step_decay": options.head.step_decay,
+        "num_heads": options.head.num_heads,
+        "shared_head": options.head.shared_head,
         "draft_vocab": None if part is None else hashlib.sha256(part.tobytes()).hexdigest()[:16],
         "seed": options.seed,
         "held_out": options.data.held_out,
@@ -214,9 +221,9 @@ def _export(options: Options, lm: LanguageModel, trained: Trained, held_out: Kin
     assert options.output is not None
     with checkpoints.Checkpoints(options.run_directory / run.CHECKPOINTS, read_only=True) as kept:
         state, step, measured = kept.best(console.print)
-    size = options.made.write(
+    size = write_head(
         options.output,
-        trained.network,
+        trained.network.head,
         state["params"],
         lm.fingerprint,
         trained.part,
@@ -253,7 +260,7 @@ def _decoded(
         return {}
     how = PromptOptions(model=Path(options.target), data=options.data.data, new_tokens=options.card_tokens)
     generate = functools.partial(lm.generate, max_new_tokens=options.card_tokens, temperature=0.0)
-    settings = {"method": options.kind, "draft": str(options.output)}
+    settings = {"method": options.kind, "draft": str(options.output), "stop_rule": "constant"}
     runs = {
         "drafted": lambda prompt, turn: generate(prompt, **settings),
         "plain": lambda prompt, turn: generate(prompt),

@@ -78,7 +78,7 @@ def compare(
     sampling = (lm.defaults.get("temperature", 0.0) if given is None else given) > 0
     return {
         "model": lm.name,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "dtype": lm.dtype,
         "results": [_entry(name, results[name], results[BASELINE], sampling) for name in names],
     }

@@ -11,7 +11,8 @@ from flax import struct
 
 from jaxspec.bench.replay import along
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
 from jaxspec.protocol import Outcome, Signal, State
 
 
@@ -43,18 +44,21 @@ class Oracle:
 
 
 def oracle(
-    lm: LanguageModel, prompt: Sequence[int], text: Sequence[int], exit_layer: int, size: int
+    lm: LanguageModel,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    draft: tuple[LlamaConfig, Params],
+    size: int,
 ) -> Oracle:
-    """The oracle for drafts by the first layers of a model on one of its own greedy texts.
+    """The oracle for drafts by a smaller model, or the first layers of one, on one of a model's greedy texts.
 
     Args:
       lm: the model.
       prompt: token ids.
       text: the model's greedy text after the prompt.
-      exit_layer: how many layers draft.
+      draft: what drafts, and its parameters.
       size: N, at least the text's length; texts with one N share an executable.
     """
-    draft = (lm.config.truncated(exit_layer), llama.truncate(lm.params, exit_layer))
     with jax.default_device(lm.device):
         said, _, _ = along(prompt, text, draft)
     right = said == np.asarray(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps,
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import resolve_placement
+from jaxspec.engine.loading import fit_to_mesh, resolve_mesh, resolve_placement
 from jaxspec.io.memory import check_fits
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import param_shardings
 from jaxspec.protocol import Weights
 
 ROWS = (1, 2, 5, 9)
@@ -52,6 +54,7 @@ def profile(
     shape: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    mesh: str | None = None,
     *,
     repeats: int = 25,
     on_progress: Callable[[str], None] = lambda what: None,
@@ -64,7 +67,7 @@ def profile(
     Args:
       model: directory or hub id; None for the embedded model, unless a shape is named.
       shape: a name in `SHAPES`.
-      dtype, device: as in `load`.
+      dtype, device, mesh: as in `load`.
       repeats: turns.
       on_progress: called with what is being done.
 
@@ -80,7 +83,7 @@ def profile(
       ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.
     """
     on_progress("loading the model")
-    lm = _language_model(model, shape, dtype, device)
+    lm = _language_model(model, shape, dtype, device, mesh)
     params = Weights(lm.params)
     read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
     stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
@@ -112,7 +115,7 @@ def profile(
     token_bytes = kv.size_bytes(lm.config, 1, 1, lm.params["embed"].dtype)
     return {
         "model": lm.name,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "dtype": lm.dtype,
         "floor_bytes": floor_bytes(lm.config, lm.params),
         "floor_ms": min(floors),
@@ -127,16 +130,22 @@ def profile(
 
 
 def _language_model(
-    model: str | None, shape: str | None, dtype: str | None, device: str | None
+    model: str | None, shape: str | None, dtype: str | None, device: str | None, mesh: str | None
 ) -> LanguageModel:
     if shape is None:
-        return load(model, dtype=dtype, device=device)
+        return load(model, dtype=dtype, device=device, mesh=mesh)
     if model is not None:
         raise ValueError(f"got both model={model!r} and shape={shape!r}; give one of them")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; give one of {', '.join(SHAPES)}")
-    place, kind = resolve_placement(dtype, device)
-    check_fits(SHAPES[shape], kind, batch_size=1, capacity=LARGE, device=place)
+    over = resolve_mesh(mesh, device)
+    place, kind = resolve_placement(dtype, device, over)
+    config = SHAPES[shape] if over is None else fit_to_mesh(over, SHAPES[shape], shape)
+    init = functools.partial(llama.init_params, config, dtype=kind)
     with jax.default_device(place):
-        params = llama.init_params(SHAPES[shape], jax.random.key(0), kind)
-    return LanguageModel(SHAPES[shape], params, name=shape, device=place)
+        if over is None:
+            check_fits(config, kind, batch_size=1, capacity=LARGE, device=place)
+            params = init(jax.random.key(0))
+        else:
+            params = jax.jit(init, out_shardings=param_shardings(over, config))(jax.random.key(0))
+    return LanguageModel(config, params, name=shape, device=place, mesh=over)

@@ -74,12 +74,33 @@ def speed_ratio(
     Raises:
       ValueError: the runs differ in their prompts or turns.
     """
+    return spread(drawn_ratios(taken, others, resamples, groups=groups))
+
+
+def drawn_ratios(
+    taken: Taken, others: Taken, resamples: int = 2000, *, groups: Sequence[Any] | None = None
+) -> np.ndarray:
+    """What `speed_ratio` is the spread of, for whoever reckons with several ratios before that.
+
+    Of as many prompts the same are drawn, whatever the runs: figures of several models on the same prompts, drawn
+    together, may be added or divided draw by draw.
+
+    Args:
+      taken, others, resamples, groups: see `speed_ratio`.
+
+    Returns:
+      float64[1 + resamples]: the ratio, then that of each draw of prompts with replacement; NaN where a speed is not
+      defined.
+
+    Raises:
+      ValueError: the runs differ in their prompts or turns.
+    """
     mine, other = _counts(taken), _counts(others)
     if mine.shape != other.shape:
         raise ValueError(f"runs have {mine.shape[:2]} and {other.shape[:2]} prompts and turns; give the same")
     if groups is not None:
         mine, other = (_together(counts, groups) for counts in (mine, other))
-    return ratio_of_counts(mine, other, resamples)
+    return _drawn(mine, other, resamples)
 
 
 def ratio_of_counts(
@@ -96,19 +117,47 @@ def ratio_of_counts(
       >>> ratio_of_counts(half, whole)
       (2.0, (2.0, 2.0))
     """
-    drawn = np.random.default_rng(0).integers(len(mine), size=(resamples, len(mine)))
-    chosen = np.vstack([np.arange(len(mine)), drawn])
+    return spread(_drawn(mine, other, resamples))
+
+
+def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
+    """A figure and its 95 % interval.
+
+    Args:
+      drawn: float64[1 + N], the figure, then the same of each draw of the bootstrap.
+
+    Returns:
+      Both None where the figure is not defined.
+
+    Examples:
+      >>> spread(np.array([1.5, 1.4, 1.4, 1.6, 1.6]))
+      (1.5, (1.4, 1.6))
+    """
+    if not np.isfinite(drawn[0]):
+        return None, None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice")
+        low, high = np.nanquantile(drawn[1:], (0.025, 0.975))
+    return float(drawn[0]), (float(low), float(high))
+
+
+def indices(count: int, resamples: int = 2000) -> np.ndarray:
+    """int[1 + resamples, count]: all of so many prompts, then the draws of the bootstrap, always the same."""
+    drawn = np.random.default_rng(0).integers(count, size=(resamples, count))
+    return np.vstack([np.arange(count), drawn])
+
+
+def _drawn(mine: np.ndarray, other: np.ndarray, resamples: int) -> np.ndarray:
+    """float64[1 + resamples], see `drawn_ratios`."""
+    chosen = indices(len(mine), resamples)
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.filterwarnings("ignore", "All-NaN slice")
         (tokens, ms), (other_tokens, other_ms) = (
             np.moveaxis(counts[chosen].sum(axis=1), -1, 0) for counts in (mine, other)
         )
         ratios = np.where(tokens * other_tokens > 0, (tokens / ms) / (other_tokens / other_ms), np.nan)
-        typical = np.nanmedian(ratios, axis=1)
-        if not np.isfinite(typical[0]):
-            return None, None
-        low, high = np.nanquantile(typical[1:], (0.025, 0.975))
-    return float(typical[0]), (float(low), float(high))
+        typical: np.ndarray = np.nanmedian(ratios, axis=1)
+    return typical
 
 
 def acceptance(taken: Taken) -> dict[str, float | None]:

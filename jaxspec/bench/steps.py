@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.engine import compiled
 from jaxspec.engine.buckets import prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
@@ -24,6 +26,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import state_shardings
 from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
 from jaxspec.sampling import Greedy, Law
 from jaxspec.stopping import Constant
@@ -103,7 +106,9 @@ class Steps(Loop):
 
         @functools.partial(jax.jit, static_argnames="chunk_size")
         def start(params: Weights, request: decoding.Request, chunk_size: int) -> Any:
-            return decoding.prefill(lm.config, params, parts, request, chunk_size=chunk_size)
+            merged = lm.mesh is None
+            begun = decoding.prefill(lm.config, params, parts, request, chunk_size=chunk_size, merged=merged)
+            return compiled.constrained(lm.mesh, begun[0])
 
         @functools.partial(jax.jit, donate_argnames="state")
         def rounds(params: Weights, state: decoding.DecodeState) -> tuple[Any, decoding.DecodeState]:
@@ -111,11 +116,11 @@ class Steps(Loop):
             state, emitted = decoding.run_rounds(
                 lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity
             )
-            return emitted, state
+            return emitted, compiled.constrained(lm.mesh, state)
 
         chunk_size = prefill_chunk_size(PREFILL, lm.device.platform)
         self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), chunk_size=chunk_size)
-        state, _ = start(params, _request(lm, LIVE, capacity), chunk_size=LIVE)
+        state = start(params, _request(lm, LIVE, capacity), chunk_size=LIVE)
         super().__init__(functools.partial(rounds, params), state)
 
 
@@ -138,7 +143,9 @@ class DraftSteps(Loop):
 
         @jax.jit
         def start(params: Weights, request: decoding.Request) -> Any:
-            return decoding.prefill(lm.config, params, parts, request, chunk_size=LIVE)
+            merged = lm.mesh is None
+            begun = decoding.prefill(lm.config, params, parts, request, chunk_size=LIVE, merged=merged)
+            return compiled.constrained(lm.mesh, begun[0])
 
         @functools.partial(jax.jit, donate_argnames="cache")
         def draft(
@@ -152,9 +159,9 @@ class DraftSteps(Loop):
         ) -> tuple[jax.Array, KVCache]:
             view = View(tokens, length, cache, jnp.full_like(length, CAPACITY))
             proposal, _, cache = drafter(plan).propose(keys, params, remembered, view, Greedy())
-            return proposal.tokens, cache
+            return proposal.tokens, compiled.constrained(lm.mesh, cache)
 
-        state, _ = start(weights, _request(lm, LIVE, CAPACITY))
+        state = start(weights, _request(lm, LIVE, CAPACITY))
         run = functools.partial(draft, weights, state.tokens, state.length, state.keys, state.drafter_state)
         super().__init__(run, state.cache)
 
@@ -185,20 +192,22 @@ class SubmodelSteps(Loop):
         cache = kv.create(lm.config, 1, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
         fed = jnp.arange(3, 3 + num_rows, dtype=jnp.int32)[None] % lm.config.vocab_size
         start = jnp.full(1, live - num_rows, jnp.int32)
-        run = functools.partial(_submodel_steps, lm.config, plan, head, lm.params, fed, start)
+        run = functools.partial(_submodel_steps, lm.config, plan, head, lm.mesh, lm.params, fed, start)
         # Put in place at once: what a call returns must look like what the first one took.
-        super().__init__(run, jax.device_put(cache, lm.device))
+        place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
+        super().__init__(run, jax.device_put(cache, place))
 
     def __call__(self, count: int = ROUNDS) -> None:
         """Runs `count` steps; returns when the device is done."""
         super().__call__(jnp.int32(count))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=7)
 def _submodel_steps(
     config: LlamaConfig,
     plan: LayerPlan,
     head: bool,
+    mesh: Mesh | None,
     params: llama.Params,
     fed: jax.Array,
     start: jax.Array,
@@ -212,8 +221,8 @@ def _submodel_steps(
         read = llama.logits(config, params, hidden) if head else hidden
         return jnp.argmax(read, axis=-1).astype(jnp.int32) % config.vocab_size, cache
 
-    fed_and_cache: tuple[jax.Array, KVCache] = jax.lax.fori_loop(0, count, step, (fed, cache))
-    return fed_and_cache
+    fed, cache = jax.lax.fori_loop(0, count, step, (fed, cache))
+    return fed, compiled.constrained(mesh, cache)
 
 
 def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:

@@ -185,7 +185,7 @@ class Suite:
             "format": FORMAT,
             "model": self._lm.fingerprint,
             "dtype": self._lm.dtype,
-            "device": self._lm.device.device_kind,
+            "device": self._lm.device_kind,
             "runs": {name: str(method) for name, method in self._methods.items()},
             # What the options do not say: the draft, plan, thresholds or probe that lay where a method looks.
             "drafts": self._made,

@@ -46,7 +46,7 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
     }
     return {
         "model": lm.name,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "dtype": lm.dtype,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "header": header,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.bench.papers import PaperName
+from jaxspec.bench.papers.options import TargetOptions
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.cli.options import (
     MethodOptions,
@@ -55,7 +56,8 @@ class Bench:
 
     Attributes:
       paper: measure the tables of one paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d
-        (a sorted draft; --draft names it, --run adds others) or sampling (speculative sampling and n-gram decoding).
+        (a sorted draft; --draft names it, --run adds others, --target further targets) or sampling (speculative
+        sampling and n-gram decoding).
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
         (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: those of the
         jaxspec.prompts.json beside the model, else the project's own.
@@ -81,6 +83,7 @@ class Bench:
     json: bool = False
     compared: MethodsOptions = MethodsOptions()  # noqa: RUF009
     suite: SuiteOptions = SuiteOptions()  # noqa: RUF009
+    served: TargetOptions = TargetOptions()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
     drafting: MethodOptions = MethodOptions()  # noqa: RUF009
@@ -91,6 +94,8 @@ class Bench:
             from jaxspec.cli.bench_paper import run
 
             return run(self, self.paper)
+        if served := given_options(self.served):
+            raise ValueError(f"`{min(served)}` is for the tables of a paper; give paper=s2d, or leave it out")
         named = {words: parse_run(words) for words in self.runs}
         given = self._given_tasks()
         self.compared.named()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.papers import TAKES, PaperName, find
-from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.options import PaperOptions, TargetOptions
 from jaxspec.bench.suite_options import Amount
 from jaxspec.cli.runs import parse_run
 from jaxspec.console.output import check_directory
@@ -43,6 +43,7 @@ def run(command: Bench, paper: PaperName) -> int:
         check_directory(Path(command.output))
     options = PaperOptions(
         **{field.name: getattr(command.suite, field.name) for field in dataclasses.fields(Amount)},
+        **{field.name: getattr(command.served, field.name) for field in dataclasses.fields(TargetOptions)},
         seed=command.sampling.seed,
         prompt_file=command.prompt_file,
         draft=getattr(command.drafting, "draft", None),

@@ -11,7 +11,7 @@ from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions
 from jaxspec.console.environment import compile_only
 from jaxspec.console.output import writable
 from jaxspec.console.terminal import Progress
-from jaxspec.deviceless.accelerators import parse_mesh, parse_topology
+from jaxspec.deviceless.accelerators import mesh_axes, parse_topology
 from jaxspec.io.files import write_atomic
 from jaxspec.methods import registry
 from jaxspec.methods.flat import given_options
@@ -61,7 +61,7 @@ class Compile:
     def run(self) -> int:
         """Compiles; returns the exit status."""
         topology = parse_topology(self.topology)
-        axes = parse_mesh(self.mesh, topology.num_devices)
+        axes = mesh_axes(self.mesh, topology.num_devices)
         method = registry.make(self.method, given_options(self.drafting))
         hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()

@@ -48,15 +48,20 @@ class ModelOptions(Placement):
     Attributes:
       model: a directory as Hugging Face lays it out, a .gguf file, a hub id such as owner/model or
         owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
+      mesh: several devices instead of one, such as data=2,model=4: rows of a batch are spread over data; heads, MLP and
+        vocabulary, and with them the weights, over model.
     """
 
     model: str | None = None
+    mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
 
     def load(self, chat_template: str | None = None) -> LanguageModel:
         """The model, loaded."""
         from jaxspec.engine.language_model import load
 
-        return load(self.model, dtype=self.dtype, device=self.device, chat_template=chat_template)
+        return load(
+            self.model, dtype=self.dtype, device=self.device, mesh=self.mesh, chat_template=chat_template
+        )
 
 
 @dataclasses.dataclass(frozen=True)

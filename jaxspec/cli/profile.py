@@ -35,7 +35,9 @@ class Profile:
 
         with Progress() as progress:
             given = self.model
-            report = profile(given.model, self.shape, given.dtype, given.device, on_progress=progress)
+            report = profile(
+                *(given.model, self.shape, given.dtype, given.device, given.mesh), on_progress=progress
+            )
         if self.json:
             print(json.dumps(report))
         else:

@@ -71,7 +71,7 @@ class Tune:
             output, report = tune(lm, bar)
         report = {
             "model": lm.name,
-            "device": lm.device.device_kind,
+            "device": lm.device_kind,
             "dtype": lm.dtype,
             "method": self.method,
             **report,
@@ -134,7 +134,7 @@ class Tune:
             "command": f"jaxspec tune --method {self.method}",
             "prompts": len(prompts),
             "max_new_tokens": self.sweep.max_new_tokens,
-            "device": lm.device.device_kind,
+            "device": lm.device_kind,
             "dtype": lm.dtype,
             **about,
             **best,

@@ -1,4 +1,7 @@
-"""Whatever stops a command becomes one line on standard error and an exit status; for every command line here."""
+"""Whatever stops a command becomes one line on standard error and an exit status; for every command line here.
+
+So does a warning, while it runs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
@@ -43,7 +47,9 @@ class Guard:
             if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         try:
-            status = run()
+            with warnings.catch_warnings():
+                warnings.showwarning = self._warn
+                status = run()
             sys.stdout.flush()
             return status
         except SystemExit as stop:  # help was printed
@@ -63,6 +69,10 @@ class Guard:
                 raise
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
             return self._say(f"error: {kind}{one_line(error)[:500]}", FAILED)
+
+    def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
+        text = " ".join(str(message).split())
+        print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
 
     def _say(self, what: str, status: int) -> int:
         print(f"{self._prog}: {what}", file=sys.stderr)

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any
 
+from jaxspec.io.mesh_text import parse_mesh
 from jaxspec.io.messages import shown
 
 
@@ -106,27 +107,19 @@ def parse_topology(text: str) -> Topology:
     return Topology(kind, tuple(map(int, bounds.split("x"))))
 
 
-def parse_mesh(text: str | None, num_devices: int) -> dict[str, int]:
-    """Reads a mesh such as data=1,model=4, which must have as many places as there are devices.
-
-    None spreads the model over all of them. An axis that is left out has length 1.
+def mesh_axes(text: str | None, num_devices: int) -> dict[str, int]:
+    """The axes of a mesh of all devices, such as data=1,model=4; None spreads the model over all of them.
 
     Raises:
-      ValueError: it is none, or does not fit; one line.
+      ValueError: it is none, or has more or fewer places than there are devices; one line.
 
     Examples:
-      >>> parse_mesh("model=4", 4)
+      >>> mesh_axes(None, 4)
       {'data': 1, 'model': 4}
     """
     if text is None:
         return {"data": 1, "model": num_devices}
-    pairs = [re.fullmatch(r"\s*(data|model)\s*=\s*([1-9]\d{0,5})\s*", part) for part in text.split(",")]
-    axes = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    if not all(pairs) or len(axes) < len(pairs):
-        raise ValueError(
-            f"mesh is {shown(text)}; give its axes data (rows) and model (heads), such as data=1,model={num_devices}"
-        )
-    axes = {"data": axes.get("data", 1), "model": axes.get("model", 1)}
+    axes = parse_mesh(text)
     if math.prod(axes.values()) != num_devices:
         raise ValueError(
             f"mesh is {shown(text)}, which has {math.prod(axes.values())} places, and the topology has {num_devices} "

@@ -205,7 +205,7 @@ def make(
             raise ValueError(f"{name} is {number}; give at least 1")
     if capacity > LARGEST_CAPACITY:
         raise ValueError(f"capacity is {capacity}; give at most {LARGEST_CAPACITY}")
-    capacity = bucket(capacity)
+    capacity, target = bucket(capacity), target.over(place.mesh)
     row = RowRequest(prompt=(0,), max_new_tokens=1, **(law or {}))
     sampling = row.temperature > 0
     name = law_name(row.temperature, row.top_k, row.top_p, row.min_p)
@@ -247,7 +247,7 @@ def _build(
     drafts: list[LlamaConfig] = []
 
     def load_draft(draft: ModelLike) -> LoadedModel:
-        found = draft_shape(draft)
+        found = draft_shape(draft).over(place.mesh)
         if found.config.vocab_size != target.config.vocab_size:
             raise ValueError(
                 f"draft {found.name} has a vocabulary of {found.config.vocab_size} tokens, the target of "

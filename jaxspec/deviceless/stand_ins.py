@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.bench.profile import SHAPES
@@ -17,14 +18,16 @@ from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, heads, method_files, vocabulary_file
 from jaxspec.methods import LoadedModel
 from jaxspec.methods.base import LoadedHead
-from jaxspec.model import llama
+from jaxspec.model import dflash, llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.dflash import DFlashConfig
 from jaxspec.model.eagle import HeadConfig, usual_taps
 from jaxspec.model.heads import AnyHead
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import spread_config
 from jaxspec.model.vocabulary import Vocabulary
 
 # In place of the fingerprint of weights that nobody read.
@@ -46,6 +49,10 @@ class ModelShape:
     name: str
     config: LlamaConfig
     exits: tuple[int, ...] = ()
+
+    def over(self, mesh: Mesh | None) -> ModelShape:
+        """The shape as a mesh holds it, see `model.sharding.spread_config`; None for one device."""
+        return self if mesh is None else dataclasses.replace(self, config=spread_config(mesh, self.config))
 
     def params(self, dtype: DTypeLike) -> llama.Params:
         """Its parameters as `jax.ShapeDtypeStruct`s."""
@@ -117,9 +124,9 @@ def loaded_head(path: Path, directory: Path, target: LlamaConfig, dtype: DTypeLi
     Raises:
       FileNotFoundError, ValueError: there is none, or it does not fit; one line.
     """
-    config = _usual_head(path.name, target) if path.is_relative_to(directory) else None
+    config = _usual_head(path.name, target.plain) if path.is_relative_to(directory) else None
     if config is None:
-        config = heads.read_head(heads.resolve(path), target).config
+        config = heads.read_head(heads.resolve(path), target.plain).config
     params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), config.shapes, is_leaf=llama.is_shape)
     rows = getattr(config, "head_size", None)
     if rows is not None and rows < target.vocab_size:
@@ -137,10 +144,18 @@ def _usual_head(kind: str, target: LlamaConfig) -> AnyHead:
         return MedusaConfig(width, num_heads=5, head_size=size, own_heads=True)
     if kind == "hydra":
         return HydraConfig(width, size, num_heads=4, num_layers=4, prefix=block)
+    if kind == "dflash":
+        layers = dataclasses.replace(block, num_layers=5, sliding_windows=(), qk_norm=True)
+        return DFlashConfig(layers, _within(dflash.usual_taps(target.num_layers, 5), target), 16, mask_id=0)
     if kind == "eagle":
         return HeadConfig(block)
-    taps = tuple(min(max(tap, 0), target.num_layers) for tap in usual_taps(target.num_layers))
+    taps = _within(usual_taps(target.num_layers), target)
     return HeadConfig(block, taps, "eagle3", head_size=min(USUAL_HEAD, size))
+
+
+def _within(taps: tuple[int, ...], target: LlamaConfig) -> tuple[int, ...]:
+    """Taps of a target that may have fewer layers than heads are made for."""
+    return tuple(min(max(tap, 0), target.num_layers) for tap in taps)
 
 
 def write_files(directory: Path, config: LlamaConfig, law: str, vocabulary: bool) -> None:
@@ -152,7 +167,7 @@ def write_files(directory: Path, config: LlamaConfig, law: str, vocabulary: bool
       law: of the texts, see `method_files.law_name`.
       vocabulary: whether a ranking of its tokens is among them.
     """
-    for kind in ("eagle", "eagle3", "kangaroo", "medusa", "hydra"):
+    for kind in ("dflash", "eagle", "eagle3", "kangaroo", "medusa", "hydra"):
         path = directory / heads.head_name(kind)
         path.parent.mkdir(parents=True)
         path.touch()

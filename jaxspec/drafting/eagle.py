@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain, latest
-from jaxspec.drafting.tree import Dynamic, grow
+from jaxspec.drafting.tapped import TappedTree, latest
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
 from jaxspec.model.cache import KVCache
@@ -38,7 +38,7 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Eagle(TappedChain):
+class Eagle(TappedTree):
     """A head predicts the target's features, and from each the token after it.
 
     The head's cache is filled with true features alone: those of accepted drafts come with verification, and
@@ -52,29 +52,14 @@ class Eagle(TappedChain):
       head: of the head.
       rule: when to stop before K tokens.
       num_draft_tokens: K.
-      tree: the size of the tree that is drafted in place of a chain, of depth K; the rule then has no say.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K, without the rule.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: HeadConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-    tree: Dynamic | None = struct.field(pytree_node=False, default=None)
-
-    @property
-    def drafts_trees(self) -> bool:
-        """Whether it drafts a tree in place of a chain."""
-        return self.tree is not None
-
-    @property
-    def num_nodes(self) -> int:
-        """The most tokens of a draft: K, or N of a tree."""
-        return self.num_draft_tokens if self.tree is None else self.tree.num_nodes
-
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """The widths of verification; of a tree all its nodes."""
-        return super().verify_widths if self.tree is None else (self.num_nodes + 1,)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     @property
     def reach(self) -> int:
@@ -110,7 +95,7 @@ class Eagle(TappedChain):
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the head's cache; the target's is returned untouched, and `hidden` as it was."""
         if self.tree is not None:
-            proposal, cache = self._grow(self.tree, params, state.own, view)
+            proposal, cache = self._draft_tree(keys, params, state.own, view, law)
             return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(step, state.own, keys, state, view, law, params.drafter)
@@ -129,7 +114,9 @@ class Eagle(TappedChain):
         table = params.drafter if self.head.own_embedding else params.target
         return eagle.run(self.head, params.drafter, llama.embed(table, tokens), feature, start, cache, tree)
 
-    def _grow(self, size: Dynamic, params: Weights, own: Absorbed, view: View) -> tuple[Proposal, KVCache]:
+    def _draft_tree(
+        self, keys: jax.Array, params: Weights, own: Absorbed, view: View, law: Law
+    ) -> tuple[Proposal, KVCache]:
         """Drafts a tree, whose row 0 is the last true pair; the pair of a node stands in the slot after it."""
 
         def logits(hidden: jax.Array) -> jax.Array:
@@ -145,8 +132,7 @@ class Eagle(TappedChain):
             return logits(new), (cache, jnp.concatenate([hidden, new], axis=1))
 
         carry = own.cache, own.hidden[:, None]
-        ids = params.drafter["vocabulary"].ids if "vocabulary" in params.drafter else None
-        proposal, (cache, _) = grow(size, level, carry, logits(own.hidden), ids)
+        proposal, (cache, _) = self.draft_tree(level, carry, logits(own.hidden), keys, params, law)
         return proposal, cache
 
     def _step(

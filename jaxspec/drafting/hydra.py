@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain, latest
+from jaxspec.drafting.tapped import TappedTree, latest
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import cache as kv
 from jaxspec.model import hydra, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.hydra import HydraConfig
+from jaxspec.model.tree import Tree, along
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
@@ -35,8 +37,8 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Hydra(TappedChain):
-    """Head i drafts token i of the round, given the tokens that the heads before it drafted.
+class Hydra(TappedTree):
+    """Head i drafts token i of the round, given the tokens that the heads before it drafted; or level i of a tree.
 
     `params.drafter` are the heads' parameters, of the first K heads at least.
 
@@ -45,12 +47,14 @@ class Hydra(TappedChain):
       head: of the heads.
       rule: when to stop before K tokens.
       num_draft_tokens: K, at most as many as there are heads.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: HydraConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=4)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns what has been absorbed before prompts of length int32[B]: nothing."""
@@ -84,6 +88,8 @@ class Hydra(TappedChain):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, law: Law
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts head by head; the target's cache is returned untouched."""
+        if self.tree is not None:
+            return self._draft_tree(keys, params, state.own.hidden, view, law), state, view.cache
         hidden = state.own.hidden
 
         def say(number: int, read: jax.Array) -> jax.Array:
@@ -103,3 +109,23 @@ class Hydra(TappedChain):
         read = jnp.concatenate([hidden[:, None], path], axis=1)
         proposal, _, state = self.draft(step, read, keys, state, view, law, params.drafter)
         return proposal, state, view.cache
+
+    def _draft_tree(
+        self, keys: jax.Array, params: Weights, hidden: jax.Array, view: View, law: Law
+    ) -> Proposal:
+        """Drafts a tree; each level carries what its nodes read, [B, k, D each], and which of all rows is its first."""
+
+        def say(read: jax.Array) -> jax.Array:
+            return hydra.logits(self.head, params.drafter, read.shape[2] - 2, read)
+
+        def level(
+            carry: tuple[jax.Array, int], tokens: jax.Array, before: jax.Array, rows: Tree
+        ) -> tuple[jax.Array, tuple[jax.Array, int]]:
+            read, begin = carry
+            embedded = llama.embed(params.target, tokens).astype(read.dtype)
+            read = jnp.concatenate([along(read, before - begin), embedded[:, :, None]], axis=2)
+            return say(read), (read, rows.begin)
+
+        pending = llama.embed(params.target, view.pending[:, None]).astype(hidden.dtype)
+        read = jnp.concatenate([hidden[:, None], pending], axis=1)[:, None]
+        return self.draft_tree(level, (read, 0), say(read)[:, 0], keys, params, law)[0]

@@ -1,4 +1,4 @@
-"""Heads that each predict a token by itself draft a chain: Medusa (Cai et al. 2024)."""
+"""Heads that each predict a token by itself draft a chain or a tree: Medusa (Cai et al. 2024)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedChain, latest
+from jaxspec.drafting.tapped import ParallelChain, TappedTree, latest
+from jaxspec.drafting.tree import Drawn, Dynamic
 from jaxspec.model import medusa
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.medusa import MedusaConfig
+from jaxspec.model.tree import Tree
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Medusa(TappedChain):
+class Medusa(ParallelChain, TappedTree):
     """Head i drafts token i of the round; no head knows what the others draft.
 
-    All heads run at once, on what the target's head read to say the pending token. The draft tokens are drawn from the
-    heads' laws one after another, so that a stop rule may end the draft.
+    All heads run at once, on what the target's head read to say the pending token. A tree holds the combinations of the
+    heads' likeliest tokens that are most probable together, by what the heads say in this round. (The authors' tree is
+    one of ranks, the same in all rounds.)
 
     `params.drafter` are the heads' parameters, of the first K heads at least.
 
@@ -31,12 +34,14 @@ class Medusa(TappedChain):
       head: of the heads.
       rule: when to stop before K tokens.
       num_draft_tokens: K, at most as many as there are heads.
+      tree: the size, or the shape, of the tree that is drafted in place of a chain, of depth K.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: MedusaConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns what has been absorbed before prompts of length int32[B]: nothing, [B, D]."""
@@ -61,12 +66,15 @@ class Medusa(TappedChain):
         hidden = state.own
         heads = {**params.drafter, "heads": params.drafter["heads"][: self.num_draft_tokens]}
         said = medusa.logits(self.head, heads, self.config, params.target, hidden)
+        if self.tree is not None:
 
-        def step(
-            carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
-        ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-            del token, active
-            return jax.lax.dynamic_index_in_dim(said, i, axis=1, keepdims=False), hidden, carry
+            def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
+                del tokens, before, rows  # a head says the same after each
+                return said[:, number, None], number + 1
 
-        proposal, _, state = self.draft(step, (), keys, state, view, law, params.drafter)
+            proposal, _ = self.draft_tree(level, 1, said[:, 0], keys, params, law)
+            return proposal, state, view.cache
+
+        read = jnp.broadcast_to(hidden[:, None], (*said.shape[:2], self.head.width))
+        proposal, state = self.draft_said(said, read, keys, state, view, law, params.drafter)
         return proposal, state, view.cache

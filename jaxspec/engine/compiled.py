@@ -20,10 +20,10 @@ from jaxspec.protocol import Drafter, TappedDrafter, Weights
 
 # Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
 WINDOW = 64
-State = TypeVar("State", DecodeState, Prefilling)
+State = TypeVar("State", DecodeState, Prefilling, KVCache)
 
 
-def _constrained(mesh: Mesh | None, state: State) -> State:
+def constrained(mesh: Mesh | None, state: State) -> State:
     """Fixes where a state lives, so that what one call returns the next one takes."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
@@ -65,7 +65,7 @@ def prefill(
     state, emitted = decoding.prefill(
         config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
     )
-    return _constrained(mesh, state), emitted
+    return constrained(mesh, state), emitted
 
 
 @functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))
@@ -79,7 +79,7 @@ def start_prefill(
     mesh: Mesh | None,
 ) -> Prefilling:
     """See `decoding.start_prefill`."""
-    return _constrained(mesh, decoding.start_prefill(config, params, request, tapped, merged=merged))
+    return constrained(mesh, decoding.start_prefill(config, params, request, tapped, merged=merged))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
@@ -97,7 +97,7 @@ def feed(
 ) -> Prefilling:
     """See `decoding.feed`; what was fed before is donated."""
     fed = decoding.feed(config, params, request, fed, first, stop, tapped, chunk_size=chunk_size)
-    return _constrained(mesh, fed)
+    return constrained(mesh, fed)
 
 
 @functools.partial(
@@ -123,7 +123,7 @@ def end_prefill(
     state, emitted = decoding.end_prefill(
         config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs
     )
-    return _constrained(mesh, state), emitted
+    return constrained(mesh, state), emitted
 
 
 @functools.partial(
@@ -145,7 +145,7 @@ def run_rounds(
     state, emitted = decoding.run_rounds(
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
     )
-    return _constrained(mesh, state), emitted
+    return constrained(mesh, state), emitted
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
@@ -153,10 +153,10 @@ def insert(
     state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array, *, mesh: Mesh | None
 ) -> DecodeState:
     """See `decoding.insert`; the state is donated."""
-    return _constrained(mesh, decoding.insert(state, row, others, which))
+    return constrained(mesh, decoding.insert(state, row, others, which))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
 def grow(state: DecodeState, *, capacity: int, mesh: Mesh | None) -> DecodeState:
     """See `decoding.grow`."""
-    return _constrained(mesh, decoding.grow(state, capacity))
+    return constrained(mesh, decoding.grow(state, capacity))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.engine.loading import find_model, find_tokenizer, place_params
+from jaxspec.engine.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.io import checkpoint, heads, memory
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
@@ -65,6 +65,8 @@ class Drafts:
             self._check(name, config, find_tokenizer(directory))
             if self._mesh is None:
                 memory.check_fits(config, self._dtype, batch_size=1, capacity=_CAPACITY, device=self._device)
+            else:
+                config = fit_to_mesh(self._mesh, config, f"draft {name}", target=False)
             params = place_params(directory, config, self._dtype, self._device, self._mesh)
             exits = checkpoint.read_exits(directory, config.num_layers)
             self._loaded[name] = LoadedModel(config, params, name, exits)
@@ -82,7 +84,7 @@ class Drafts:
         """
         name = os.fspath(path)
         if name not in self._heads:
-            head = heads.read_head(heads.resolve(name), self._config)
+            head = heads.read_head(heads.resolve(name), self._config.plain)
             where: Any = self._device
             if self._mesh is None:
                 num_weights = sum(math.prod(shape) for _, shape, _ in head.entries)

@@ -19,7 +19,15 @@ from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.buckets import START_CAPACITY, bucket
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.loading import check_mesh, find_model, find_tokenizer, place_params, resolve_placement
+from jaxspec.engine.loading import (
+    check_mesh,
+    find_model,
+    find_tokenizer,
+    fit_to_mesh,
+    place_params,
+    resolve_mesh,
+    resolve_placement,
+)
 from jaxspec.engine.requests import (
     Conversation,
     Integers,
@@ -47,7 +55,7 @@ from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.protocol import Drafter, Weights, drafts_trees, num_nodes_of
+from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -60,7 +68,7 @@ def load(
     *,
     dtype: str | None = None,
     device: str | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
     compilation_cache: bool = True,
 ) -> LanguageModel:
@@ -71,7 +79,8 @@ def load(
         `owner/model:FILE.gguf`); None for the embedded model of `io.embedded.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
       device: cpu, gpu or tpu; by default JAX's default device.
-      mesh: with the axes `data` and `model`, to spread the model over several devices instead.
+      mesh: several devices instead, over which the model is spread: such as "data=2,model=4", over the first devices
+        of that kind, or a `jax.sharding.Mesh` with these axes.
       chat_template: a Jinja file, for a model that has none.
       compilation_cache: let JAX keep compiled programs in the user's cache directory, for this whole process, so
         that another process need not compile them again. JAX keeps its own settings if it has a cache directory
@@ -91,13 +100,12 @@ def load(
         raise ValueError(
             f"model is {shown(model)}; give a directory, a hub id or the name of an embedded model"
         )
-    if mesh is not None:
-        check_mesh(mesh)
+    mesh = resolve_mesh(mesh, device)
     directory = find_model(model)
     config = checkpoint.read_config(directory)
+    name = os.fspath(model) if model is not None else directory.name
     if mesh is not None:
-        # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
-        mesh = Mesh(mesh.devices, mesh.axis_names)
+        config = fit_to_mesh(mesh, config, name)
     place_on, wanted = resolve_placement(dtype, device, mesh)
     if mesh is None:
         memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on)
@@ -107,7 +115,7 @@ def load(
         config,
         params,
         tokenizer,
-        name=os.fspath(model) if model is not None else directory.name,
+        name=name,
         directory=checkpoint.directory_of(directory),
         device=place_on,
         mesh=mesh,
@@ -126,7 +134,7 @@ class LanguageModel:
       name: how it is called in reports.
       directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
-      mesh: over which params are spread; None for one device.
+      mesh: over which params are spread, by `model.sharding.spread`; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
       exits: the exits that it was trained for, in layers run (SoFT).
 
@@ -153,6 +161,7 @@ class LanguageModel:
         self.directory = directory
         if mesh is not None:
             check_mesh(mesh)
+            device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers))
@@ -178,8 +187,17 @@ class LanguageModel:
     @property
     def platform(self) -> str:
         """The platform that the model runs on: cpu, gpu or tpu."""
-        platform: str = (self.device if self.mesh is None else self.mesh.devices.flat[0]).platform
+        platform: str = self.device.platform
         return platform
+
+    @property
+    def device_kind(self) -> str:
+        """What the model runs on, for a report: the kind of its device, and its mesh if it is spread over several."""
+        kind: str = self.device.device_kind
+        if self.mesh is None:
+            return kind
+        axes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return f"{kind} × {self.mesh.size} ({axes})"
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -428,8 +446,7 @@ class LanguageModel:
             mesh=self.mesh,
             device=self.device,
         )
-        # A tree is walked by the model's own draws, whatever the acceptor.
-        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0 and not drafts_trees(drafter)
+        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
 
     def drafter(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from jax.sharding import Mesh
 
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
+from jaxspec.io.mesh_text import parse_mesh
+from jaxspec.io.messages import shown
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import RULES, param_shardings
+from jaxspec.model.sharding import RULES, left_whole, param_shardings, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -43,15 +47,48 @@ def resolve_placement(
     Raises:
       ValueError: no such device or dtype.
     """
-    try:
-        place = jax.devices(device)[0] if mesh is None else mesh.devices.flat[0]
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
+    place = devices_of(device)[0] if mesh is None else mesh.devices.flat[0]
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
     return place, np.dtype(DTYPES[name])
+
+
+def devices_of(device: str | None) -> list[jax.Device]:
+    """The devices of this kind, or of JAX's default one.
+
+    Raises:
+      ValueError: there are none.
+    """
+    try:
+        return jax.devices(device)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
+
+
+def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
+    """The mesh that is given, or written out, over the first devices of this kind; None where that is one device.
+
+    Raises:
+      ValueError: it is none, or has more places than there are devices.
+    """
+    if isinstance(mesh, str):
+        axes, devices = parse_mesh(mesh), devices_of(device)
+        places = math.prod(axes.values())
+        if places > len(devices):
+            raise ValueError(
+                f"mesh is {shown(mesh)}, which has {places} places, and JAX sees {len(devices)} "
+                f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give data × model of at most that"
+            )
+        if places == 1:
+            return None
+        return Mesh(np.array(devices[:places]).reshape(tuple(axes.values())), tuple(axes))
+    if mesh is None:
+        return None
+    check_mesh(mesh)
+    # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def check_mesh(mesh: Any) -> None:
@@ -63,12 +100,39 @@ def check_mesh(mesh: Any) -> None:
     names = getattr(mesh, "axis_names", None)
     if names is None:
         raise ValueError(
-            f"mesh is {type(mesh).__name__}; give a jax.sharding.Mesh with the axes data and model"
+            f"mesh is {type(mesh).__name__}; give data=2,model=4 or the like, or a jax.sharding.Mesh with these axes"
         )
     if not set(names) <= set(RULES.values()):
         raise ValueError(
             f"mesh has the axes {', '.join(map(str, names))}; name them data (rows) and model (heads)"
         )
+
+
+def fit_to_mesh(mesh: Mesh, config: LlamaConfig, name: str, *, target: bool = True) -> LlamaConfig:
+    """The configuration as a mesh holds it; warns of what does not divide, so that each device has it whole.
+
+    Args:
+      mesh: over which the model will be spread.
+      config: as it was read.
+      name: of the model, for messages.
+      target: whether it is refused where nothing divides; a draft is small.
+
+    Raises:
+      ValueError: it is, and there is nothing to spread along `model`.
+    """
+    config = spread_config(mesh, config)
+    found = left_whole(mesh, config)
+    whole = [words for words, is_whole in found.items() if is_whole]
+    places = f"mesh has {mesh.shape.get('model', 1)} places along model"
+    if target and len(whole) == len(found):
+        raise ValueError(
+            f"{places}, and {name} could be spread over none of them: they divide neither {', nor '.join(whole)}; give "
+            "a number that divides one of these"
+        )
+    if whole:
+        message = f"{places}, which do not divide {' and '.join(whole)} of {name}; each device has the whole of that"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return config
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None = None) -> Tokenizer | None:

@@ -1,7 +1,7 @@
 """Heads in the layouts in which they are published, and in our own, which is theirs.
 
-What a directory holds is told by the names of its tensors; `eagle_head`, `kangaroo_head`, `medusa_head` and
-`hydra_head` say what they are.
+What a directory holds is told by the names of its tensors; `dflash_head`, `eagle_head`, `kangaroo_head`, `medusa_head`
+and `hydra_head` say what they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io import eagle_head, huggingface, hydra_head, kangaroo_head, medusa_head, tensors, torch_file
+from jaxspec.io import (
+    dflash_head,
+    eagle_head,
+    huggingface,
+    hydra_head,
+    kangaroo_head,
+    medusa_head,
+    tensors,
+    torch_file,
+)
 from jaxspec.io.embedded import embedded_files
 from jaxspec.io.files import read_json
 from jaxspec.io.head_tensors import Entry, Head
@@ -25,7 +34,9 @@ from jaxspec.model.heads import AnyHead
 
 # Where a target's own heads lie beside it, each in a directory with the name of its method.
 HEADS_NAME = "heads"
+# Of two that recognise the same names the first one is right.
 _KINDS = {
+    "dflash": dflash_head,
     "eagle": eagle_head,
     "eagle3": eagle_head,
     "kangaroo": kangaroo_head,
@@ -93,7 +104,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
             )
         some = ", ".join(sorted(names)[:3])
         raise ValueError(
-            f"{directory} is no head of EAGLE, Kangaroo, Medusa or Hydra by its tensors ({some}, …)"
+            f"{directory} is no head of EAGLE, DFlash, Kangaroo, Medusa or Hydra by its tensors ({some}, …)"
         )
     head: Head = kind.read(directory, content, found, target)
     with errors_of(directory / "config.json"):

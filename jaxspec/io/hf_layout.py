@@ -43,7 +43,7 @@ _PLAIN = {
 
 
 def sources_of(config: LlamaConfig, leaf: str, shape: tuple[int, ...]) -> list[Source]:
-    """The tensors that make up the leaf of that name, e.g. `layers/0/attention/qkv`."""
+    """The tensors that make up the leaf of that name, e.g. `layers/0/attention/qkv`; k and v once for each copy."""
     prefix, kind = "", leaf
     if leaf.startswith("layers/"):
         _, layer, kind = leaf.split("/", 2)
@@ -56,16 +56,19 @@ def sources_of(config: LlamaConfig, leaf: str, shape: tuple[int, ...]) -> list[S
             Source(f"{prefix}mlp.{name}_proj.{suffix}", shape[1:], shape, (slice(i, i + 1),))
             for i, name in enumerate(("gate", "up"))
         ]
-    group, rest = config.group_size, shape[2:]
-    split = (config.num_kv_heads, group + 2, config.head_dim, *rest)
-    return [
-        Source(
-            f"{prefix}self_attn.{name}_proj.{suffix}",
-            (config.num_kv_heads * (end - begin) * config.head_dim, *rest),
-            split,
-            (slice(None), slice(begin, end)),
-        )
-        for name, begin, end in (("q", 0, group), ("k", group, group + 1), ("v", group + 1, group + 2))
+    group, copies, rest = config.group_size, config.kv_copies, shape[2:]
+    split = (config.num_kv_heads, copies, group + 2, config.head_dim, *rest)
+
+    def part(name: str, heads: int, copy: slice, begin: int, end: int) -> Source:
+        stored = (heads * config.head_dim, *rest)
+        tensor = f"{prefix}self_attn.{name}_proj.{suffix}"
+        return Source(tensor, stored, split, (slice(None), copy, slice(begin, end)))
+
+    queries = part("q", config.num_heads, slice(None), 0, group)
+    return [queries] + [
+        part(name, config.num_kv_heads, slice(copy, copy + 1), at, at + 1)
+        for name, at in (("k", group), ("v", group + 1))
+        for copy in range(copies)
     ]
 
 

@@ -24,7 +24,7 @@ from jaxspec.io.hf_layout import Source, sources_of
 from jaxspec.io.hf_values import flag, whole
 from jaxspec.io.messages import shown
 from jaxspec.io.tensors import Tensors
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.llama import FINAL, Tap
 
@@ -100,8 +100,14 @@ def _config(
         raise ValueError(f"hydra_head_arch is {shown(arch)}, and the file has no {_PREFIX}layers.0 of it")
     width, num_layers = target.hidden_size, len(blocks[0])
     # Who saves tensors without their copies has two blocks, and in its config how many they stand for.
-    if num_layers == 2 and content.get("hydra_num_layers") is not None:
-        num_layers = max(2, whole(content, "hydra_num_layers"))
+    if num_layers <= 2 and content.get("hydra_num_layers") is not None:
+        meant = whole(content, "hydra_num_layers", most=MAX_LAYERS)
+        if num_layers == 1 < meant:
+            raise ValueError(
+                f"hydra_num_layers is {meant}, and the file has one block a head; expected the first and at least one "
+                "of those after it"
+            )
+        num_layers = max(num_layers, meant)
     return HydraConfig(width, target.vocab_size, len(blocks), num_layers, repeated, prefix, taps)
 
 

@@ -34,7 +34,7 @@ from jaxspec.io.hf_layout import Source
 from jaxspec.io.hf_values import flag, whole
 from jaxspec.io.messages import shown
 from jaxspec.io.tensors import Tensors
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 from jaxspec.model.medusa import MedusaConfig
 
 _WHOLE = "medusa_head."
@@ -113,13 +113,19 @@ def _config(
     num_layers = stored
     if places:
         num_layers = max(places)
-        if len(places) > 1 or not (num_layers == stored or num_layers > stored == 1):
+        if len(places) > 1 or not (num_layers == stored or MAX_LAYERS >= num_layers > stored == 1):
             raise ValueError(
                 f"the file has {stored} blocks a head, and matrices behind {shown(sorted(places))}; expected all "
                 "behind the last block"
             )
     elif stored == 1 and content.get("medusa_num_layers") is not None:
-        num_layers = whole(content, "medusa_num_layers")
+        num_layers = whole(content, "medusa_num_layers", most=MAX_LAYERS)
+    elif content.get("model_type") == "medusa" and content.get("num_hidden_layers") is not None:
+        meant = whole(content, "num_hidden_layers", most=MAX_LAYERS)
+        if meant > stored:
+            raise ValueError(
+                f"num_hidden_layers is {meant}, and the file has {stored} blocks a head; expected all of them"
+            )
     bias = "blocks.0.layers.0.bias" in tensors
     whats = ("weight", "bias") if bias else ("weight",)
     groups = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -26,6 +27,7 @@ from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import without_copies
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
 THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
@@ -35,7 +37,7 @@ THRESHOLDS_NAME = "thresholds"
 # What of a config says which model it is; the rest is about its text.
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
 # Fields that came after files with fingerprints were made, with the value that all models had until then.
-_LATER = {"qk_norm": False}
+_LATER = {"qk_norm": False, "kv_copies": 1}
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
 
@@ -61,17 +63,18 @@ def fingerprint(config: LlamaConfig, params: Params) -> str:
     """Names a model by its shape and a sample of its weights, the same in float32 and bfloat16."""
     shape = {
         name: value
-        for name, value in dataclasses.asdict(config).items()
+        for name, value in dataclasses.asdict(config.plain).items()
         if name not in _TEXT_FIELDS and (name, value) not in _LATER.items()
     }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
-    for row in jax.device_get(_sampled_rows(params)):
+    for row in jax.device_get(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()[:16]
 
 
-@jax.jit
-def _sampled_rows(params: Params) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnums=0)
+def _sampled_rows(config: LlamaConfig, params: Params) -> list[jax.Array]:
+    params = without_copies(config, params)
     rows = [
         leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED].astype(jnp.bfloat16)
         for leaf in jax.tree.leaves(params)

@@ -21,6 +21,7 @@ from jaxspec.io.hf_config import GENERATION, config_json, generation_json, read_
 from jaxspec.io.huggingface import ORBAX_PARAMS as _PARAMS
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
+from jaxspec.model.sharding import without_copies
 
 require("train", "orbax.checkpoint")
 import orbax.checkpoint as ocp  # noqa: E402  after the check, whose error says what to install
@@ -48,7 +49,7 @@ def save(
     content = config_json(config, jnp.dtype(params["embed"].dtype).name, exits)
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / _PARAMS, params, force=True)
+        checkpointer.save(directory / _PARAMS, without_copies(config, params), force=True)
     write_json(directory / GENERATION, generation_json(config, generation))
     write_json(directory / "config.json", content)
 

@@ -14,6 +14,7 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.clasp import CLaSp
+from jaxspec.methods.dflash import DFlash
 from jaxspec.methods.draft_model import DraftModel
 from jaxspec.methods.draft_verify import DraftVerify
 from jaxspec.methods.eagle import Eagle
@@ -38,6 +39,7 @@ __all__ = [
     "Autoregressive",
     "CLaSp",
     "ChainMethod",
+    "DFlash",
     "DraftModel",
     "DraftVerify",
     "Eagle",

@@ -101,7 +101,9 @@ class ChainMethod(DraftingMethod):
         return (() if rules is None else tuple(rules)) or (cls.usual_rule,)
 
     def refusal(self, foreign: Sequence[str]) -> str:
-        """Returns what to say of options that the method does not read with its stop rules."""
+        """Returns what to say of options that the method does not read, or not with its stop rules."""
+        if not any(name.strip("`") in self.options() for name in foreign):
+            return super().refusal(foreign)
         rules = ",".join(self.rules(self.given))
         options = ", ".join(foreign)
         return f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"

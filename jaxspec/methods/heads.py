@@ -111,38 +111,3 @@ class HeadMethod(ChainMethod):
             matrix = target.vocabulary(ids).head
         own["vocabulary"] = Vocabulary(matrix, kept, target.config.vocab_size)
         return own
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeveralHeads(HeadMethod):
-    """The base of methods with one head for each draft token.
-
-    Examples:
-      >>> from jaxspec.methods import Medusa
-      >>> Medusa(draft="head").usual()["num_draft_tokens"]
-      'as many as there are heads'
-    """
-
-    @classmethod
-    def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
-        return super().usual() | {"num_draft_tokens": "as many as there are heads"}
-
-    def length_of(self, num_heads: int) -> int:
-        """Returns K: as given, else the number of heads.
-
-        Raises:
-          ValueError: there are fewer heads.
-        """
-        length = self.length(num_heads)
-        if length > num_heads:
-            raise ValueError(
-                f"num_draft_tokens is {length}; the file has {num_heads} heads, give 1 to {num_heads}"
-            )
-        return length
-
-    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
-        """Returns the parameters of the heads that draft."""
-        own = dict(super()._params(head, target, resources))
-        own["heads"] = own["heads"][: self.length_of(len(own["heads"]))]
-        return own

@@ -145,6 +145,7 @@ def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
     import jax
 
     from jaxspec.drafting.lookup import LookupDrafter
+    from jaxspec.drafting.tapped import ParallelChain
 
     def size(params: Any) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -152,6 +153,8 @@ def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
     if isinstance(drafter, LookupDrafter):
         return 0.0
     shared = (getattr(drafter, "exit_layer", None) or 0) / target.config.num_layers
+    if isinstance(drafter, ParallelChain):  # one pass drafts all tokens
+        return size(own) / size(target.params) / drafter.num_draft_tokens
     if own is not None and "heads" in own:  # of which each drafts one token
         return size(own) / size(target.params) / len(own["heads"])
     if own is not None and "layers" in own:

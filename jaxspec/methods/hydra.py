@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import LoadedModel
-from jaxspec.methods.heads import SeveralHeads
+from jaxspec.methods.tree_heads import SeveralHeads
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Hydra(SeveralHeads):
     """Several small heads, each of which also reads what was drafted before it (Hydra, Hydra++, Ankner et al. 2024).
 
-    Which of both the heads are is told by their file. Here they draft a chain.
+    Which of both the heads are is told by their file. Here they draft a chain; with `tree` the most probable tree.
 
     Examples:
       >>> Hydra(draft="ankner/hydra-vicuna-7b-v1.3")
@@ -24,6 +24,7 @@ class Hydra(SeveralHeads):
     """
 
     name: ClassVar[str] = "hydra"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "heads of Hydra: draft=DIR, or heads/hydra beside the model"
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:

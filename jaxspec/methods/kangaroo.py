@@ -33,6 +33,7 @@ class Kangaroo(HeadMethod):
     """
 
     name: ClassVar[str] = "kangaroo"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "an adapter: draft=DIR, or heads/kangaroo beside the model"
     usual_rule: ClassVar[StopName] = "confidence"
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import LoadedModel
-from jaxspec.methods.heads import SeveralHeads
+from jaxspec.methods.tree_heads import SeveralHeads
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Medusa(SeveralHeads):
     """Several small heads, each of which predicts one of the next tokens by itself (Cai et al. 2024).
 
-    Here they draft a chain, of each head's token, greedy or drawn from the head's law; the text keeps the model's own
-    law, unlike with the authors' typical acceptance (`acceptor="typical"`, which is lossy).
+    Here they draft a chain, of each head's token, greedy or drawn from the head's law; with `tree` the combinations of
+    the heads' likely tokens that are most probable together. The text keeps the model's own law, unlike with the
+    authors' typical acceptance (`acceptor="typical"`, which is lossy).
 
     Examples:
       >>> Medusa(draft="FasterDecoding/medusa-vicuna-7b-v1.3", num_draft_tokens=3)
@@ -25,6 +26,7 @@ class Medusa(SeveralHeads):
     """
 
     name: ClassVar[str] = "medusa"
+    trainable: ClassVar[bool] = True
     needs: ClassVar[str] = "heads of Medusa: draft=DIR, or heads/medusa beside the model"
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.methods.base import LoadedModel, Resources
+from jaxspec.methods.base import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.heads import HeadMethod
-from jaxspec.methods.trees import TreeMethod, size_of
+from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:
+    from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
 # The most nodes of a level that are drafted from, and of tokens that are tried after each, as in EAGLE-2.
@@ -18,7 +19,12 @@ WIDTH = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeHeadMethod(TreeMethod, HeadMethod):
-    """The base of methods whose head drafts a chain, or the tree of its most probable tokens (EAGLE-2, Li et al. 2024).
+    """The base of methods whose heads draft a chain, or the tree of their most probable tokens, as EAGLE-2 does.
+
+    Attributes:
+      drawn_tree: with a tree, where texts are drawn at random: draw its tokens from the draft's law, siblings without
+        replacement, in place of the likeliest. At high temperatures more of them are accepted; the text keeps the
+        model's law, but is no longer plain sampling's token for token.
 
     Examples:
       >>> from jaxspec.methods import Eagle3
@@ -26,8 +32,12 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
       Eagle3(draft='head', tree='60x8')
     """
 
+    drawn_tree: bool = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.drawn_tree and self.tree is None:
+            raise ValueError("drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH, 8x4 say")
         if self.tree is not None and self.stop_rule:
             raise ValueError("stop_rule ends chains, and tree asks for a tree; give one of them")
 
@@ -41,10 +51,55 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         drafter, params = super().build(target, resources)
         if self.tree is None:
             return drafter, params
-        from jaxspec.drafting.eagle import Eagle as Drafting
-        from jaxspec.drafting.tree import Dynamic
+        from jaxspec.drafting.tree import Drawn, Dynamic
 
-        assert isinstance(drafter, Drafting)
         nodes, depth = size_of(self.tree)
-        size = Dynamic(nodes, depth, min(nodes, WIDTH))
-        return dataclasses.replace(drafter, num_draft_tokens=depth, tree=size), params
+        made: Any = drafter
+        tree: Drawn | Dynamic = Dynamic(nodes, depth, min(nodes, WIDTH))
+        # Of a law that is a point mass a tree of draws would be a chain.
+        if self.drawn_tree and set(resources.laws) != {"greedy"}:
+            tree = Drawn(grown(nodes, depth, WIDTH))
+        return dataclasses.replace(made, num_draft_tokens=depth, tree=tree), params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeveralHeads(TreeHeadMethod):
+    """The base of methods with one head for each draft token.
+
+    Examples:
+      >>> from jaxspec.methods import Medusa
+      >>> Medusa(draft="head").usual()["num_draft_tokens"]
+      'as many as there are heads'
+    """
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns what is done where an option is left out, by option."""
+        return super().usual() | {"num_draft_tokens": "as many as there are heads"}
+
+    def length_of(self, num_heads: int) -> int:
+        """Returns K: as given, or the depth of the tree that is, else the number of heads.
+
+        Raises:
+          ValueError: there are fewer heads.
+        """
+        if self.tree is not None:
+            depth = size_of(self.tree)[1]
+            if depth > num_heads:
+                raise ValueError(
+                    f"tree is {self.tree!r}, {depth} tokens one after the other; the file has {num_heads} heads, give "
+                    f"TOKENSxDEPTH of a depth from 1 to {num_heads}"
+                )
+            return depth
+        length = self.length(num_heads)
+        if length > num_heads:
+            raise ValueError(
+                f"num_draft_tokens is {length}; the file has {num_heads} heads, give 1 to {num_heads}"
+            )
+        return length
+
+    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
+        """Returns the parameters of the heads that draft."""
+        own = dict(super()._params(head, target, resources))
+        own["heads"] = own["heads"][: self.length_of(len(own["heads"]))]
+        return own

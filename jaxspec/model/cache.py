@@ -62,7 +62,7 @@ def create(
     config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike, merged: bool = True
 ) -> KVCache:
     """An empty cache of `capacity` slots a row."""
-    heads = (batch_size * config.num_kv_heads,) if merged else (batch_size, config.num_kv_heads)
+    heads = (batch_size * config.held_kv_heads,) if merged else (batch_size, config.held_kv_heads)
     shape = (*heads, capacity, config.head_dim)
     layers = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
     return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged)
@@ -70,7 +70,7 @@ def create(
 
 def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike) -> int:
     """Bytes that `create` would take, the small fields left out."""
-    per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    per_slot = 2 * config.num_layers * config.held_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return per_slot * batch_size * capacity
 
 

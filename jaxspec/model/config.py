@@ -52,6 +52,9 @@ class LlamaConfig:
       bos_token_id: put before a text, or None.
       eos_token_ids: any of them ends a text; may be empty.
       model_type: `llama`, `mistral`, `qwen2` or `qwen3`: what it is written back as.
+      kv_copies: how often parameters and cache hold each key/value head, one after the other, each copy for an equal
+        part of its query heads: so that more devices than KV share them out (`model.sharding`). It is no part of what
+        the model is: no file names it.
     """
 
     vocab_size: int
@@ -74,12 +77,18 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
+    kv_copies: int = 1
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 "each key/value head serves an equal group of query heads"
+            )
+        if self.num_heads % self.held_kv_heads:
+            raise ValueError(
+                f"kv_copies {self.kv_copies} does not divide the {self.num_heads // self.num_kv_heads} query heads of "
+                "each key/value head; a copy serves an equal part of them"
             )
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ValueError(
@@ -88,9 +97,19 @@ class LlamaConfig:
             )
 
     @property
+    def held_kv_heads(self) -> int:
+        """Key/value heads that parameters and cache hold, copies included."""
+        return self.num_kv_heads * self.kv_copies
+
+    @property
     def group_size(self) -> int:
-        """Query heads served by one key/value head."""
-        return self.num_heads // self.num_kv_heads
+        """Query heads served by one key/value head that is held."""
+        return self.num_heads // self.held_kv_heads
+
+    @property
+    def plain(self) -> LlamaConfig:
+        """The same model with each key/value head held once."""
+        return self if self.kv_copies == 1 else dataclasses.replace(self, kv_copies=1)
 
     @property
     def context_length(self) -> int:

@@ -44,12 +44,20 @@ def narrowest(
 ) -> Carry:
     """`f(width, carry)` for the narrowest of the rising `widths` that holds `needed`, int32 scalar from 0 to the last.
 
-    Each width is compiled and one runs; none for 0, unless there is only one width, which always runs. A reader of the
-    compiled program finds each by the name `scope`_WIDTH.
+    On a CPU, where every row costs, each width is compiled and one runs. On an accelerator, where rows are nearly free
+    and each width is another copy of the model to compile, there is only the last one. For 0 none runs, unless only one
+    width is given, which always does. A reader of the compiled program finds each by the name `scope`_WIDTH.
     """
     if len(widths) == 1:
         return f(widths[0], carry)
-    for below, width in zip((0, *widths), widths, strict=False):
+
+    def between(below: int, width: int, carry: Carry) -> Carry:
         with jax.named_scope(f"{scope}_{width}"):
-            carry = once((below < needed) & (needed <= width), functools.partial(f, width), carry)
-    return carry
+            return once((below < needed) & (needed <= width), functools.partial(f, width), carry)
+
+    for below, width in zip((0, *widths), widths[:-1], strict=False):
+        on_cpu = functools.partial(between, below, width)
+        carry = jax.lax.platform_dependent(carry, cpu=on_cpu, default=lambda same: same)
+    others = jax.lax.platform_dependent(cpu=lambda: jnp.int32(widths[-2]), default=lambda: jnp.int32(0))
+    with jax.named_scope(f"{scope}_{widths[-1]}"):
+        return once(others < needed, functools.partial(f, widths[-1]), carry)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from jaxspec.model.dflash import DFlashConfig
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 
-AnyHead = HeadConfig | KangarooConfig | MedusaConfig | HydraConfig
+AnyHead = HeadConfig | KangarooConfig | MedusaConfig | HydraConfig | DFlashConfig

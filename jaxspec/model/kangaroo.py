@@ -68,6 +68,4 @@ def logits(
     head: KangarooConfig, params: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array
 ) -> jax.Array:
     """The logits of the next token: [..., D] from `run` → float32[..., V], or [..., N] of a vocabulary of N tokens."""
-    own: Params = {name: params[name] for name in ("norm", "vocabulary") if name in params}
-    read_as = dataclasses.replace(target, rms_norm_eps=head.block.rms_norm_eps)
-    return llama.logits(read_as, {**target_params, **own}, hidden)
+    return llama.logits_of_draft(target, target_params, params, head.block.rms_norm_eps, hidden)

@@ -2,7 +2,8 @@
 
 Parameters are a plain dict, so that any tree of the same shape (gradients, shardings, optimiser state)
 fits beside it. Weights keep their output axes first; what is multiplied together lies together, grouped by
-key/value head, so that one device runs one product where a mesh still divides by heads:
+key/value head, so that one device runs one product where a mesh still divides by heads (KV and G count copies of
+key/value heads, see `LlamaConfig.kv_copies`):
 
     embed  [V, D]          norm [D]          head [V, D], absent where tied
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
@@ -54,7 +55,7 @@ Watch = Callable[[jax.Array, jax.Array], None]
 def param_shapes(config: LlamaConfig) -> Params:
     """The tree of parameters, a shape tuple at each leaf."""
     width, inner = config.hidden_size, config.intermediate_size
-    qkv = (config.num_kv_heads, (config.group_size + 2) * config.head_dim)
+    qkv = (config.held_kv_heads, (config.group_size + 2) * config.head_dim)
     attention = {"norm": (width,), "qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
     mlp = {"norm": (width,), "gate_up": (2, inner, width), "down": (width, inner)}
     if config.qkv_bias:
@@ -91,7 +92,11 @@ def init_params(
     config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0
 ) -> Params:
     """Random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale²÷D), norms one, biases zero."""
-    shapes = param_shapes(config)
+    return draw(param_shapes(config), key, dtype, scale)
+
+
+def draw(shapes: Params, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0) -> Params:
+    """The same of any tree of shapes."""
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
     drawn = []
     for index, (path, shape) in enumerate(leaves):
@@ -121,6 +126,15 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
     return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
+
+
+def logits_of_draft(
+    target: LlamaConfig, target_params: Params, own: Params, eps: float, hidden: jax.Array
+) -> jax.Array:
+    """The same by a draft's own norm, with its ε, and `vocabulary` if it has one; the head is the target's."""
+    mine: Params = {name: own[name] for name in ("norm", "vocabulary") if name in own}
+    read_as = dataclasses.replace(target, rms_norm_eps=eps)
+    return logits(read_as, {**target_params, **mine}, hidden)
 
 
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -154,7 +168,7 @@ def attention(
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
     qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
-    qkv = qkv.reshape(batch, length, config.num_kv_heads, group + 2, hd)
+    qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
     turning = qkv[..., : group + 1, :]
     if config.qk_norm:
         turning = rms_norm(turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]), config.rms_norm_eps)
@@ -345,6 +359,13 @@ def run_block(
       hidden [B, T, D].
     """
     tables = rope.tables(config, positions, jnp.zeros(hidden.shape[0], jnp.int32))
+    attend = packed(positions, segments, window)
+    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
+    return mlp(config, p["mlp"], hidden, keep)
+
+
+def packed(positions: jax.Array, segments: jax.Array, window: int | None = None) -> Attend:
+    """Attention without a cache, for training: `positions`, `segments` and `window` as of `run_block`."""
     same = segments[:, :, None] == segments[:, None, :]
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
@@ -357,8 +378,7 @@ def run_block(
             mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], merged=False))
         return jnp.concatenate(mixed, axis=1), layer_cache
 
-    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
-    return mlp(config, p["mlp"], hidden, keep)
+    return attend
 
 
 def forward(

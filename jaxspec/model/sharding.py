@@ -2,14 +2,21 @@
 
 A mesh has the axes `data` (rows of a batch) and `model` (heads, MLP width, vocabulary); either may be 1.
 An axis that does not divide evenly is replicated.
+
+Where there are more places along `model` than key/value heads, each place holds one of these and an equal part of its
+query heads: `spread_config` says how many copies of each head that takes, and parameters are loaded, or made by
+`with_copies`, so. A copy costs its part of the keys' and values' weights and of the cache; all else is held once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.model.cache import KVCache
@@ -52,12 +59,102 @@ def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
         name = path[-1].key
         logical = _LOGICAL_AXES[name]
         # The product of `out` contracts over heads: it may only be cut where whole groups are.
-        if name == "out" and config.num_kv_heads % mesh.shape.get("model", 1):
+        if name == "out" and config.held_kv_heads % mesh.shape.get("model", 1):
             logical = (None, None)
         return placed(mesh, logical, shape)
 
     shardings: Params = jax.tree.map_with_path(leaf, param_shapes(config), is_leaf=is_shape)
     return shardings
+
+
+def spread_config(mesh: Mesh, config: LlamaConfig) -> LlamaConfig:
+    """The configuration with as many copies of each key/value head as the places along `model` take.
+
+    Where query heads do not share out equally, there are none, and each device has the attention whole.
+
+    Examples:
+      >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
+      >>> model = LlamaConfig(64, 32, 48, 1, num_heads=8, num_kv_heads=2, head_dim=4)
+      >>> spread_config(mesh, model).kv_copies
+      4
+    """
+    places = mesh.shape.get("model", 1)
+    copies = places // math.gcd(places, config.num_kv_heads)
+    fits = config.plain.group_size % copies == 0
+    return dataclasses.replace(config, kv_copies=copies if fits else 1)
+
+
+def left_whole(mesh: Mesh, config: LlamaConfig) -> dict[str, bool]:
+    """What a mesh should spread along `model`, by its words for a message, and whether each device has it whole."""
+    places = mesh.shape.get("model", 1)
+    heads = f"the {config.num_heads} query heads of {config.num_kv_heads} key/value heads"
+    sizes = {
+        heads: config.held_kv_heads,
+        f"the MLP's width {config.intermediate_size}": config.intermediate_size,
+        f"the vocabulary of {config.vocab_size}": config.vocab_size,
+    }
+    return {words: size % places > 0 for words, size in sizes.items()}
+
+
+def with_copies(config: LlamaConfig, params: Params) -> Params:
+    """Parameters as `config` holds them, of such with each key/value head once; `param_shardings` says where to."""
+    group = config.plain.group_size
+
+    def copied(leaf: jax.Array) -> jax.Array:
+        heads = leaf.reshape(config.num_kv_heads, 1, group + 2, config.head_dim, *leaf.shape[2:])
+        shape = (config.num_kv_heads, config.kv_copies, config.group_size, *heads.shape[3:])
+        queries = heads[:, :, :group].reshape(shape)
+        others = jnp.repeat(heads[:, :, group:], config.kv_copies, axis=1)
+        return _grouped(config.held_kv_heads, queries, others)
+
+    return _attentions(config, params, copied)
+
+
+def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
+    """A model made in memory, each key/value head once, spread over a mesh as `load` would: what it is, and where.
+
+    Examples:
+      >>> from jaxspec.model.llama import init_params
+      >>> config = LlamaConfig(64, 32, 48, 1, num_heads=8, num_kv_heads=2, head_dim=4)
+      >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
+      >>> config, params = spread(mesh, config, init_params(config, jax.random.key(0)))
+      >>> config.kv_copies, params["layers"][0]["attention"]["qkv"].sharding.spec
+      (1, P('model', None, None))
+    """
+    config = spread_config(mesh, config)
+    placed: Params = jax.device_put(with_copies(config, params), param_shardings(mesh, config))
+    return config, placed
+
+
+def without_copies(config: LlamaConfig, params: Params) -> Params:
+    """Parameters with each key/value head once, of such as `config` holds them; the way back from `with_copies`."""
+    group = config.group_size
+
+    def once(leaf: jax.Array) -> jax.Array:
+        shape = (config.num_kv_heads, config.kv_copies, group + 2, config.head_dim, *leaf.shape[2:])
+        heads = leaf.reshape(shape)
+        queries = heads[:, :, :group].reshape(config.num_kv_heads, 1, -1, *shape[3:])
+        return _grouped(config.num_kv_heads, queries, heads[:, :1, group:])
+
+    return _attentions(config, params, once)
+
+
+def _grouped(num_heads: int, queries: jax.Array, others: jax.Array) -> jax.Array:
+    """The leaf of these heads [KV, copies, ·, hd, ...]: of each key/value head its queries, its key and its value."""
+    joined = jnp.concatenate([queries, others], axis=2)
+    return joined.reshape(num_heads, -1, *joined.shape[4:])
+
+
+def _attentions(config: LlamaConfig, params: Params, change: Callable[[jax.Array], jax.Array]) -> Params:
+    """The parameters with the leaves changed that hold key/value heads, where there are copies of these."""
+    if config.kv_copies == 1:
+        return params
+
+    def leaf(path: Any, array: jax.Array) -> jax.Array:
+        return change(array) if getattr(path[-1], "key", None) in ("qkv", "qkv_bias") else array
+
+    changed: Params = jax.tree.map_with_path(leaf, params)
+    return changed
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:

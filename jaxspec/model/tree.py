@@ -30,6 +30,8 @@ class Shape:
       >>> shape = Shape((-1, -1, 0, 2), (0, 1, 0, 0))
       >>> shape.depths, shape.depth
       ((1, 1, 2, 3), 3)
+      >>> shape.num_nodes, shape.most_siblings
+      (4, 2)
     """
 
     parents: tuple[int, ...]
@@ -56,6 +58,16 @@ class Shape:
     def depth(self) -> int:
         """The largest of `depths`; 0 without nodes."""
         return max(self.depths, default=0)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.parents)
+
+    @property
+    def most_siblings(self) -> int:
+        """The most nodes that follow the same one."""
+        return max(map(self.parents.count, self.parents), default=0)
 
     @property
     def is_chain(self) -> bool:
@@ -103,6 +115,17 @@ class Tree:
             at = jnp.take_along_axis(parent, at, axis=1)
             behind |= at[..., None] == rows
         return cls(parent, depth, behind, depth)
+
+    @classmethod
+    def block(cls, count: int) -> Tree:
+        """Returns `count` rows one after the other that all see each other: no tree, but told in its words.
+
+        Examples:
+          >>> Tree.block(3).behind.all().item(), Tree.block(3).positions(jnp.array([7])).tolist()
+          (True, [[7, 8, 9]])
+        """
+        place = jnp.arange(count)[None]
+        return cls(jnp.maximum(place - 1, 0), place, jnp.ones((1, count, count), bool), place)
 
     def rows(self, begin: int, count: int) -> Tree:
         """Returns some of a whole tree's rows; the others are in the cache, as far as these see them."""

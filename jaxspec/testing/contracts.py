@@ -160,12 +160,13 @@ def check_log_probs(loop: Loop) -> None:
         return
     probs = np.exp(np.asarray(proposal.log_probs, np.float64))
     for row, place in itertools.product(range(len(PROMPTS)), range(probs.shape[2])):
-        there = np.asarray(proposal.count)[:, row] > place
+        tokens = np.asarray(proposal.tokens)[:, row, place]
+        there = (np.asarray(proposal.count)[:, row] > place) & (tokens >= 0)  # of a tree, places may be empty
         where = f"row {row}, draft token {place}"
         assert place > 0 or there.all(), f"{where}: nothing is drafted although there is room"
         q = probs[there, row, place]
         assert np.allclose(q.sum(axis=-1), 1, atol=1e-5), f"{where}: the probabilities do not sum to 1"
-        drawn = np.eye(q.shape[1])[np.asarray(proposal.tokens)[there, row, place]]
+        drawn = np.eye(q.shape[1])[tokens[there]]
         assert (drawn[q == 0] == 0).all(), f"{where}: a token of probability 0 was drawn"
         spread = np.sqrt((q * (1 - q)).sum(axis=0)) + 1
         off = np.abs((drawn - q).sum(axis=0) / spread).max()

@@ -234,6 +234,55 @@ def hydra_logits(
     return np.stack(rows)
 
 
+def dflash_logits(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    pending: int,
+    masks: int,
+    true: np.ndarray,
+) -> np.ndarray:
+    """Returns what each row of a block of DFlash says, float64[masks + 1, V]; drafts are drawn from all but row 0.
+
+    Args:
+      content: the head's `config.json`.
+      tensors: the head's, by their published names.
+      target, params: of the target.
+      pending: the token that the block begins with.
+      masks: how many masks follow it.
+      true: what is tapped of the tokens before it, as from `features`.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
+      >>> content = {"hidden_size": width, "num_attention_heads": 4, "head_dim": 4, "rms_norm_eps": 1e-6}
+      >>> content["dflash_config"] = {"mask_token_id": 0}
+      >>> names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+      >>> names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+      >>> tensors = {f"layers.0.{name}.weight": rng.standard_normal((width, width)) for name in names}
+      >>> norms = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm", "hidden_norm"]
+      >>> tensors |= {f"{name}.weight": np.ones(width) for name in norms}
+      >>> tensors |= {f"layers.0.self_attn.{name}_norm.weight": np.ones(4) for name in "qk"}
+      >>> tensors["fc.weight"] = rng.standard_normal((width, width))
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> true = features(TARGET, weights, [1, 2], [1])
+      >>> dflash_logits(content, tensors, TARGET, weights, pending=3, masks=2, true=true).shape
+      (3, 13)
+    """
+    own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    wide, eps = reference.as_float64(params), content["rms_norm_eps"]
+    fused = _norm(true @ own["fc.weight"].T, own["hidden_norm.weight"], eps)
+    x = wide["embed"][[pending] + masks * [content["dflash_config"]["mask_token_id"]]]
+    for number in range(content.get("num_hidden_layers", 1)):
+        p = {name.removeprefix(f"layers.{number}."): t for name, t in own.items()}
+        x = x + _attention(content, p, _norm(x, p["input_layernorm.weight"], eps), fused)
+        x = x + _mlp(p, _norm(x, p["post_attention_layernorm.weight"], eps))
+    head = wide["embed"] if target.tie_embeddings else wide["head"]
+    said: np.ndarray = _norm(x, own["norm.weight"], eps) @ head.T
+    return said
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     out: np.ndarray = x / (1 + np.exp(-x))
     return out
@@ -283,17 +332,25 @@ def _mlp(p: Mapping[str, np.ndarray], normed: np.ndarray) -> np.ndarray:
     return out
 
 
-def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np.ndarray) -> np.ndarray:
+def _attention(
+    content: Mapping[str, Any],
+    p: Mapping[str, np.ndarray],
+    seen: np.ndarray,
+    context: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns what attention writes at each row of `seen`, which sees those before it; with a context that and all."""
+    read = seen if context is None else np.concatenate([context, seen])
+    first = len(read) - len(seen)
     heads = content["num_attention_heads"]
     size = content.get("head_dim") or content["hidden_size"] // heads
     group = heads // content.get("num_key_value_heads", heads)
-    angle = np.arange(len(seen))[:, None] * content.get("rope_theta", 10000.0) ** (
+    angle = np.arange(len(read))[:, None] * content.get("rope_theta", 10000.0) ** (
         -2 * np.arange(size // 2) / size
     )
 
     def projected(name: str) -> np.ndarray:
-        rows: np.ndarray = seen @ p[f"self_attn.{name}_proj.weight"].T
-        return rows.reshape(len(seen), -1, size)
+        rows: np.ndarray = read @ p[f"self_attn.{name}_proj.weight"].T
+        return rows.reshape(len(read), -1, size)
 
     def turned(x: np.ndarray) -> np.ndarray:
         a, b = x[..., : size // 2], x[..., size // 2 :]
@@ -304,11 +361,12 @@ def _attention(content: Mapping[str, Any], p: Mapping[str, np.ndarray], seen: np
         weight = p.get(f"self_attn.{name}_norm.weight")
         return projected(name) if weight is None else _norm(projected(name), weight, content["rms_norm_eps"])
 
-    query, key, value = turned(normed("q")), turned(normed("k")), projected("v")
+    query, key, value = turned(normed("q"))[first:], turned(normed("k")), projected("v")
     mixed = []
     for head in range(heads):
         scores = query[:, head] @ key[:, head // group].T / math.sqrt(size)
-        scores[np.triu_indices(len(seen), 1)] = -np.inf
+        if context is None:
+            scores[np.triu_indices(len(seen), 1)] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ value[:, head // group])
     out: np.ndarray = np.concatenate(mixed, axis=-1) @ p["self_attn.o_proj.weight"].T

@@ -14,6 +14,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.sharding import with_copies
 from jaxspec.testing import reference
 
 TARGET = LlamaConfig(
@@ -38,15 +39,16 @@ CAPACITY = 32
 def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
     """Returns random parameters on the device; what a seed's models share makes their drafts agree now and then.
 
+    They are those of the plain config, held as `config` says.
+
     Examples:
       >>> params()["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
       True
     """
-    drawn = reference.random_params(config, seed)
+    drawn = reference.random_params(config.plain, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
     drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
-    placed: llama.Params = jax.tree.map(jnp.asarray, drawn)
-    return placed
+    return with_copies(config, jax.tree.map(jnp.asarray, drawn))
 
 
 # With a tokenizer

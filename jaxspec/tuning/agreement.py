@@ -40,6 +40,7 @@ def prepare(
     count: jax.Array,
     *,
     chunk_size: int,
+    merged: bool = True,
 ) -> tuple[AgreementTexts, jax.Array]:
     """Feeds the prompts to the whole model.
 
@@ -51,12 +52,13 @@ def prepare(
       tokens: int32[B, T], what the model wrote greedily after it, padded on the right.
       count: int32[B], how many of them are real.
       chunk_size: positions fed at once, static.
+      merged: the cache's layout, static, see `model.cache`.
 
     Returns:
       The texts, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
     """
     batch, capacity = prompts.shape
-    cache = kv.create(config, batch, capacity, params["embed"].dtype)
+    cache = kv.create(config, batch, capacity, params["embed"].dtype, merged)
     _, similarities, cache = llama.prefill(config, params, prompts, length, cache, chunk_size)
     return AgreementTexts(cache, length, tokens, count), similarities
 

@@ -137,7 +137,7 @@ def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
       `tokens` judged; `loss` (nats per token); `agreement` with the last layer's most likely token; `confidence`,
       its mean; `auroc` of the exit's confidence for agreement and its `calibration_error`; `accuracy`, the share of
       texts whose judged tokens are all the most likely ones, None for texts that are no answers. A greedy decoder
-      writes exactly these answers: as long as it is right, it has read the same text.
+      writes exactly these answers: as long as it is right, it has read the same text. `answers`: how many there are.
     """
     judged = texts.judged
     count = max(int(judged.sum()), 1)
@@ -145,6 +145,7 @@ def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
     agrees = [(chosen == last)[judged] for chosen in exits.chosen]
     confidence = [one[judged] for one in exits.confidence]
     right = [chosen == np.roll(texts.tokens, -1, axis=1) for chosen in exits.chosen]
+    answers = [_all_right(texts, judged, one) for one in right] if texts.has_answers else None
     return {
         "tokens": count,
         "loss": [float(loss[judged].sum()) / count for loss in exits.loss],
@@ -152,15 +153,17 @@ def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
         "confidence": [float(one.sum()) / count for one in confidence],
         "auroc": [auroc(c, a) for c, a in zip(confidence, agrees, strict=True)],
         "calibration_error": [calibration_error(c, a) for c, a in zip(confidence, agrees, strict=True)],
-        "accuracy": [_all_right(texts, judged, one) for one in right] if texts.has_answers else None,
+        "accuracy": None if answers is None else [float(one.mean()) for one in answers],
+        "answers": None if answers is None else len(answers[-1]),
     }
 
 
-def _all_right(texts: Texts, judged: np.ndarray, right: np.ndarray) -> float:
+def _all_right(texts: Texts, judged: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """bool[N], whether all judged tokens of a text are right."""
     rows = np.broadcast_to(np.arange(len(judged))[:, None], judged.shape)
     names, index = np.unique(np.stack([rows[judged], texts.segments[judged]]), axis=1, return_inverse=True)
     wrong = np.bincount(index.ravel(), weights=~right[judged], minlength=names.shape[1])
-    return float((wrong == 0).mean())
+    return np.asarray(wrong == 0)
 
 
 def auroc(score: np.ndarray, label: np.ndarray) -> float | None:

@@ -99,7 +99,7 @@ def inspect_model(
     *masks, mean_mask = (_mask(lm, LayerPlan.of(run)) for run in runs)
     return {
         "model": lm.name,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "dtype": lm.dtype,
         "num_layers": lm.config.num_layers,
         **dataclasses.asdict(asd),

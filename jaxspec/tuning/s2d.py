@@ -14,6 +14,7 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.method_files import fingerprint
+from jaxspec.methods.base import ModelLike
 from jaxspec.model import llama
 from jaxspec.tuning.objectives import Speed
 from jaxspec.tuning.options import S2DGrid, Sweep
@@ -38,8 +39,8 @@ class SortedDraft(NamedTuple):
     fingerprint: str
 
 
-def sorted_draft(lm: LanguageModel, draft: str | None = None) -> SortedDraft:
-    """The draft in a directory, or the target as its own draft.
+def sorted_draft(lm: LanguageModel, draft: ModelLike | None = None) -> SortedDraft:
+    """A draft model, or the target as its own draft.
 
     Raises:
       ValueError, FileNotFoundError: it has no sorted exits, or what `load` raises.

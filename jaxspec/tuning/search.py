@@ -177,7 +177,7 @@ def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: Search
         "format": FORMAT,
         "model": lm.fingerprint,
         "dtype": lm.dtype,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "objective": options.objective,
         "skip_ratio": options.skip_ratio,
         "keep_first_last": options.keep_first_last,
@@ -280,7 +280,7 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
     space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
     return {
         "model": lm.name,
-        "device": lm.device.device_kind,
+        "device": lm.device_kind,
         "dtype": lm.dtype,
         **_chosen(options),
         "num_masks": space.size,

@@ -97,11 +97,12 @@ def prepare_texts(
             _padded(texts, longest),
             jnp.asarray([len(text) for text in texts], jnp.int32),
             chunk_size=prefill_chunk_size(length, lm.device.platform),
+            merged=lm.mesh is None,
         )
     return prepared
 
 
-_prepare = jax.jit(prepare, static_argnames=("config", "chunk_size"))
+_prepare = jax.jit(prepare, static_argnames=("config", "chunk_size", "merged"))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> jax.Array:

@@ -69,10 +69,10 @@ class EagleNetwork:
             feature = eagle.fed_back(self.head, params, hidden)
         return found
 
-    @property
-    def reading(self) -> tuple[str, ...]:
-        """The names of its parameters that `logits` reads."""
-        return "norm", "head"
+    def reading(self, params: Params, step: int) -> Params:
+        """Selects the parameters that `logits` reads; they are the same at each step."""
+        del step
+        return {name: params[name] for name in ("norm", "head") if name in params}
 
     def logits(self, own: Params, target: Params, output: jax.Array) -> jax.Array:
         """Computes logits of outputs: [B, T, D] → float32[B, T, N]."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.io.head_writer import WrittenHead
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, Tap
@@ -21,6 +22,8 @@ from training.losses.base import (
     Batch,
     Given,
     Loss,
+    among,
+    cross_entropy,
     early_gradient,
     head_of,
     layer_outputs,
@@ -36,7 +39,7 @@ class Network(Protocol):
     Attributes:
       target: the config of the model it drafts for.
       taps: what it reads of that model.
-      reading: the names of its parameters that turn an output into logits; one that it lacks is the target's.
+      head: what it is made of.
     """
 
     @property
@@ -48,13 +51,13 @@ class Network(Protocol):
         """What it reads of that model."""
 
     @property
-    def reading(self) -> tuple[str, ...]:
-        """The names of its parameters that turn an output into logits."""
+    def head(self) -> WrittenHead:
+        """What it is made of."""
 
     def outputs(
         self, params: Params, embedding: Params, batch: Batch, features: jax.Array, steps: int
     ) -> list[jax.Array]:
-        """Returns what each row has to say at each step, `steps` arrays [B, T, D].
+        """Returns what each row has to say at each step, `steps` arrays [B, T, D]; fewer, where it has no more heads.
 
         Args:
           params: of the head.
@@ -64,8 +67,11 @@ class Network(Protocol):
           steps: how many.
         """
 
+    def reading(self, params: Params, step: int) -> Params:
+        """Selects the parameters that turn an output of a step into logits; what the head lacks is the target's."""
+
     def logits(self, own: Params, target: Params, output: jax.Array) -> jax.Array:
-        """Computes logits of outputs: [B, T, D] → float32[B, T, N]; `own` holds those in `reading`."""
+        """Computes logits of outputs: [B, T, D] → float32[B, T, N]; `own` is of `reading`."""
 
 
 class Seen(NamedTuple):
@@ -129,11 +135,13 @@ class Weights:
       law: of the cross-entropy with the target's law.
       feature: of the smooth L1 distance of an output from the target's own feature; 0 for outputs that are none.
       decay: step s counts decay^s.
+      text: of the cross-entropy with the text's own tokens.
     """
 
     law: float = 1.0
     feature: float = 0.0
     decay: float = 1.0
+    text: float = 0.0
 
 
 def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray | None = None) -> Loss:
@@ -154,22 +162,26 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
         assert given.target is not None, "a head has a target"
         seen = look(network.target, given.target, batch, network.taps, part)
         outputs = network.outputs(params, given.target, batch, seen.features, steps)
-        reading = {name: params[name] for name in network.reading if name in params}
         theirs = head_of(given.target)
 
-        def law_loss(
-            learned: tuple[Params, jax.Array], given: tuple[Params, jax.Array, jax.Array]
+        def told(
+            learned: tuple[Params, jax.Array], given: tuple[Params, jax.Array, jax.Array, jax.Array]
         ) -> jax.Array:
             own, output = learned
-            theirs, wanted, mask = given
-            return soft_cross_entropy(wanted, network.logits(own, theirs, output), mask)
+            theirs, wanted, tokens, mask = given
+            logits, loss = network.logits(own, theirs, output), jnp.float32(0)
+            if weights.law:
+                loss += weights.law * soft_cross_entropy(wanted, logits, mask)
+            if weights.text:
+                loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
+            return loss
 
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
             mask = predicted(batch, step) & ahead(known, 1 + step)
-            wanted = ahead(seen.wanted, 1 + step)
-            law = early_gradient(law_loss, (reading, output), (theirs, wanted, mask))
-            total += float(shares[step]) * weights.law * law
+            after = theirs, ahead(seen.wanted, 1 + step), ahead(batch["tokens"], 2 + step), mask
+            said = early_gradient(told, (network.reading(params, step), output), after)
+            total += float(shares[step]) * said
             if weights.feature:
                 far = smooth_l1(output, ahead(seen.features, 1 + step), mask)
                 total += float(shares[step]) * weights.feature * far

@@ -29,8 +29,8 @@ def make_measure(
 
     Returns:
       what `evaluation.by_kind` returns: `held_out_loss` (nats per token), `acceptance/I` for each of
-      `NUM_DRAFT_TOKENS` draft tokens (the share of the rounds that accept it and all before it), and
-      `mean_acceptance_length`, tokens per round.
+      `NUM_DRAFT_TOKENS` draft tokens, or as many as the network drafts if these are fewer (the share of the rounds
+      that accept it and all before it), and `mean_acceptance_length`, tokens per round.
     """
 
     @jax.jit
@@ -44,7 +44,8 @@ def make_measure(
         rounds = jnp.all(jnp.stack([predicted(batch, step) for step in range(NUM_DRAFT_TOKENS)]), axis=0)
         agrees, standing = [], rounds
         for step, output in enumerate(outputs):
-            chosen = jnp.argmax(network.logits(params, head_of(given), output), axis=-1)
+            own = network.reading(params, step)
+            chosen = jnp.argmax(network.logits(own, head_of(given), output), axis=-1)
             chosen = chosen if part is None else jnp.asarray(part)[chosen]
             agrees.append(chosen == ahead(seen.best, 1 + step))
             standing = standing & agrees[-1]

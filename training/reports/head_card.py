@@ -77,8 +77,8 @@ def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
     lines = [
         "## What it drafts",
         "",
-        f"Greedy, a chain of {longest} tokens, after held-out prompts: tokens per round, speed over plain decoding on "
-        "the machine of the training, and the share of the rounds that accept the first, the second, … draft token.",
+        f"Greedy, each draft a chain of {longest} tokens, after held-out prompts: tokens per round, speed over plain "
+        "decoding on the machine of the training, and the share of the rounds that accept the first, second, … token.",
         "",
         "| " + " | ".join(heads) + " |",
         "|" + "---|" * len(heads),

@@ -22,7 +22,7 @@ PAPERS: tuple[PaperName, ...] = get_args(PaperName)
 # What a paper takes beside `PaperOptions`' numbers; where a kind of work is compared, the prompts are the project's.
 TAKES: dict[PaperName, tuple[str, ...]] = {
     "adaspeed": ("prompt_file",),
-    "s2d": ("prompt_file", "draft", "runs"),
+    "s2d": ("prompt_file", "draft", "runs", "targets", "sorted_target"),
 }
 
 

@@ -38,6 +38,10 @@ NAMES = {
 }
 # What is tried where texts are drawn, in the engine.
 DRAWN_CONSTANTS, DRAWN_GAMMAS = (2, 4, 8, 16), (0.1, 0.3, 0.6, 0.8)
+_UNTRAINED = (
+    "untrained: this model's first layers cut off, as a draft model with a cache of its own; of drafting they know "
+    "what the model's own training taught them."
+)
 OVER, TIMES, PREDICTED, FREE = "× LayerSkip", "× plain", "predicted", "rows free"
 
 
@@ -51,18 +55,29 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
         exits = adaspeed_counts.exit_layers(lm)
         counted = adaspeed_counts.count(bench, exits)
         chosen = {rule: case for rule in NAMES if (case := counted.best(rule)) is not None}
-        greedy = _greedy(bench, chosen)
-        drawn = _drawn(bench, exits, chosen)
+        # Each tuned as the rules are: greedily, and on drawn texts.
+        untrained = (
+            _untrained(bench, "greedy-untrained"),
+            _untrained(bench, "top-p-untrained", sampling=TOP_P),
+        )
+        greedy = _greedy(bench, chosen, untrained[0])
+        drawn = _drawn(bench, exits, chosen, untrained[1])
         tables = (
-            _greedy_table(bench, counted, chosen, greedy),
-            _drawn_table(*drawn),
+            _greedy_table(bench, counted, chosen, greedy, untrained[0]),
+            _drawn_table(*drawn, untrained[1]),
             _exits_table(counted, exits),
             _gammas_table(counted, chosen),
         )
         return bench.report(PAPER, tables, _claims(counted, chosen, greedy, drawn))
 
 
-def _greedy(bench: Workbench, chosen: Mapping[str, Case]) -> Measured:
+def _untrained(bench: Workbench, name: str, **options: Any) -> dict[str, Method]:
+    """The fastest of the model's first layers as a draft model, with a cache of its own, by the name of its run."""
+    best, method = baselines.fastest(bench, name, baselines.truncations(bench.lm), **options)
+    return {f"untrained: {best}": method}
+
+
+def _greedy(bench: Workbench, chosen: Mapping[str, Case], untrained: Mapping[str, Method]) -> Measured:
     """The best of each rule in the engine, on the reporting prompts, beside an ideal stop and the cut model."""
     short = baselines.cut(bench)
     methods: dict[str, Method] = {
@@ -70,11 +85,11 @@ def _greedy(bench: Workbench, chosen: Mapping[str, Case]) -> Measured:
     }
     ideal = baselines.ideal_exit(bench, chosen["oracle"].exit_layer, rules.LONGEST)
     peers = dict(short.peers) | {baselines.ORACLE: ideal}
-    return bench.measure("greedy", "reporting", methods, peers=peers, models=short.models)
+    return bench.measure("greedy", "reporting", {**untrained, **methods}, peers=peers, models=short.models)
 
 
 def _drawn(
-    bench: Workbench, exits: Sequence[int], chosen: Mapping[str, Case]
+    bench: Workbench, exits: Sequence[int], chosen: Mapping[str, Case], untrained: Mapping[str, Method]
 ) -> tuple[dict[str, Case], Measured]:
     """Each rule tuned on drawn texts, and measured on others.
 
@@ -99,16 +114,21 @@ def _drawn(
         for rule in dict.fromkeys(case.rule for case in cases)
     }
     methods: dict[str, Method] = {NAMES[rule]: case.method() for rule, case in best.items()}
-    return best, bench.measure("top-p", "reporting", methods, sampling=TOP_P)
+    return best, bench.measure("top-p", "reporting", {**untrained, **methods}, sampling=TOP_P)
 
 
 def _greedy_table(
-    bench: Workbench, counted: Counted, chosen: Mapping[str, Case], measured: Measured
+    bench: Workbench,
+    counted: Counted,
+    chosen: Mapping[str, Case],
+    measured: Measured,
+    untrained: Mapping[str, Method],
 ) -> Table:
     constant = NAMES["constant"]
     rows = [Row("plain", {TIMES: Cell(ours=1.0)})]
     for name in baselines.cut(bench).peers:
         rows.append(Row(name, {TIMES: measured.ratio(name)}))
+    rows += _untrained_rows(measured, untrained)
     for rule, case in chosen.items():
         name, paper = NAMES[rule], TABLE[rule][0] if rule in TABLE else None
         cells = {
@@ -122,20 +142,27 @@ def _greedy_table(
         "The paper's figures are of its model of 1B (7B: 1.00, 1.12, 1.18, 1.12), on summaries.",
         "predicted: rounds counted by replay, priced by rounds of the real loop; rows free: priced by the weights that "
         "a pass reads, as on an accelerator.",
+        _UNTRAINED,
         baselines.cut(bench).note,
-        *measured.different([NAMES[rule] for rule in chosen]),
+        *measured.different([*untrained, *(NAMES[rule] for rule in chosen)]),
     )
     return Table("Table I, greedy", (OVER, TIMES, PREDICTED, FREE), tuple(rows), notes)
 
 
-def _drawn_table(best: Mapping[str, Case], measured: Measured) -> Table:
-    rows = [Row("plain", {TIMES: Cell(ours=1.0)})]
+def _untrained_rows(measured: Measured, untrained: Mapping[str, Method]) -> list[Row]:
+    over = NAMES["constant"]
+    return [Row(name, {OVER: measured.ratio(name, over), TIMES: measured.ratio(name)}) for name in untrained]
+
+
+def _drawn_table(best: Mapping[str, Case], measured: Measured, untrained: Mapping[str, Method]) -> Table:
+    rows = [Row("plain", {TIMES: Cell(ours=1.0)}), *_untrained_rows(measured, untrained)]
     for rule, case in best.items():
         over = measured.ratio(NAMES[rule], NAMES["constant"], paper=TABLE[rule][1])
         rows.append(Row(f"{NAMES[rule]}: {_numbers(case)}", {OVER: over, TIMES: measured.ratio(NAMES[rule])}))
     notes = (
         "Temperature .6, top-p .9. The paper's figures are of its model of 1B (7B: 1.00, 1.14, 1.21, 1.24). Drafts are "
         "accepted as a block; the paper accepts token by token.",
+        _UNTRAINED,
     )
     return Table("Table I, top-p", (OVER, TIMES), tuple(rows), notes)
 

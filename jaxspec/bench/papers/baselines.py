@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from jaxspec.bench.oracle import oracle
 from jaxspec.bench.papers.workbench import Workbench, law
 from jaxspec.bench.suite import Peer
+from jaxspec.drafting.draft_model import DraftModel as SeparateDraft
 from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import checkpoint
@@ -72,6 +73,7 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
         lm.tokenizer,
         name=f"{lm.name} cut to {depth} layers",
         device=lm.device,
+        mesh=lm.mesh,
     )
     name = f"plain, cut to {depth} layers"
     note = f"The model cut to {depth} layers has the whole's held-out loss within .02 nats per token."
@@ -168,21 +170,43 @@ def ideal_exit(bench: Workbench, exit_layer: int, longest: int = ORACLE_TOKENS) 
       longest: the most tokens of a draft, K: at least that of the rules that it is compared with.
     """
 
+    lm = bench.lm
+    draft = (lm.config.truncated(exit_layer), llama.truncate(lm.params, exit_layer))
+
     def drafter(prompt: Sequence[int], text: Sequence[int]) -> Drafter:
-        rule = oracle(bench.lm, prompt, text, exit_layer, bench.options.max_new_tokens)
-        return EarlyExit(bench.lm.config, exit_layer, rule, longest)
+        rule = oracle(lm, prompt, text, draft, bench.options.max_new_tokens)
+        return EarlyExit(lm.config, exit_layer, rule, longest)
 
     return ideal(bench, drafter)
 
 
-def ideal(bench: Workbench, drafter: Callable[[Sequence[int], Sequence[int]], Drafter]) -> Peer:
+def ideal_draft(bench: Workbench, name: str, exit_layer: int, longest: int = ORACLE_TOKENS) -> Peer:
+    """The same by the first layers of a draft model.
+
+    Args:
+      bench, exit_layer, longest: see `ideal_exit`.
+      name: of the draft model.
+    """
+    made, params = bench.lm.drafter(DraftModel(draft=name, draft_exit=exit_layer, num_draft_tokens=longest))
+    assert isinstance(made, SeparateDraft)
+
+    def drafter(prompt: Sequence[int], text: Sequence[int]) -> tuple[Drafter, Any]:
+        rule = oracle(bench.lm, prompt, text, (made.config, params), bench.options.max_new_tokens)
+        return dataclasses.replace(made, rule=rule), params
+
+    return ideal(bench, drafter)
+
+
+def ideal(
+    bench: Workbench, drafter: Callable[[Sequence[int], Sequence[int]], Drafter | tuple[Drafter, Any]]
+) -> Peer:
     """Greedy drafts under a stop rule that knows the text.
 
     Args:
       bench: generates.
-      drafter: a prompt and the model's greedy text after it → what drafts.
+      drafter: a prompt and the model's greedy text after it → what drafts, with its parameters if it has some.
     """
-    known: dict[tuple[int, ...], Drafter] = {}
+    known: dict[tuple[int, ...], Drafter | tuple[Drafter, Any]] = {}
 
     def run(prompt: Sequence[int], seed: int) -> Any:
         key = tuple(prompt)

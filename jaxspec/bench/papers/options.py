@@ -11,7 +11,24 @@ from jaxspec.bench.suite_options import Amount
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperOptions(Amount):
+class TargetOptions:
+    """Which models a paper's drafts serve, beside the model itself.
+
+    Attributes:
+      targets: of paper s2d, a further target of the same draft: a directory, a hub id or an embedded name. All are held
+        in memory together.
+      sorted_target: of paper s2d, a model as large as the target that drafts by its own sorted exits, made by
+        `python -m training.soft`; without one its Table 1 is left out.
+    """
+
+    targets: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"option": "--target", "metavar": "DIR|ID"}
+    )
+    sorted_target: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperOptions(TargetOptions, Amount):
     """How much is measured, and where it is written down. `limit` holds for the tuning and the reporting prompts each.
 
     Attributes:

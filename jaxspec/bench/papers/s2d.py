@@ -1,9 +1,9 @@
 """S2D: Sorted Speculative Decoding for More Efficient Deployment of Nested LLMs (Kavehzadeh et al. 2024).
 
-One draft with sorted exits for a target: each of its exits as a draft of its own, S2D's choice among them token by
-token, and the target's own first layers, which nobody trained to draft. Further drafts, such as one fine-tuned without
-sorting (SFT) or a small model that was trained before (the paper's Table 4), stand beside them. The paper's point is
-several targets: it is measured once per target.
+One draft with sorted exits for several targets: each of its exits as a draft of its own, S2D's choice among them token
+by token, and the targets' own first layers, which nobody trained to draft. Further drafts, such as one fine-tuned
+without sorting (SFT) or a small model that was trained before and sorted (the paper's Table 4), stand beside them. The
+paper's point is the average over targets: one draft, with thresholds for each of them, against one exit for all.
 
 Draft lengths grow and shrink as in the harness that the paper was measured in; each draft may have a constant length
 instead, where that is faster on tuning prompts.
@@ -11,232 +11,197 @@ instead, where that is faster on tuning prompts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from jaxspec.bench.papers import baselines
+from jaxspec.bench.papers import s2d_average, s2d_runs, s2d_sorted_target, s2d_targets
 from jaxspec.bench.papers.options import PaperOptions
+from jaxspec.bench.papers.s2d_printed import TARGETS, printed
+from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED, TEMPERATURES, UNTRAINED, Served
 from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
-from jaxspec.bench.papers.workbench import Measured, Workbench, law
+from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.timing import OnProgress
-from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import method_files
+from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.embedded import embedded_names
-from jaxspec.methods import S2D, DraftModel, Method
-from jaxspec.methods.chain import ChainMethod
-from jaxspec.tuning.s2d import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
 PAPER = "S2D: Sorted Speculative Decoding (Kavehzadeh et al. 2024, arXiv:2407.01955)"
-# The kind of a draft that the paper does not have.
-UNTRAINED = "untrained"
-# The paper's kinds of drafts, with its Table 2: Vicuna-7B, whose draft has 12 of 32 layers; speed-up and mean accepted
-# tokens at T = 0, then at T = 1.
-TABLE_2 = {
-    "SFT": (1.19, 3.19, 1.16, 3.44),
-    "first": (1.38, 2.43, 1.30, 2.53),
-    "middle": (1.24, 2.80, 1.26, 3.05),
-    "last": (1.17, 3.11, 1.07, 3.22),
-    "S2D": (1.34, 2.86, 1.27, 3.01),
-}
-SORTED = "S2D"
 # The embedded draft, which is taken where none is given.
 USUAL_DRAFT = "sorted"
-TEMPERATURES = (0.0, 1.0)
-# Constant lengths that are tried beside the schedule of the paper's harness.
-CONSTANTS = (2, 4, 8)
-LONGEST = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """One row of the table.
-
-    Attributes:
-      name: of the row.
-      method: what drafts.
-      kind: `UNTRAINED`, or a key of `TABLE_2`; None for one that the paper does not have.
-      tuning: its speed-up on tuning prompts; None where it was not measured there.
-    """
-
-    name: str
-    method: Method
-    kind: str | None = None
-    tuning: float | None = None
 
 
 def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None) -> Report:
-    """Measures a sorted draft on one target: its exits alone, S2D's choice, and drafts without sorting.
+    """Measures a sorted draft on its targets: its exits alone, S2D's choice, and drafts without sorting.
 
     Raises:
-      ValueError: the draft has no sorted exits or other tokens than the model, or what `Suite` raises.
-      FileNotFoundError: there is no such draft, or a run lacks a file.
+      ValueError: the draft has no sorted exits or other tokens than a target, a target is given twice, or what `Suite`
+        raises.
+      FileNotFoundError: there is no such draft or target, or a run lacks a file.
     """
     name = options.draft or (USUAL_DRAFT if USUAL_DRAFT in embedded_names() else None)
     if name is None:
         raise ValueError("the paper needs a sorted draft; give draft=DIR, made by `python -m training.soft`")
-    with Workbench(lm, options, on_progress) as bench:
-        found = sorted_draft(lm, name)
-        # Before an hour of tuning: whatever is wrong with them.
-        for at, method in itertools.product(TEMPERATURES, options.runs.values()):
-            lm.drafter(method, laws=(method_files.law_name(at),))
-        thresholds = _tuned_thresholds(bench, name, found)
-        best = max(thresholds, key=thresholds.__getitem__)
-        drafts = [
-            _with_best_length(bench, draft, number)
-            for number, draft in enumerate(_drafts(bench, name, found, best))
-        ]
-        short = {at: baselines.cut(bench, at) for at in TEMPERATURES}
-        runs = {
-            at: bench.measure(
-                f"temperature-{at:g}",
-                "reporting",
-                {draft.name: draft.method for draft in drafts},
-                sampling=law(at),
-                peers=short[at].peers,
-                models=short[at].models,
-            )
-            for at in TEMPERATURES
-        }
-        tables = (_table_2(runs, drafts, short[0.0].note), _figure_3(thresholds, best))
-        return bench.report(PAPER, tables, _claims(runs, drafts))
+    with contextlib.ExitStack() as stack:
+        benches = [stack.enter_context(bench) for bench in _benches(lm, options, on_progress)]
+        sorted_target = _sorted_target(benches[0])
+        for bench in benches:
+            s2d_runs.check(bench, name)
+        if sorted_target is not None:
+            s2d_runs.check(stack.enter_context(sorted_target), None)
+        served = [s2d_runs.serve(bench, name) for bench in benches]
+        tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
+        claims = list(_claims(served))
+        by_target, trained = s2d_targets.table(served)
+        tables.insert(0, by_target)
+        if len(served) > 1:
+            tables.insert(0, s2d_average.table(served))
+            claims += [*s2d_average.claims(served), trained]
+        if sorted_target is None:
+            claims.append(s2d_sorted_target.LACKING)
+        else:
+            alone = s2d_runs.serve(sorted_target, None, temperatures=(0.0,))
+            table, right = s2d_sorted_target.table(served[0], alone)
+            tables.append(table)
+            claims += s2d_sorted_target.claims(served[0], alone, right)
+        return benches[0].report(PAPER, tables, claims)
 
 
-def _tuned_thresholds(bench: Workbench, name: str, draft: SortedDraft) -> dict[tuple[float, ...], float]:
-    """By thresholds of all exits but the last, the speed-up over plain decoding on tuning prompts."""
-    exits = draft.drafter.exits
-    settings = s2d_grid(THRESHOLDS, len(exits)) if len(exits) > 1 else [()]
-    methods = {_shown(one): _sorted(bench, name, draft, one) for one in settings}
-    tried = bench.measure("thresholds", "tuning", methods)
-    return {one: tried.ratio(_shown(one)).ours or 0.0 for one in settings}
+def _benches(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress) -> Iterator[Workbench]:
+    """Where each target is measured. All are loaded before the first is: whatever is wrong with one of them."""
+    first = Workbench(lm, options, on_progress)
+    yield first
+    known = {lm.fingerprint}
+    for name in options.targets:
+        target = _loaded(first, name)
+        if target.fingerprint in known:
+            raise ValueError(f"`targets` has {name}, which is measured already; give each target once")
+        known.add(target.fingerprint)
+        # By its weights: the same records, whatever the order of the targets.
+        yield _bench(first, target, f"target-{target.fingerprint}")
 
 
-def _sorted(bench: Workbench, name: str, draft: SortedDraft, thresholds: tuple[float, ...]) -> S2D:
-    """The method with some thresholds, which it reads from a file."""
-    exits = draft.drafter.exits
-    path = bench.directory / f"thresholds-{'-'.join(f'{one:g}' for one in thresholds) or 'none'}.json"
-    found_by = {"tool": "jaxspec bench --paper s2d"}
-    method_files.write_thresholds(path, bench.lm.fingerprint, draft.fingerprint, exits, thresholds, found_by)
-    return S2D(draft=name, thresholds=str(path), num_draft_tokens=LONGEST)
+def _sorted_target(first: Workbench) -> Workbench | None:
+    """Where the sorted target is measured, if there is one."""
+    name = first.options.sorted_target
+    return None if name is None else _bench(first, _loaded(first, name), "sorted-target")
 
 
-def _drafts(bench: Workbench, name: str, found: SortedDraft, thresholds: tuple[float, ...]) -> list[Draft]:
-    """All drafts, each with the schedule of the paper's harness."""
-    exits = found.drafter.exits
-    schedule: dict[str, Any] = {"stop_rule": ("adaptive-length",), "num_draft_tokens": LONGEST}
-    own = [layer for layer in exits if layer < bench.lm.config.num_layers]
-    drafts = [
-        Draft(f"the target's first {layer}, untrained", DraftModel(draft_exit=layer, **schedule), UNTRAINED)
-        for layer in own
-    ]
-    for number, (words, method) in enumerate(bench.options.runs.items()):
-        if isinstance(method, ChainMethod) and not _has_length(method):
-            method = dataclasses.replace(method, **schedule)
-        drafts.append(Draft(words, method, None if number else "SFT"))
-    places = {exits[0]: "first", exits[len(exits) // 2]: "middle", exits[-1]: "last"}
-    drafts += [
-        Draft(
-            f"sorted, exit {layer} + SD",
-            DraftModel(draft=name, draft_exit=layer, **schedule),
-            places.get(layer),
-        )
-        for layer in exits
-    ]
-    return [*drafts, Draft(SORTED, _sorted(bench, name, found, thresholds), SORTED)]
+def _loaded(first: Workbench, name: str) -> LanguageModel:
+    first.on_progress(f"loading {name}")
+    return load(name, dtype=first.lm.dtype, device=first.lm.platform, compilation_cache=False)
 
 
-def _has_length(method: ChainMethod) -> bool:
-    """Whether it says when a draft stops."""
-    return bool(method.stop_rule) or method.num_draft_tokens is not None
+def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:
+    """Where another model is measured on the same prompts, with records in a directory of its own."""
+    directory = first.options.directory
+    return Workbench(
+        target,
+        dataclasses.replace(first.options, directory=None if directory is None else directory / below),
+        lambda what: first.on_progress(f"{target.name}: {what}"),
+        first.lm.directory,
+    )
 
 
-def _with_best_length(bench: Workbench, draft: Draft, number: int) -> Draft:
-    """The draft with the length that is fastest on tuning prompts; a length that the user gave stays as it is."""
-    given = bench.options.runs.get(draft.name)
-    if not isinstance(draft.method, ChainMethod) or (isinstance(given, ChainMethod) and _has_length(given)):
-        return draft
-    candidates: dict[str, ChainMethod] = {"schedule": draft.method}
-    for count in CONSTANTS:
-        constant = dataclasses.replace(draft.method, stop_rule=("constant",), num_draft_tokens=count)
-        candidates[f"K {count}"] = constant
-    measured = bench.measure(f"length-{number}", "tuning", candidates)
-    length = measured.best(list(candidates))
-    name = draft.name if length == "schedule" else f"{draft.name}, {length}"
-    return Draft(name, candidates[length], draft.kind, measured.ratio(length).ours)
+def _of_one(served: Served, number: int, targets: int) -> tuple[Table, Table]:
+    """The tables of one target; beside the first three stand the paper's three, from the smallest up."""
+    title = f", target {served.target}" if targets > 1 else ""
+    return _table_2(served, number, title, [] if number == 0 else [_fitness(served)]), _figure_3(
+        served, title
+    )
 
 
-def _shown(thresholds: tuple[float, ...]) -> str:
-    return "τ " + ", ".join(f"{one:g}" for one in thresholds)
+def _fitness(served: Served) -> str:
+    """What the head of a report says of the first target."""
+    report = served.bench.fitness
+    if report is None:
+        return f"No fitness test of {served.target} lies beside it."
+    failed = ", ".join(one["name"] for one in report["checks"] if not one["passed"])
+    return f"The fitness test of {served.target}: {f'FAILED ({failed})' if failed else 'passed'}."
 
 
-def _table_2(runs: Mapping[float, Measured], drafts: Sequence[Draft], note: str) -> Table:
+def _table_2(served: Served, number: int, title: str, notes: Sequence[str]) -> Table:
     columns = [f"{what}, T = {at:g}" for at in TEMPERATURES for what in ("× plain", "MAT")]
     rows = [Row("plain", {column: Cell(1.0, 1.0) for column in columns})]
-    for name in dict.fromkeys(run for one in runs.values() for run in one.suite.runs[1:]):
-        kind = next((one.kind for one in drafts if one.name == name), None)
-        paper = TABLE_2.get(kind or "", (None,) * 4)
+    roles = {draft.run: draft.role for draft in served.drafts}
+    for run in served.named.values():
+        paper = printed(roles.get(run), number)
         cells = {}
         for at, place in zip(TEMPERATURES, (0, 2), strict=True):
+            if run not in served.runs[at].suite.runs:
+                continue
             speed, length = columns[place : place + 2]
-            cells[speed] = runs[at].ratio(name, paper=paper[place])
-            cells[length] = Cell(paper[place + 1], runs[at].acceptance(name)["mean_acceptance_length"])
-        rows.append(Row(name, cells))
+            cells[speed] = served.runs[at].ratio(run, paper=paper[place])
+            cells[length] = Cell(paper[place + 1], served.runs[at].acceptance(run)["mean_acceptance_length"])
+        rows.append(Row(run, cells))
+    model = TARGETS[number] if number < len(TARGETS) else None
+    small = any((draft.role or "").startswith(s2d_runs.SMALL) for draft in served.drafts)
+    printed_of = f"The paper's are of {model} on MT-bench, a draft of 12 layers with exits 6, 9 and 12."
     notes = (
-        "The paper's are of Vicuna-7B on MT-bench, a draft of 12 layers with exits 6, 9 and 12. MAT: tokens per round, "
-        "the target's own included.",
+        *([printed_of] if model else []),
+        *(["Beside a small model that was sorted stands the paper's Table 4."] if small else []),
+        "MAT: tokens per round, the target's own included.",
         "K: the constant length that was faster on tuning prompts than the schedule of the paper's harness.",
-        note,
-        *runs[0.0].different([draft.name for draft in drafts]),
+        *(draft.note for draft in served.drafts if draft.note),
+        served.oracle,
+        served.cut.note,
+        *notes,
+        *served.runs[0.0].different([draft.run for draft in served.drafts]),
     )
-    return Table("Table 2: one sorted draft", tuple(columns), tuple(rows), notes)
+    return Table(f"Table 2: one sorted draft{title}", tuple(columns), tuple(rows), notes)
 
 
-def _figure_3(thresholds: Mapping[tuple[float, ...], float], best: tuple[float, ...]) -> Table:
+def _figure_3(served: Served, title: str) -> Table:
     """The thresholds that were tried, the fastest first."""
-    order = sorted(thresholds, key=thresholds.__getitem__, reverse=True)
+    tried = served.thresholds
+    order = sorted(tried, key=tried.__getitem__, reverse=True)
     return Table(
-        "Figure 3: thresholds of all exits but the last, × plain on tuning prompts, greedy",
+        f"Figure 3: thresholds of all exits but the last, × plain on tuning prompts, greedy{title}",
         ("× plain",),
-        tuple(Row(_shown(one), {"× plain": Cell(ours=thresholds[one])}) for one in order),
+        tuple(Row(s2d_runs.shown(one), {"× plain": Cell(ours=tried[one])}) for one in order),
         (
-            f"The table above has {_shown(best)}: the largest of many noisy figures, so less on other prompts.",
+            f"The table above has {s2d_runs.shown(served.best)}: the largest of many noisy figures, so less on other "
+            "prompts.",
         ),
     )
 
 
-def _claims(runs: Mapping[float, Measured], drafts: Sequence[Draft]) -> tuple[Claim, ...]:
-    greedy = runs[0.0]
-    mine = next(draft.name for draft in drafts if draft.kind == SORTED)
-    claims = [more_than("S2D speeds the target up.", "S2D ÷ plain", greedy.ratio(mine))]
-    known = {draft.kind: draft.name for draft in drafts}
-    for exit_of, says in (
-        ("last", "S2D is faster than its whole draft alone (1.34 against 1.17)."),
-        ("middle", "S2D is faster than the middle exit of its draft alone (1.34 against 1.24)."),
+def _claims(served: Sequence[Served]) -> Iterator[Claim]:
+    """What the paper says of each target."""
+    for number, one in enumerate(served):
+        before = f"{one.target}: " if len(served) > 1 else ""
+        for claim in _of_target(one, number):
+            yield dataclasses.replace(claim, says=before + claim.says)
+
+
+def _of_target(served: Served, number: int) -> Iterator[Claim]:
+    greedy, mine = served.runs[0.0], served.mine.run
+    yield more_than("S2D speeds the target up.", "S2D ÷ plain", greedy.ratio(mine))
+    (sorted_speed, *_) = printed(SORTED, number)
+    for role, words in (
+        (LAST, "its whole draft alone"),
+        (MIDDLE, "the middle exit of its draft alone"),
+        (FIRST, "the first exit of its draft alone"),
     ):
-        if exit_of in known:
-            rival = known[exit_of]
-            claims.append(more_than(says, f"S2D ÷ {rival}", greedy.ratio(mine, rival)))
-    if "first" in known:
-        rival = known["first"]
-        claims.append(
-            more_than(
-                "On a small target the first exit alone is faster than S2D (1.38 against 1.34).",
-                f"{rival} ÷ S2D",
-                greedy.ratio(rival, mine),
+        rival, (speed, *_) = served.draft(role), printed(role, number)
+        # On the paper's second target two of them are equal.
+        if rival is None or speed is None or sorted_speed is None or speed == sorted_speed:
+            continue
+        figures = f"({sorted_speed:g} against {speed:g})"
+        if sorted_speed > speed:
+            yield more_than(
+                f"S2D is faster than {words} {figures}.", f"S2D ÷ {rival.run}", greedy.ratio(mine, rival.run)
             )
-        )
-    untrained = [draft for draft in drafts if draft.kind == UNTRAINED]
-    if untrained:
-        # Chosen on tuning prompts: the best of several on the others would be too good.
-        rival = max(untrained, key=lambda draft: draft.tuning or 0.0).name
-        claims.append(
-            more_than("A trained draft is faster than none.", f"S2D ÷ {rival}", greedy.ratio(mine, rival))
-        )
-    twin = next((draft.name for draft in drafts if draft.kind == "SFT"), None)
+        else:
+            yield more_than(
+                f"S2D is slower than {words} {figures}.", f"{rival.run} ÷ S2D", greedy.ratio(rival.run, mine)
+            )
+    untrained = served.draft(UNTRAINED)
+    if untrained is not None:
+        ratio = greedy.ratio(mine, untrained.run)
+        yield more_than("A trained draft is faster than none.", f"S2D ÷ {untrained.run}", ratio)
+    twin = served.draft(SFT)
     says = "S2D is faster than a draft of the same layers without sorting."
     if twin is None:
-        claims.append(Claim(says, None, "none was given; `runs` takes it first"))
+        yield Claim(says, None, "none was given; `runs` takes it first")
     else:
-        claims.append(more_than(says, f"S2D ÷ {twin}", greedy.ratio(mine, twin)))
-    return tuple(claims)
+        yield more_than(says, f"S2D ÷ {twin.run}", greedy.ratio(mine, twin.run))

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.papers.options import PaperOptions
@@ -58,6 +60,10 @@ class Measured:
         mine = self.taken(run, kinds)
         ours, interval = speed.speed_ratio(mine, self.taken(over, kinds)) if mine else (None, None)
         return Cell(paper, ours, interval if len(mine) > 1 else None)
+
+    def drawn(self, run: str, over: str = BASELINE) -> np.ndarray:
+        """float64[1 + draws]: the same ratio, then that of each draw of prompts; see `speed.drawn_ratios`."""
+        return speed.drawn_ratios(self.taken(run), self.taken(over))
 
     def acceptance(self, run: str, kinds: Sequence[str] = ()) -> dict[str, float | None]:
         """What became of a run's drafts; see `speed.acceptance`."""
@@ -130,6 +136,8 @@ class Workbench:
       lm: the model, with a tokenizer.
       options: see `PaperOptions`.
       on_progress: called with what is being done.
+      beside: the directory of the model whose prompts are taken, so that several models have the same; by default
+        this one's.
 
     Attributes:
       lm, options, on_progress: as given.
@@ -142,7 +150,11 @@ class Workbench:
     """
 
     def __init__(
-        self, lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None
+        self,
+        lm: LanguageModel,
+        options: PaperOptions,
+        on_progress: OnProgress = lambda what: None,
+        beside: Path | None = None,
     ) -> None:
         check_tokenizer(lm)
         if lm.config.num_layers == 1:
@@ -150,6 +162,7 @@ class Workbench:
                 "the model has one layer, and the papers' drafts leave layers out; choose another model"
             )
         self.lm, self.options, self.on_progress = lm, options, on_progress
+        self._beside = beside or lm.directory
         # Before hours of measurement: whatever is wrong with it.
         self.fitness = fitness_report.beside(lm)
         self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
@@ -195,7 +208,7 @@ class Workbench:
 
     def _known(self, split: prompts.Split, kinds: Sequence[str] | None = None) -> list[Task]:
         if not self.options.prompt_file:
-            return own_tasks(split, kinds, self.lm.directory)
+            return own_tasks(split, kinds, self._beside)
         if kinds is not None:
             raise ValueError(
                 "prompt_file is given, and the paper compares kinds of the project's own prompts; leave it out"
@@ -267,7 +280,7 @@ class Workbench:
             "format": f"{FORMAT}/{name}",
             "model": self.lm.fingerprint,
             "dtype": self.lm.dtype,
-            "device": self.lm.device.device_kind,
+            "device": self.lm.device_kind,
             "all_prompts": hashlib.sha256(json.dumps(prompts_read).encode()).hexdigest()[:16],
             **{field: getattr(self.options, field) for field in ("limit", "max_new_tokens", "seed")},
             **given,
@@ -285,7 +298,7 @@ class Workbench:
         return Report(
             paper,
             lm.name,
-            lm.device.device_kind,
+            lm.device_kind,
             lm.dtype,
             failed,
             dict(self._prompts),
