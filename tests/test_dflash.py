@@ -14,6 +14,7 @@ from flax import struct
 from jaxspec.drafting.dflash import DFlash
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import heads
+from jaxspec.methods.base import MAX_DRAFT_TOKENS
 from jaxspec.testing import head_reference as reference
 from jaxspec.testing import reference as slow
 from tests import tiny
@@ -204,6 +205,7 @@ BAD = {
     "block_size is 1; expected a whole number from 2": with_config(dflash(), block_size=1),
     "target_layer_ids is 3; expected a list of layers": dflash(target_layer_ids=3),
     "what leaves the layers \\[0, 4\\], the target has 4, from 0 on": dflash(target_layer_ids=[0, 4]),
+    "what leaves the layers \\[4, 4, 4, 4, 4, 4, ...\\], the target": dflash(target_layer_ids=[4] * 99),
     "is_causal is True; heads of DFlash with it are not supported": dflash(is_causal=True),
     "final_logit_softcapping is 30.0; heads": dflash(final_logit_softcapping=30.0),
     "attention_mode is 'mla'; heads": dflash(attention_mode="mla"),
@@ -248,3 +250,12 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
     hybrid, _ = model.drafter("hybrid", second="dflash")
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(one)) for one in (own, model.params)]
     assert float(hybrid.draft_cost) == pytest.approx(sizes[0] / sizes[1] / 4)
+
+
+def test_a_long_block_is_drafted_as_far_as_any_draft_may_go(tmp_path):
+    """What a file says of its blocks costs no more than what a user may ask for."""
+    model = LanguageModel(
+        tiny.engine_config(TARGET), tiny.params(TARGET), tiny.tokenizer(), directory=tmp_path
+    )
+    path = write(tmp_path / "head", with_config(dflash(), block_size=10**9))
+    assert model.drafter("dflash", draft=str(path))[0].num_draft_tokens == MAX_DRAFT_TOKENS

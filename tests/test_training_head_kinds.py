@@ -63,6 +63,11 @@ def test_a_head_begins_with_what_the_target_says(name, batch):  # noqa: F811
         np.testing.assert_allclose(logits[step], expected, atol=1e-5)
 
 
+def test_an_adapter_needs_an_early_exit():
+    with pytest.raises(ValueError, match="the target has one layer; choose another kind"):
+        begun("kangaroo", dataclasses.replace(TARGET, num_layers=1))
+
+
 def drafter_of(name: str, network: Any) -> Any:
     if name == "kangaroo":
         return Kangaroo(TARGET, network.head, 3, num_draft_tokens=STEPS)

@@ -177,6 +177,10 @@ def _init_kangaroo(
     """An attention that writes nothing, and the target's norm: the target's own early exit."""
     del part
     last = target.num_layers - 1
+    if not last:
+        raise ValueError(
+            "Kangaroo's adapter reads an early exit, and the target has one layer; choose another kind"
+        )
     exit_layer = min(2, last) if options.exit_layer is None else options.exit_layer
     if not 1 <= exit_layer <= last:
         raise ValueError(

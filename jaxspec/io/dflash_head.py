@@ -91,7 +91,7 @@ def _taps(values: Mapping[str, Any], block: LlamaConfig, num_layers: int) -> tup
         raise ValueError(f"{TAP_IDS} is {shown(ids)}; expected a list of layers")
     if not all(0 <= one < num_layers for one in ids):
         raise ValueError(
-            f"the head reads what leaves the layers {ids}, the target has {num_layers}, from 0 on"
+            f"the head reads what leaves the layers {shown(ids)}, the target has {num_layers}, from 0 on"
         )
     return tuple(FINAL if one == num_layers - 1 else one + 1 for one in ids)
 

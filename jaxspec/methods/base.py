@@ -315,8 +315,8 @@ class DraftingMethod(Method):
             raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
 
     def length(self, usual: int) -> int:
-        """Returns K: as given, else the method's usual one."""
-        return usual if self.num_draft_tokens is None else self.num_draft_tokens
+        """Returns K: as given, else the method's usual one, which a file may name, as far as one may be given."""
+        return min(usual, MAX_DRAFT_TOKENS) if self.num_draft_tokens is None else self.num_draft_tokens
 
 
 def option(default: T, *, metavar: str) -> T:
