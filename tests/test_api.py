@@ -94,7 +94,7 @@ def test_messages_are_called_messages(lm, monkeypatch):
 def test_a_draft_object_does_not_take_a_name(lm):
     """Which means another model: here the embedded one, whose vocabulary is not the target's."""
     lm.generate([3, 4], method="draft-model", draft=tiny.small_model(), max_new_tokens=2)
-    with pytest.raises(ValueError, match="draft small has a vocabulary of 4096 tokens"):
+    with pytest.raises(ValueError, match="draft small has a vocabulary of 1024 tokens"):
         lm.generate([3, 4], method="draft-model", draft="small", max_new_tokens=2)
 
 

@@ -45,7 +45,7 @@ class Fake:
         self, speeds: dict[str, list[float]], tokens: dict[str, list[int]], **defaults: float
     ) -> None:
         self.name, self.dtype, self.defaults = "fake", "float32", defaults
-        self.device = SimpleNamespace(device_kind="abacus")
+        self.device_kind = "abacus"
         self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
         self.calls: list = []
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens

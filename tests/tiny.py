@@ -342,7 +342,7 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Over two of every three tokens, of two layers with the norms of Qwen3."""
-    layers = dataclasses.replace(config, num_layers=2, sliding_windows=(), qk_norm=True)
+    layers = dataclasses.replace(config.plain, num_layers=2, sliding_windows=(), qk_norm=True)
     head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
