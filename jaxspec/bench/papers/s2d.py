@@ -88,7 +88,8 @@ def _sorted_target(first: Workbench) -> Workbench | None:
 
 def _loaded(first: Workbench, name: str) -> LanguageModel:
     first.on_progress(f"loading {name}")
-    return load(name, dtype=first.lm.dtype, device=first.lm.platform, compilation_cache=False)
+    lm = first.lm
+    return load(name, dtype=lm.dtype, device=lm.platform, mesh=lm.mesh, compilation_cache=False)
 
 
 def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:
