@@ -221,6 +221,26 @@ def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():
     assert speed.spread(both) == (1.5, (1.5, 1.5))
 
 
+def test_targets_that_have_room_for_other_prompts_are_refused(lm, draft, monkeypatch):
+    wide = tiny.language_model(max_position_embeddings=64)
+    long = {"tuning": {"stories": ("One",)}, "reporting": {"stories": ("Once", "Once" * 20)}}
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: long[split])
+    config = dataclasses.replace(lm.config, max_position_embeddings=32)
+    narrow = LanguageModel(config, params(TARGET, 7), lm.tokenizer, name="narrow")
+    monkeypatch.setattr(s2d, "load", lambda name, **given: narrow)
+    options = PaperOptions(max_new_tokens=8, draft=draft, targets=("narrow",))
+    with pytest.raises(
+        ValueError, match="1 of the prompts fit into the context of only one of tiny and narrow with"
+    ):
+        s2d.measure(wide, options)
+
+
+def test_further_targets_are_spread_over_the_mesh_of_the_first(monkeypatch):
+    monkeypatch.setattr(s2d, "load", lambda name, **given: given["mesh"])
+    lm = SimpleNamespace(dtype="float32", platform="cpu", mesh="of the first")
+    assert s2d._loaded(SimpleNamespace(lm=lm, on_progress=print), "x") == "of the first"
+
+
 def served(name, right, speeds, size=1):
     """A target of which prompt by prompt it is known whether plain decoding is right, and S2D's speed-up."""
     config = SimpleNamespace(num_layers=size, hidden_size=8, intermediate_size=8, vocab_size=8)
