@@ -85,6 +85,7 @@ for shape in ((1, 8), (2, 4), (4, 2), (8, 1)):
     for leaf in jax.tree.leaves(spread_out):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
+    assert set(leaf.sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto}
     print(config.kv_copies, max(held.values()) * shape[1] / whole)
 """
 BY_NAME = """
@@ -102,7 +103,7 @@ from jaxspec.protocol import Weights
 from jaxspec.testing import reference
 from tests import tiny
 
-mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+mesh = jax.make_mesh((2, 4), ("data", "model"))  # whose axes are Explicit
 config = dataclasses.replace(tiny.TARGET, vocab_size=16, num_heads=8)
 small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_kv_heads=4)
 models = []
