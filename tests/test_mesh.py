@@ -22,11 +22,11 @@ from jaxspec.console.errors import Guard
 from jaxspec.deviceless import programs
 from jaxspec.deviceless.stand_ins import model_shape
 from jaxspec.engine.loading import fit_to_mesh
-from jaxspec.io import huggingface, method_files, orbax
+from jaxspec.io import checkpoint, huggingface, method_files, orbax
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
-from tests import tiny
+from tests import gguf_files, tiny
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
 # Data × model, of two key/value heads with four query heads each.
@@ -85,6 +85,7 @@ for shape in ((1, 8), (2, 4), (4, 2), (8, 1)):
     for leaf in jax.tree.leaves(spread_out):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
+    assert set(leaf.sharding.mesh.axis_types) == {jax.sharding.AxisType.Auto}
     print(config.kv_copies, max(held.values()) * shape[1] / whole)
 """
 BY_NAME = """
@@ -102,7 +103,7 @@ from jaxspec.protocol import Weights
 from jaxspec.testing import reference
 from tests import tiny
 
-mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+mesh = jax.make_mesh((2, 4), ("data", "model"))  # whose axes are Explicit
 config = dataclasses.replace(tiny.TARGET, vocab_size=16, num_heads=8)
 small = dataclasses.replace(tiny.SMALL, vocab_size=16, num_kv_heads=4)
 models = []
@@ -309,6 +310,19 @@ def test_copies_of_heads_are_no_part_of_the_model(tmp_path):
         ValueError, match="kv_copies 3 does not divide the 4 query heads of each key/value head"
     ):
         dataclasses.replace(plain, kv_copies=3)
+
+
+def test_a_gguf_file_is_loaded_with_copies_of_its_heads(tmp_path):
+    """Whose rows of queries and keys lie in another order."""
+    plain = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=2)
+    params = tiny.params(plain)
+    config = spread_config(AbstractMesh((1, 8), ("data", "model")), plain)
+    path = gguf_files.write(tmp_path / "m.gguf", plain, params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        with_copies(config, params),
+        checkpoint.load_params(path, config, np.float32),
+    )
 
 
 def test_a_warning_of_a_command_is_one_line(capsys):

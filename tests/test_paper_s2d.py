@@ -221,6 +221,26 @@ def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():
     assert speed.spread(both) == (1.5, (1.5, 1.5))
 
 
+def test_targets_that_have_room_for_other_prompts_are_refused(lm, draft, monkeypatch):
+    wide = tiny.language_model(max_position_embeddings=64)
+    long = {"tuning": {"stories": ("One",)}, "reporting": {"stories": ("Once", "Once" * 20)}}
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: long[split])
+    config = dataclasses.replace(lm.config, max_position_embeddings=32)
+    narrow = LanguageModel(config, params(TARGET, 7), lm.tokenizer, name="narrow")
+    monkeypatch.setattr(s2d, "load", lambda name, **given: narrow)
+    options = PaperOptions(max_new_tokens=8, draft=draft, targets=("narrow",))
+    with pytest.raises(
+        ValueError, match="1 of the prompts fit into the context of only one of tiny and narrow with"
+    ):
+        s2d.measure(wide, options)
+
+
+def test_further_targets_are_spread_over_the_mesh_of_the_first(monkeypatch):
+    monkeypatch.setattr(s2d, "load", lambda name, **given: given["mesh"])
+    lm = SimpleNamespace(dtype="float32", platform="cpu", mesh="of the first")
+    assert s2d._loaded(SimpleNamespace(lm=lm, on_progress=print), "x") == "of the first"
+
+
 def served(name, right, speeds, size=1):
     """A target of which prompt by prompt it is known whether plain decoding is right, and S2D's speed-up."""
     config = SimpleNamespace(num_layers=size, hidden_size=8, intermediate_size=8, vocab_size=8)
@@ -239,15 +259,22 @@ def served(name, right, speeds, size=1):
 
 def test_of_targets_of_one_size_the_one_that_is_more_often_right_was_trained(monkeypatch):
     monkeypatch.setattr(s2d_targets, "tokens_per_second", lambda taken: 9.0)
-    vanilla = served("vanilla", [True, False, False], [1.2, 1.3, 1.2])
-    trained = served("trained", [True, True, False], [1.5, 1.6, 1.5])
+    vanilla = served("vanilla", [False, False, False], [1.2, 1.3, 1.2])
+    trained = served("trained", [True, True, True], [1.5, 1.6, 1.5])
     larger = served("larger", [True, True, True], [1.1, 1.1, 1.1], size=2)
     table, claim = s2d_targets.table([vanilla, larger, trained])
     printed = {row.name: (row.cells["right, %"].paper, row.cells["S2D"].paper) for row in table.rows}
     assert printed == {"vanilla": (28.7, 1.38), "larger": (None, None), "trained": (48.97, 1.53)}
     assert claim.holds
     assert claim.because.startswith(
-        "S2D's speed-up on trained (66.7 % right) ÷ on vanilla (33.3 % right) is 1.24 ("
+        "S2D's speed-up on trained (100.0 % right) ÷ on vanilla (0.0 % right) is 1.24 ("
+    )
+    # Which of two is better at the task must be known first.
+    alike = served("alike", [False, True, False], [1.2, 1.3, 1.2])
+    claim = s2d_targets.table([vanilla, alike])[1]
+    assert (claim.holds, claim.because[:60]) == (
+        None,
+        "alike − vanilla, in percentage points, is 33.33 (0.00–100.00",
     )
     assert s2d_targets.table([vanilla, larger])[1].holds is None
 

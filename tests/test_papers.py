@@ -328,6 +328,12 @@ def test_the_command_prints_a_papers_tables(run, tmp_path):
     assert written["format"] == "jaxspec.paper/1"
 
 
+def test_a_paper_is_measured_on_a_mesh(run):
+    status, _, err = run("--mesh", "data=1,model=1")
+    assert status == 0, err
+    assert run.asked
+
+
 def test_a_paper_about_drafts_takes_them(run):
     words = "draft-model --draft other"
     targets = ("--target", "a", "--target", "b", "--sorted-target", "c")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 # The options that every paper leaves to the user; others stand in `TAKES`.
 _TAKEN = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
-_TAKEN |= {"paper", "model", "dtype", "device"}
+_TAKEN |= {"paper", "model", "dtype", "device", "mesh"}
 
 
 def run(command: Bench, paper: PaperName) -> int:

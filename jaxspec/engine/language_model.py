@@ -55,6 +55,7 @@ from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.sharding import automatic
 from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
@@ -161,6 +162,7 @@ class LanguageModel:
         self.directory = directory
         if mesh is not None:
             check_mesh(mesh)
+            mesh = automatic(mesh)
             device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})

@@ -20,7 +20,7 @@ from jaxspec.io.messages import shown
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import RULES, left_whole, param_shardings, spread_config
+from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -87,8 +87,7 @@ def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
     if mesh is None:
         return None
     check_mesh(mesh)
-    # The loop leaves the spreading of what it computes to the compiler: axes of type Auto.
-    return Mesh(mesh.devices, mesh.axis_names)
+    return automatic(mesh)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -90,7 +90,7 @@ def absorb(
         p, queries = layer["attention"], block.group_size * block.head_dim
         bias = p["qkv_bias"][:, queries:] if "qkv_bias" in p else None
         both = linear(fused, p["qkv"][:, queries:], bias)
-        both = both.reshape(*fused.shape[:2], block.num_kv_heads, 2, block.head_dim)
+        both = both.reshape(*fused.shape[:2], block.held_kv_heads, 2, block.head_dim)
         keys = both[..., 0, :]
         if block.qk_norm:
             keys = rms_norm(keys, p["k_norm"], block.rms_norm_eps)

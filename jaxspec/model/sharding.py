@@ -43,6 +43,11 @@ _LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 _CACHE_AXES = ("batch", "kv_heads", None, None)
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with axes of type Auto: the loop leaves the spreading of what it computes to the compiler."""
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
 def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
     """The sharding of an array of this shape with these logical axes."""
     axes = []
@@ -122,7 +127,8 @@ def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig
       (1, P('model', None, None))
     """
     config = spread_config(mesh, config)
-    placed: Params = jax.device_put(with_copies(config, params), param_shardings(mesh, config))
+    shardings = param_shardings(automatic(mesh), config)
+    placed: Params = jax.device_put(with_copies(config, params), shardings)
     return config, placed
 
 

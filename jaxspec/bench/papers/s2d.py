@@ -48,6 +48,7 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
             s2d_runs.check(bench, name)
         if sorted_target is not None:
             s2d_runs.check(stack.enter_context(sorted_target), None)
+        _check_prompts([*benches, *([sorted_target] if sorted_target else [])])
         served = [s2d_runs.serve(bench, name) for bench in benches]
         tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
         claims = list(_claims(served))
@@ -88,7 +89,8 @@ def _sorted_target(first: Workbench) -> Workbench | None:
 
 def _loaded(first: Workbench, name: str) -> LanguageModel:
     first.on_progress(f"loading {name}")
-    return load(name, dtype=first.lm.dtype, device=first.lm.platform, compilation_cache=False)
+    lm = first.lm
+    return load(name, dtype=lm.dtype, device=lm.platform, mesh=lm.mesh, compilation_cache=False)
 
 
 def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:
@@ -100,6 +102,22 @@ def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:
         lambda what: first.on_progress(f"{target.name}: {what}"),
         first.lm.directory,
     )
+
+
+def _check_prompts(benches: Sequence[Workbench]) -> None:
+    """Refuses targets that would be measured on different prompts: their figures are averaged and compared.
+
+    Raises:
+      ValueError: some prompts fit into the context of one of them only.
+    """
+    first, *others = benches
+    for other in others:
+        apart = first.fitting("reporting").keys() ^ other.fitting("reporting").keys()
+        if apart:
+            raise ValueError(
+                f"{len(apart)} of the prompts fit into the context of only one of {first.lm.name} and {other.lm.name} "
+                f"with max_new_tokens={first.options.max_new_tokens}, and both need the same; give fewer"
+            )
 
 
 def _of_one(served: Served, number: int, targets: int) -> tuple[Table, Table]:

@@ -71,6 +71,9 @@ def _claim(served: Sequence[Served], right: Accuracies, pair: tuple[int, ...]) -
         return Claim(SAYS, None, "no two targets of one size are known to differ in how often they are right")
     better, worse = (served[number] for number in pair)
     names = [f"{served[number].target} ({right.cell(number).ours:.1f} % right)" for number in pair]
+    trained = right.more("", (pair[0], pair[1]), (better.target, worse.target))
+    if not trained.holds and right.cell(pair[0]).interval is not None:
+        return Claim(SAYS, None, trained.because)
     ratios = [one.runs[0.0].drawn(one.mine.run) for one in (better, worse)]
     figure, interval = spread(ratios[0] / ratios[1])
     alone = len(better.runs[0.0].taken(better.mine.run)) < 2

@@ -183,6 +183,12 @@ class Workbench:
         """The prompts of a split, of each kind in turn, as many as the options say."""
         return in_turn(self._known(split, kinds), lambda task: task.category)[: self.options.limit]
 
+    def fitting(self, split: prompts.Split, kinds: Sequence[str] | None = None) -> dict[str, list[int]]:
+        """By the ids of their tasks, the prompts in tokens that fit into the context with their texts."""
+        room = self.lm.config.context_length - self.options.max_new_tokens
+        read = {task.id: encoded(self.lm, task) for task in self.tasks(split, kinds)}
+        return {name: tokens for name, tokens in read.items() if len(tokens) <= room}
+
     def encoded(
         self, split: prompts.Split, kinds: Sequence[str] | None = None, most: int | None = None
     ) -> list[list[int]]:
@@ -191,9 +197,7 @@ class Workbench:
         Raises:
           ValueError: none of them fits.
         """
-        room = self.lm.config.context_length - self.options.max_new_tokens
-        read = [encoded(self.lm, task) for task in self.tasks(split, kinds)]
-        fitting = [tokens for tokens in read if len(tokens) <= room][:most]
+        fitting = list(self.fitting(split, kinds).values())[:most]
         if not fitting:
             raise ValueError(
                 f"none of the prompts fits into the context of {self.lm.config.context_length} tokens with "
