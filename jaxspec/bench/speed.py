@@ -80,10 +80,10 @@ def speed_ratio(
 def drawn_ratios(
     taken: Taken, others: Taken, resamples: int = 2000, *, groups: Sequence[Any] | None = None
 ) -> np.ndarray:
-    """What `speed_ratio` is the spread of, for whoever reckons with several ratios before that.
+    """Computes the ratio of two speeds, and again for each draw of the bootstrap; `speed_ratio` is its summary.
 
-    Of as many prompts the same are drawn, whatever the runs: figures of several models on the same prompts, drawn
-    together, may be added or divided draw by draw.
+    Runs with the same number of prompts have the same prompts drawn. So ratios of several models on the same prompts
+    may be added or divided draw by draw, before `spread` makes an interval of them.
 
     Args:
       taken, others, resamples, groups: see `speed_ratio`.

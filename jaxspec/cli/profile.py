@@ -35,9 +35,8 @@ class Profile:
 
         with Progress() as progress:
             given = self.model
-            report = profile(
-                *(given.model, self.shape, given.dtype, given.device, given.mesh), on_progress=progress
-            )
+            model, dtype, device, mesh = given.model, given.dtype, given.device, given.mesh
+            report = profile(model, self.shape, dtype, device, mesh, on_progress=progress)
         if self.json:
             print(json.dumps(report))
         else:

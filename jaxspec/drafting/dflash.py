@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import ParallelChain
-from jaxspec.model import cache as kv
+from jaxspec.drafting.tapped import ParallelChain, own_cache
 from jaxspec.model import dflash, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -43,8 +40,7 @@ class DFlash(ParallelChain):
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> KVCache:
         """Returns the head's cache before prompts of length int32[B]: empty."""
-        cache = kv.create(self.head.block, length.shape[0], capacity, params.drafter["fc"].dtype, merged)
-        return dataclasses.replace(cache, rope_length=length)
+        return own_cache(self.head.block, length, capacity, params.drafter["fc"].dtype, merged)
 
     def absorb(
         self,

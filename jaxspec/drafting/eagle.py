@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedTree, latest
+from jaxspec.drafting.tapped import TappedTree, latest, own_cache
 from jaxspec.drafting.tree import Drawn, Dynamic
-from jaxspec.model import cache as kv
 from jaxspec.model import eagle, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -69,9 +67,8 @@ class Eagle(TappedTree):
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns what has been absorbed before prompts of length int32[B]: nothing."""
         batch, dtype = length.shape[0], params.drafter["fc"].dtype
-        cache = kv.create(self.head.block, batch, capacity, dtype, merged)
         hidden = jnp.zeros((batch, self.head.block.hidden_size), dtype)
-        return Absorbed(dataclasses.replace(cache, rope_length=length), hidden)
+        return Absorbed(own_cache(self.head.block, length, capacity, dtype, merged), hidden)
 
     def absorb(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
-from jaxspec.drafting.tapped import TappedTree, latest
+from jaxspec.drafting.tapped import TappedTree, latest, own_cache
 from jaxspec.drafting.tree import Drawn, Dynamic
-from jaxspec.model import cache as kv
 from jaxspec.model import hydra, llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -62,8 +60,7 @@ class Hydra(TappedTree):
         hidden, prefix = jnp.zeros((batch, self.head.width), dtype), self.head.prefix
         if prefix is None:
             return Absorbed(hidden, None)
-        cache = kv.create(prefix, batch, capacity, dtype, merged)
-        return Absorbed(hidden, dataclasses.replace(cache, rope_length=length))
+        return Absorbed(hidden, own_cache(prefix, length, capacity, dtype, merged))
 
     def absorb(
         self,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 from flax import struct
 
 from jaxspec.drafting.chain import ChainState
 from jaxspec.drafting.exits import ExitDrafter
-from jaxspec.drafting.tapped import TappedChain
-from jaxspec.model import cache as kv
+from jaxspec.drafting.tapped import TappedChain, own_cache
 from jaxspec.model import kangaroo
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -52,9 +49,7 @@ class Kangaroo(ExitDrafter, TappedChain):
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> KVCache:
         """Returns the adapter's cache before prompts of length int32[B]: empty."""
-        dtype = params.drafter["norm"].dtype
-        cache = kv.create(self.head.block, length.shape[0], capacity, dtype, merged)
-        return dataclasses.replace(cache, rope_length=length)
+        return own_cache(self.head.block, length, capacity, params.drafter["norm"].dtype, merged)
 
     def absorb(
         self,

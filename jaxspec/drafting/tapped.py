@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxspec.drafting.chain import ChainDrafter, ChainState
 from jaxspec.drafting.tree import Drawn, Dynamic, Level, draw, grow
+from jaxspec.model import cache as kv
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest
 from jaxspec.model.llama import Params, Tap
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
@@ -27,6 +32,14 @@ def latest(values: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
     """
     here = jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where((count > 0)[:, None], here, before)
+
+
+def own_cache(
+    config: LlamaConfig, length: jax.Array, capacity: int, dtype: DTypeLike, merged: bool
+) -> KVCache:
+    """The empty cache of a head with attention of its own, before prompts of length int32[B]; see `cache.create`."""
+    cache = kv.create(config, length.shape[0], capacity, dtype, merged)
+    return dataclasses.replace(cache, rope_length=length)
 
 
 class TappedChain(ChainDrafter):
