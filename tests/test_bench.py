@@ -161,6 +161,22 @@ def test_prompts_of_one_group_are_drawn_together():
     assert together == (pytest.approx(ratio), pytest.approx(ratio))
 
 
+def test_each_draw_has_as_many_prompts_of_each_kind():
+    """So a run that is fast at one kind of work and slow at another, always alike, has a speed-up without a spread."""
+    plain = [texts((11, 20.0))] * 4
+    mine = [texts((11, 10.0)), texts((11, 40.0))] * 2
+    kinds = ["sums", "stories"] * 2
+    ratio, loose = speed_ratio(mine, plain)
+    assert loose[0] < ratio < loose[1]
+    assert speed_ratio(mine, plain, kinds=kinds) == (pytest.approx(ratio), pytest.approx((ratio, ratio)))
+    # Groups are drawn among those of the same kinds.
+    assert speed_ratio(mine, plain, kinds=kinds, groups=range(4)) == speed_ratio(mine, plain, kinds=kinds)
+    mixed = speed_ratio(mine, plain, kinds=kinds, groups=[0, 0, 1, 1])
+    assert mixed[1] == pytest.approx((ratio, ratio))
+    # Prompts that are alone with their kind are drawn as if they were of one.
+    assert speed_ratio(mine, plain, kinds=range(4)) == speed_ratio(mine, plain)
+
+
 def test_acceptance_by_position():
     def text(*histogram):
         counts = (1, 1, sum(histogram), 9, 9)

@@ -171,7 +171,7 @@ def bench(name, **kinds):
 
 
 def measured(right=()):
-    records = [SimpleNamespace(run="autoregressive", right=one) for one in right]
+    records = [SimpleNamespace(run="autoregressive", right=one, category="sums") for one in right]
     return SimpleNamespace(suite=SimpleNamespace(records=records))
 
 
@@ -213,7 +213,7 @@ def test_accuracy_is_of_prompts_with_answers_where_there_are_some():
 def test_an_average_is_drawn_from_the_same_prompts_of_all_targets():
     # One target is fast where the other is slow: on every draw of prompts the average is the same.
     def served(fast):
-        ratios = speed.indices(2)[:, :1] == fast
+        ratios = speed.indices("aa")[:, :1] == fast
         drawn = SimpleNamespace(drawn=lambda run: 1 + ratios.mean(axis=1))
         return SimpleNamespace(named={"x": "x"}, runs={0.0: drawn})
 
@@ -244,8 +244,10 @@ def test_further_targets_are_spread_over_the_mesh_of_the_first(monkeypatch):
 def served(name, right, speeds, size=1):
     """A target of which prompt by prompt it is known whether plain decoding is right, and S2D's speed-up."""
     config = SimpleNamespace(num_layers=size, hidden_size=8, intermediate_size=8, vocab_size=8)
-    records = [SimpleNamespace(run="autoregressive", right=(one,), texts=()) for one in right]
-    drawn = np.array(speeds)[speed.indices(len(right))].mean(axis=1)
+    records = [
+        SimpleNamespace(run="autoregressive", right=(one,), category="sums", texts=()) for one in right
+    ]
+    drawn = np.array(speeds)[speed.indices(["sums"] * len(right))].mean(axis=1)
     run = SimpleNamespace(
         suite=SimpleNamespace(records=records),
         taken=lambda run: [()] * len(right),

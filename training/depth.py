@@ -88,7 +88,10 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
     """Measures plain decoding by the whole and by the cut model: tokens per second of each, and their ratio."""
     config = lm.config.truncated(options.cut)
     cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
-    texts = prompts.sample(options.prompts, lm.directory)
+    of_kind = prompts.load(directory=lm.directory)
+    texts, kinds = zip(
+        *((text, kind) for kind, its in of_kind.items() for text in its[: options.prompts]), strict=True
+    )
 
     def run_of(model: LanguageModel) -> Run:
         generate = functools.partial(
@@ -99,7 +102,7 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
     runs = {"cut": run_of(cut), "whole": run_of(lm)}
     by_prompt = list(measure_runs([cut, lm], runs, texts, options.repeats))
     taken = {name: [results[name] for results in by_prompt] for name in runs}
-    ratio, interval = speed_ratio(taken["cut"], taken["whole"])
+    ratio, interval = speed_ratio(taken["cut"], taken["whole"], kinds=kinds)
     return {
         "layers": options.cut,
         "tokens_per_second": tokens_per_second(taken["cut"]),

@@ -56,7 +56,12 @@ def tokens_per_second(taken: Taken) -> float | None:
 
 
 def speed_ratio(
-    taken: Taken, others: Taken, resamples: int = 2000, *, groups: Sequence[Any] | None = None
+    taken: Taken,
+    others: Taken,
+    resamples: int = 2000,
+    *,
+    groups: Sequence[Any] | None = None,
+    kinds: Sequence[Any] | None = None,
 ) -> tuple[float | None, tuple[float, float] | None]:
     """How many times faster one run is than another: of plain decoding, its speed-up.
 
@@ -66,27 +71,34 @@ def speed_ratio(
       resamples: draws of the bootstrap.
       groups: of each prompt, what it is drawn together with: prompts of one group, such as the turns of one
         conversation, are one in the bootstrap. None where each stands for itself.
+      kinds: of each prompt, its kind of work, see `indices`. None where all are of one.
 
     Returns:
-      The ratio, and its 95 % interval by the bootstrap over prompts; None where a speed is not defined. The interval
-      says what other prompts of these kinds might have given; it does not hold the noise of the clock.
+      The ratio, and its 95 % interval by the bootstrap over the prompts of each kind; None where a speed is not
+      defined. The interval says what other prompts of these kinds, as many of each, might have given; it does not hold
+      the noise of the clock.
 
     Raises:
       ValueError: the runs differ in their prompts or turns.
     """
-    return spread(drawn_ratios(taken, others, resamples, groups=groups))
+    return spread(drawn_ratios(taken, others, resamples, groups=groups, kinds=kinds))
 
 
 def drawn_ratios(
-    taken: Taken, others: Taken, resamples: int = 2000, *, groups: Sequence[Any] | None = None
+    taken: Taken,
+    others: Taken,
+    resamples: int = 2000,
+    *,
+    groups: Sequence[Any] | None = None,
+    kinds: Sequence[Any] | None = None,
 ) -> np.ndarray:
     """Computes the ratio of two speeds, and again for each draw of the bootstrap; `speed_ratio` is its summary.
 
-    Runs with the same number of prompts have the same prompts drawn. So ratios of several models on the same prompts
-    may be added or divided draw by draw, before `spread` makes an interval of them.
+    Runs whose prompts are of the same kinds, in the same order, have the same prompts drawn. So ratios of several
+    models on the same prompts may be added or divided draw by draw, before `spread` makes an interval of them.
 
     Args:
-      taken, others, resamples, groups: see `speed_ratio`.
+      taken, others, resamples, groups, kinds: see `speed_ratio`.
 
     Returns:
       float64[1 + resamples]: the ratio, then that of each draw of prompts with replacement; NaN where a speed is not
@@ -98,9 +110,14 @@ def drawn_ratios(
     mine, other = _counts(taken), _counts(others)
     if mine.shape != other.shape:
         raise ValueError(f"runs have {mine.shape[:2]} and {other.shape[:2]} prompts and turns; give the same")
+    kinds = [None] * len(mine) if kinds is None else kinds
     if groups is not None:
         mine, other = (_together(counts, groups) for counts in (mine, other))
-    return _drawn(mine, other, resamples)
+        kinds = [
+            frozenset(kind for kind, its in zip(kinds, groups, strict=True) if its == group)
+            for group in dict.fromkeys(groups)
+        ]
+    return _drawn(mine, other, kinds, resamples)
 
 
 def ratio_of_counts(
@@ -117,7 +134,7 @@ def ratio_of_counts(
       >>> ratio_of_counts(half, whole)
       (2.0, (2.0, 2.0))
     """
-    return spread(_drawn(mine, other, resamples))
+    return spread(_drawn(mine, other, [None] * len(mine), resamples))
 
 
 def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
@@ -141,15 +158,39 @@ def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]
     return float(drawn[0]), (float(low), float(high))
 
 
-def indices(count: int, resamples: int = 2000) -> np.ndarray:
-    """int[1 + resamples, count]: all of so many prompts, then the draws of the bootstrap, always the same."""
-    drawn = np.random.default_rng(0).integers(count, size=(resamples, count))
-    return np.vstack([np.arange(count), drawn])
+def indices(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
+    """The prompts of each draw of the bootstrap, always the same for the same kinds.
+
+    How many prompts there are of each kind of work is chosen, and not a matter of chance; so every draw has as many of
+    each. Prompts that are the only ones of their kind are drawn as if they were of one.
+
+    Args:
+      kinds: of each prompt, its kind of work; anything that can be a key.
+      resamples: how many draws.
+
+    Returns:
+      int[1 + resamples, prompts]: first every prompt once, then the draws with replacement.
+
+    Examples:
+      >>> drawn = indices(["sums", "sums", "stories", "stories"], 50)
+      >>> drawn[0].tolist(), set(drawn[:, :2].flat) == {0, 1}, set(drawn[:, 2:].flat) == {2, 3}
+      ([0, 1, 2, 3], True, True)
+    """
+    places: dict[Any, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    alone = [place for its in places.values() if len(its) == 1 for place in its]
+    strata = [alone, *(its for its in places.values() if len(its) > 1)]
+    every = np.tile(np.arange(len(kinds)), (1 + resamples, 1))
+    random = np.random.default_rng(0)
+    for stratum in filter(None, strata):
+        every[1:, stratum] = np.array(stratum)[random.integers(len(stratum), size=(resamples, len(stratum)))]
+    return every
 
 
-def _drawn(mine: np.ndarray, other: np.ndarray, resamples: int) -> np.ndarray:
+def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any], resamples: int) -> np.ndarray:
     """float64[1 + resamples], see `drawn_ratios`."""
-    chosen = indices(len(mine), resamples)
+    chosen = indices(kinds, resamples)
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.filterwarnings("ignore", "All-NaN slice")
         (tokens, ms), (other_tokens, other_ms) = (

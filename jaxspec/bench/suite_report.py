@@ -70,17 +70,17 @@ def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, An
 
     Returns:
       `prompts`; `texts` (turns of conversations count each) and their `tokens` in the first repeat;
-      `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over prompts
-      (batches of them; null for a single one); what `speed.acceptance` gives, and `acceptance_by_position`;
-      `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its tokens after it), the `median`
-      and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that end with the answer;
-      `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see `records.Difference`), null
-      where tokens are drawn at random. A number that is not defined is null.
+      `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over the
+      prompts of each kind (batches of them; null for a single one); what `speed.acceptance` gives, and
+      `acceptance_by_position`; `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its
+      tokens after it), the `median` and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that
+      end with the answer; `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see
+      `records.Difference`), null where tokens are drawn at random. A number that is not defined is null.
     """
     mine, plain = (_units(name, records) for name in (run, BASELINE))
     taken, others = list(mine.values()), list(plain.values())
     batches = [batch for batch, _ in mine]
-    ratio, interval = speed.speed_ratio(taken, others, groups=batches)
+    ratio, interval = speed.speed_ratio(taken, others, groups=batches, kinds=_kinds(run, records))
     own = [record for record in records if record.run == run]
     texts = list(speed.every_text(taken))
     per_token = [
@@ -119,6 +119,15 @@ def _units(run: str, records: Iterable[Record]) -> dict[tuple[int, int], list[li
         unit: [list(texts) for texts in zip(*(one.texts for one in together), strict=True)]
         for unit, together in rows.items()
     }
+
+
+def _kinds(run: str, records: Iterable[Record]) -> list[str]:
+    """The kind of work of each of `_units`; of a batch with several, all of them."""
+    kinds: dict[tuple[int, int], set[str]] = {}
+    for record in records:
+        if record.run == run:
+            kinds.setdefault((record.batch, record.turn), set()).add(record.category)
+    return [" ".join(sorted(its)) for its in kinds.values()]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -184,7 +193,7 @@ def cells(report: Mapping[str, Any], run: str, category: str) -> list[str]:
 _COLUMNS = {
     "tokens/s": "tokens after the first of each text, in the time that they took; the median over the turns",
     "× plain\n95 %": "this speed over that of plain decoding in the same turn, the median over the turns (* the "
-    "fastest), and its interval by the bootstrap over prompts",
+    "fastest), and its interval by the bootstrap over the prompts of each kind",
     "tok.÷rounds\n1+acc.÷dr.": "the mean acceptance length, as Spec-Bench counts, tokens ÷ rounds, and as vLLM does, "
     "1 + accepted ÷ drafting rounds",
     "acc.\nrate": "accepted ÷ drafted tokens",

@@ -55,9 +55,10 @@ def accuracies(models: Sequence[tuple[Workbench, Measured]]) -> Accuracies:
     Args:
       models: each with its greedy runs on reporting prompts.
     """
-    right = [_answered(measured) for _, measured in models]
+    answered = [_answered(measured) for _, measured in models]
+    right = [one for one, _ in answered]
     if all(map(len, right)):
-        drawn = [100 * one[indices(len(one), DRAWS)].mean(axis=1) for one in right]
+        drawn = [100 * one[indices(kinds, DRAWS)].mean(axis=1) for one, kinds in answered]
         count = f"{len(right[0])} prompts" if len(right[0]) > 1 else "1 prompt"
         return Accuracies(
             tuple(
@@ -85,10 +86,11 @@ def _none(models: int, why: str) -> Accuracies:
     return Accuracies((None,) * models, f"{COLUMN}: {why}.")
 
 
-def _answered(measured: Measured) -> np.ndarray:
-    """float64[N], the share of plain decoding's texts that are right, by prompt with an answer."""
-    records = [record for record in measured.suite.records if record.run == BASELINE]
-    return np.array([np.mean(record.right) for record in records if record.right is not None], np.float64)
+def _answered(measured: Measured) -> tuple[np.ndarray, list[str]]:
+    """float64[N], the share of plain decoding's texts that are right, by prompt with an answer; and their kinds."""
+    found = [(record.right, record.category) for record in measured.suite.records if record.run == BASELINE]
+    right = [(np.mean(its), kind) for its, kind in found if its is not None]
+    return np.array([share for share, _ in right], np.float64), [kind for _, kind in right]
 
 
 def _by_kind(report: Mapping[str, Any]) -> dict[str, tuple[float, int | None]]:

@@ -18,6 +18,7 @@ from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.papers.options import PaperOptions
 from jaxspec.bench.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
+from jaxspec.bench.records import Record
 from jaxspec.bench.speed import Taken
 from jaxspec.bench.suite import Peer, Suite, check_tokenizer, encoded
 from jaxspec.bench.suite_options import SuiteOptions
@@ -47,8 +48,15 @@ class Measured:
 
     def taken(self, run: str, kinds: Sequence[str] = ()) -> Taken:
         """The texts of a run, by prompt, turn by turn; of some kinds of work only, where they are named."""
+        return [record.texts for record in self._records(run, kinds)]
+
+    def kinds(self, run: str, kinds: Sequence[str] = ()) -> list[str]:
+        """The kind of work of each of `taken`."""
+        return [record.category for record in self._records(run, kinds)]
+
+    def _records(self, run: str, kinds: Sequence[str]) -> list[Record]:
         return [
-            record.texts
+            record
             for record in self.suite.records
             if record.run == run and (not kinds or record.category in kinds)
         ]
@@ -57,13 +65,15 @@ class Measured:
         self, run: str, over: str = BASELINE, *, kinds: Sequence[str] = (), paper: float | None = None
     ) -> Cell:
         """How many times faster a run is than another, by default than plain decoding; see `speed.speed_ratio`."""
-        mine = self.taken(run, kinds)
-        ours, interval = speed.speed_ratio(mine, self.taken(over, kinds)) if mine else (None, None)
+        mine, work = self.taken(run, kinds), self.kinds(run, kinds)
+        ours, interval = (
+            speed.speed_ratio(mine, self.taken(over, kinds), kinds=work) if mine else (None, None)
+        )
         return Cell(paper, ours, interval if len(mine) > 1 else None)
 
     def drawn(self, run: str, over: str = BASELINE) -> np.ndarray:
         """float64[1 + draws]: the same ratio, then that of each draw of prompts; see `speed.drawn_ratios`."""
-        return speed.drawn_ratios(self.taken(run), self.taken(over))
+        return speed.drawn_ratios(self.taken(run), self.taken(over), kinds=self.kinds(run))
 
     def acceptance(self, run: str, kinds: Sequence[str] = ()) -> dict[str, float | None]:
         """What became of a run's drafts; see `speed.acceptance`."""
