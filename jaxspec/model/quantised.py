@@ -77,7 +77,8 @@ class Quantised:
 def quantised(weight: jax.Array, bits: int = 8) -> Quantised:
     """A weight [*O, I] rounded to the nearest of 2^bits − 1 numbers, the largest of each output channel exactly.
 
-    I is even where bits is 4. The scale is rounded to the weight's dtype first, so that its rounding costs the values nothing.
+    I is even where bits is 4. The scale is rounded to the weight's dtype first, so that its rounding costs the values
+    nothing.
     """
     largest = 2 ** (bits - 1) - 1
     wide = weight.astype(jnp.float32)
