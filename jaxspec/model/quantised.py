@@ -26,8 +26,8 @@ class Quantised:
     """A weight [*O, I] of small whole numbers; it stands where the array would.
 
     Attributes:
-      packed: int8 [*O, I · bits ÷ 8], of 4 bits two numbers a byte. (Programs that are compiled ahead do not take
-        arrays of JAX's int4.)
+      packed: int8 [*O, I], or of 4 bits uint8 [*O, I ÷ 2] of two numbers a byte. (Programs that are compiled ahead do
+        not take arrays of JAX's int4.)
       scale: [*O], of the dtype to compute in: the weight is its whole numbers × scale.
       bits: of a number, 8 or 4, static.
 
@@ -90,7 +90,7 @@ def quantised(weight: jax.Array, bits: int = 8) -> Quantised:
         packed = values.astype(jnp.int8)
     else:
         pairs = values.astype(jnp.int4).reshape(*values.shape[:-1], -1, 2)
-        packed = jax.lax.bitcast_convert_type(pairs, jnp.int8)
+        packed = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
     return Quantised(packed, scale.astype(weight.dtype), bits)
 
 
