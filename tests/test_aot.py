@@ -28,7 +28,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
     "hybrid": ({"exit_layer": E}, 0),
     "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
-    "quantised": ({}, 8),  # of its own cache, as draft-model's
+    "quantised": ({}, 2),  # as of draft-model
     "layerskip": ({"exit_layer": E}, 0),
     "adaspeed": ({"exit_layer": E}, 0),
     "adaspeed-probe": ({"exit_layer": E}, 0),
