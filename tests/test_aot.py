@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 
@@ -27,6 +28,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
     "hybrid": ({"exit_layer": E}, 0),
     "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
+    "quantised": ({}, 2),  # as of draft-model
     "layerskip": ({"exit_layer": E}, 0),
     "adaspeed": ({"exit_layer": E}, 0),
     "adaspeed-probe": ({"exit_layer": E}, 0),
@@ -58,15 +60,16 @@ def environment():
         yield
 
 
-def compiled(topology: str, method: str, options: dict) -> dict:
-    """The report of a method's rounds."""
+def compiled(topology: str, method: str, options: dict, bits: int | None = None) -> dict:
+    """The report of a method's rounds; `bits`: of quantised weights."""
     from jaxspec.deviceless.programs import Place, devices, make
     from jaxspec.deviceless.report import build, report
     from jaxspec.deviceless.stand_ins import model_shape
 
     chips = parse_topology(topology)
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
-    programs = make(model_shape(None, "31m"), registry.make(method, options), place, capacity=256)
+    target = dataclasses.replace(model_shape(None, "31m"), bits=bits)
+    programs = make(target, registry.make(method, options), place, capacity=256)
     return report(programs, chips.accelerator, build(programs.rounds))
 
 
@@ -91,6 +94,24 @@ def test_plain_decoding_on_several_chips(topology):
     found = compiled(topology, "autoregressive", {})
     assert found["cache_copies"] == found["weight_copies"] == 0
     assert found["collectives"] == {"all-reduce": EMBED + L * LAYER + HEAD}
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:2x2"])
+def test_int8_weights_are_read_as_they_are(topology):
+    """No weight is made whole in bfloat16, in the loop or before it; arguments are smaller by half of the matrices."""
+    plain, small = (compiled(topology, "autoregressive", {}, bits) for bits in (None, 8))
+    assert small["dequantised_weights"] == small["weight_copies"] == small["cache_copies"] == 0
+    assert small["collectives"] == plain["collectives"]
+    chips = 1 if topology == "v5e:1x1" else 4
+    matrices = SMALL.vocab_size * 256 + L * 256 * (16 * 64 + 512 + 3 * 768)
+    saved = plain["argument_bytes_per_device"] - small["argument_bytes_per_device"]
+    assert 0.97 * matrices / chips < saved < matrices / chips  # less the scales, and padding
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_draft_is_read_as_it_is(bits):
+    found = compiled("v5e:1x1", "quantised", {"draft_bits": bits})
+    assert found["dequantised_weights"] == 0
 
 
 def test_layerskip_on_four_chips():

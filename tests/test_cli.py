@@ -317,7 +317,7 @@ def test_profile(run, monkeypatch):
         "compile_ms": 8.0,
     }
 
-    def profile(model, shape, dtype, device, mesh, *, on_progress):
+    def profile(model, shape, dtype, device, mesh, *, weights, on_progress):
         on_progress("compiling")
         return report | {"model": shape, "dtype": dtype}
 

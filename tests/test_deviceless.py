@@ -210,6 +210,7 @@ METHODS = {
     "token-recycling": {},
     "hybrid": {"exit_layer": 1},
     "draft-model": {"draft_exit": 1},
+    "quantised": {},
     "layerskip": {"exit_layer": 1},
     "adaspeed": {"exit_layer": 1},
     "adaspeed-probe": {"exit_layer": 1},

@@ -98,6 +98,7 @@ from jaxspec.bench import steps
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine import buckets, compiled
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import spread
 from jaxspec.protocol import Weights
 from jaxspec.testing import reference
@@ -118,6 +119,7 @@ prompts = [[5], [7, 1, 7, 1, 7, 1, 7, 2]]
 expected = [reference.greedy(config, tiny.params(config), prompt, 10) for prompt in prompts]
 for options in (
     {"method": "draft-model", "num_draft_tokens": 2, "draft": draft},
+    {"method": "quantised", "num_draft_tokens": 2, "draft_bits": 4},
     {"method": "s2d", "num_draft_tokens": 2, "draft": sorted_draft},
     {"method": "adaspeed", "num_draft_tokens": 2, "exit_layer": 1},
 ):
@@ -125,6 +127,18 @@ for options in (
     assert [row.tokens for row in rows] == expected, options
     assert all((row.gamma is None) == (options["method"] != "adaspeed") for row in rows)
     print(options["method"])
+
+# Weights in int8, and their scales, lie where the weights would.
+int8 = quantise(config, tiny.params(config))
+held, params = spread(mesh, config, int8)
+weights = params["layers"][0]["attention"]["qkv"]
+assert weights.packed.sharding.spec[0] == weights.scale.sharding.spec[0] == "model"
+small_lm = LanguageModel(held, params, mesh=mesh)
+for prompt in prompts:
+    expected_so = reference.greedy(config, int8, prompt, 10)
+    for options in ({}, {"method": "layerskip", "num_draft_tokens": 2, "exit_layer": 1}):
+        assert small_lm.generate(prompt, max_new_tokens=10, **options).tokens == expected_so
+print("int8")
 
 # A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by heads.
 assert buckets.POLL_CHUNKS
@@ -198,6 +212,7 @@ def test_commands_on_a_mesh(capsys, tmp_path_factory):
         ["generate", PROMPT, "--method", "layerskip", "--exit-layer", "1", *common],
         ["generate", PROMPT, "--method", "draft-model", "--draft", model, *common],
         ["inspect", PROMPT, *common],
+        ["generate", PROMPT, "--weights", "int8", *common],
     )
     spread = [[*command, "--mesh", "data=2,model=4"] for command in commands]
     found = [json.loads(line) for line in on_eight_devices(COMMANDS, json.dumps(spread))]
@@ -207,6 +222,7 @@ def test_commands_on_a_mesh(capsys, tmp_path_factory):
         assert (record["tokens"], record["text"]) == (alone[0]["tokens"], alone[0]["text"])
     assert found[1]["statistics"]["num_accepted_tokens"] > 0
     assert found[2]["prompts"][0]["exit_agreement"] == alone[1]["prompts"][0]["exit_agreement"]
+    assert found[3]["tokens"] == alone[2]["tokens"]
     assert found[2]["device"] == f"{alone[1]['device']} × 8 (data 2, model 4)"
 
 
@@ -354,8 +370,10 @@ def test_what_does_not_divide_is_said():
 def test_methods_by_name_on_a_mesh():
     assert [line.split()[0] for line in on_eight_devices(BY_NAME)] == [
         "draft-model",
+        "quantised",
         "s2d",
         "adaspeed",
+        "int8",
         "fed",
         "timed",
     ]

@@ -43,6 +43,7 @@ from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantised import quantise
 from jaxspec.model.tree import Shape
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
@@ -182,6 +183,11 @@ def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any)
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
     return DraftModel(small, rule, K), params(small)
+
+
+def _quantised(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """In 4 bits, so that it is not always right."""
+    return DraftModel(config, rule, K), quantise(config, params(config), bits=4)
 
 
 def _asd(config: LlamaConfig, rule: Any, shared: bool = False) -> tuple[Any, Any]:
@@ -431,6 +437,7 @@ DRAFTERS: dict[str, Case] = {
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
         family="draft-model",
     ),
+    "quantised": Case(_quantised, ("quantised",), "draft-model"),
     "draft-model": Case(_draft_model, ("draft-model",), "draft-model"),
     "asd-vocab": over_some_tokens(_asd, family="asd", config=DEEP),
     "asd-static": Case(_asd_static, family="asd", config=DEEP),

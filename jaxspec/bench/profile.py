@@ -15,12 +15,13 @@ from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps,
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import fit_to_mesh, resolve_mesh, resolve_placement
+from jaxspec.engine.loading import fit_to_mesh, resolve_mesh, resolve_placement, resolve_weights
 from jaxspec.io.memory import check_fits
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import param_shardings
 from jaxspec.protocol import Weights
 
@@ -56,6 +57,7 @@ def profile(
     device: str | None = None,
     mesh: str | None = None,
     *,
+    weights: str | None = None,
     repeats: int = 25,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
@@ -67,23 +69,23 @@ def profile(
     Args:
       model: directory or hub id; None for the embedded model, unless a shape is named.
       shape: a name in `SHAPES`.
-      dtype, device, mesh: as in `load`.
+      dtype, device, mesh, weights: as in `load`.
       repeats: turns.
       on_progress: called with what is being done.
 
     Returns:
-      `model`, `device`, `dtype`, `floor_bytes`, `floor_ms` (reading every weight once, the fastest turn), `step_ms` by
-      number of rows, `floor_fraction` (floor ÷ the fastest step of one row; noise, or weights that stay in a cache,
-      can lift it above 1), `capacity_ratio` (the step with a cache 8 times
-      larger at the same live length ÷ without), `live_token_us` (what a step costs more for each token before it, from
-      100 to 1,000 of them) and `live_token_floor_us` (the time of its bytes at the speed of the floor),
+      `model`, `device`, `dtype`, `weights` (as they are held, None for `dtype`), `floor_bytes`, `floor_ms` (reading
+      every weight once, the fastest turn), `step_ms` by number of rows, `floor_fraction` (floor ÷ the fastest step of
+      one row; noise, or weights that stay in a cache, can lift it above 1), `capacity_ratio` (the step with a cache 8
+      times larger at the same live length ÷ without), `live_token_us` (what a step costs more for each token before it,
+      from 100 to 1,000 of them) and `live_token_floor_us` (the time of its bytes at the speed of the floor),
       `prefill_tokens_per_second`, `compile_ms` (of the plain loop: prefill and rounds).
 
     Raises:
       ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.
     """
     on_progress("loading the model")
-    lm = _language_model(model, shape, dtype, device, mesh)
+    lm = _language_model(model, shape, dtype, device, mesh, weights)
     params = Weights(lm.params)
     read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
     stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
@@ -117,6 +119,7 @@ def profile(
         "model": lm.name,
         "device": lm.device_kind,
         "dtype": lm.dtype,
+        "weights": lm.weights,
         "floor_bytes": floor_bytes(lm.config, lm.params),
         "floor_ms": min(floors),
         "step_ms": {str(rows): statistics.median(taken[str(rows)]) / ROUNDS for rows in ROWS},
@@ -130,10 +133,15 @@ def profile(
 
 
 def _language_model(
-    model: str | None, shape: str | None, dtype: str | None, device: str | None, mesh: str | None
+    model: str | None,
+    shape: str | None,
+    dtype: str | None,
+    device: str | None,
+    mesh: str | None,
+    weights: str | None,
 ) -> LanguageModel:
     if shape is None:
-        return load(model, dtype=dtype, device=device, mesh=mesh)
+        return load(model, dtype=dtype, weights=weights, device=device, mesh=mesh)
     if model is not None:
         raise ValueError(f"got both model={model!r} and shape={shape!r}; give one of them")
     if shape not in SHAPES:
@@ -142,10 +150,13 @@ def _language_model(
     place, kind = resolve_placement(dtype, device, over)
     config = SHAPES[shape] if over is None else fit_to_mesh(over, SHAPES[shape], shape)
     init = functools.partial(llama.init_params, config, dtype=kind)
+    bits = resolve_weights(weights)
     with jax.default_device(place):
         if over is None:
-            check_fits(config, kind, batch_size=1, capacity=LARGE, device=place)
+            check_fits(config, kind, batch_size=1, capacity=LARGE, device=place, bits=bits)
             params = init(jax.random.key(0))
         else:
             params = jax.jit(init, out_shardings=param_shardings(over, config))(jax.random.key(0))
+        if bits is not None:
+            params = quantise(config, params, bits)
     return LanguageModel(config, params, name=shape, device=place, mesh=over)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions
+from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions, Weights
 from jaxspec.console.environment import compile_only
 from jaxspec.console.output import writable
 from jaxspec.console.terminal import Progress
@@ -39,6 +39,8 @@ class Compile:
       batch: rows decoded together.
       capacity: tokens that a row has room for; rounded up to a power of two.
       dtype: of weights and cache.
+      weights: int8 for matrices, and those of a draft model, in int8 with a scale for each output channel. Whether the
+        compiler makes whole weights of dtype of them is counted; it should not. Default: as dtype says.
       prefill: compile the prefill too; --no-prefill leaves it out.
       hlo: write the optimised program of the rounds to this file.
       json: print one JSON object and nothing else.
@@ -52,6 +54,7 @@ class Compile:
     batch: int = 1
     capacity: int = 1024
     dtype: Dtype = "bfloat16"
+    weights: Weights | None = None
     prefill: bool = True
     hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
@@ -69,10 +72,11 @@ class Compile:
             from jaxspec.deviceless.programs import Place, devices, make
             from jaxspec.deviceless.report import build, report
             from jaxspec.deviceless.stand_ins import model_shape
-            from jaxspec.engine.loading import DTYPES
+            from jaxspec.engine.loading import DTYPES, resolve_weights
 
             place = Place.of(devices(topology), axes)
             target = model_shape(self.model, self.shape)
+            target = dataclasses.replace(target, bits=resolve_weights(self.weights))
             programs = make(
                 target,
                 method,
@@ -99,6 +103,7 @@ class Compile:
             "batch": self.batch,
             "capacity": programs.request.tokens.shape[1],
             "dtype": self.dtype,
+            "weights": self.weights,
             **found,
         }
         if self.json:
@@ -113,10 +118,11 @@ def _print(record: dict[str, Any], source: str) -> None:
     from rich.table import Table
 
     axes = " × ".join(f"{name} {size}" for name, size in record["mesh"].items())
+    held = "" if record["weights"] is None else f" with {record['weights']} weights"
     table = Table(
         "",
         "",
-        title=f"{record['model']}, {record['dtype']}, {record['topology']} ({axes}), {record['method']}, batch "
+        title=f"{record['model']}, {record['dtype']}{held}, {record['topology']} ({axes}), {record['method']}, batch "
         f"{record['batch']}, capacity {record['capacity']}",
         show_header=False,
     )
@@ -132,6 +138,7 @@ def _print(record: dict[str, Any], source: str) -> None:
     table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
     table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
     table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
+    table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
     for kind, count in (record["collectives"] or {}).items():
         table.add_row(f"{kind} in a round", _number(count))
     table.add_row("operations of a round, each inner loop once", _number(record["flops"]))

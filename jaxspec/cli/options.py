@@ -26,6 +26,7 @@ else:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "gpu", "tpu"]
+Weights = Literal["int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +51,13 @@ class ModelOptions(Placement):
         owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
       mesh: several devices instead of one, such as data=2,model=4: rows of a batch are spread over data; heads, MLP and
         vocabulary, and with them the weights, over model.
+      weights: hold the matrices, and those of draft models, in int8 with a scale for each output channel, quantised
+        one by one while loading; dtype is still what is computed in. A method's text is plain decoding's with the same
+        int8 weights. Default: as dtype says.
     """
 
     model: str | None = None
+    weights: Weights | None = None
     mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
 
     def load(self, chat_template: str | None = None) -> LanguageModel:
@@ -60,7 +65,12 @@ class ModelOptions(Placement):
         from jaxspec.engine.language_model import load
 
         return load(
-            self.model, dtype=self.dtype, device=self.device, mesh=self.mesh, chat_template=chat_template
+            self.model,
+            dtype=self.dtype,
+            weights=self.weights,
+            device=self.device,
+            mesh=self.mesh,
+            chat_template=chat_template,
         )
 
 

@@ -36,7 +36,9 @@ class Profile:
         with Progress() as progress:
             given = self.model
             model, dtype, device, mesh = given.model, given.dtype, given.device, given.mesh
-            report = profile(model, self.shape, dtype, device, mesh, on_progress=progress)
+            report = profile(
+                model, self.shape, dtype, device, mesh, weights=given.weights, on_progress=progress
+            )
         if self.json:
             print(json.dumps(report))
         else:

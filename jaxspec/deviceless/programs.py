@@ -8,7 +8,7 @@ import functools
 import math
 import tempfile
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from jaxspec.methods.base import LoadedModel, ModelLike
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.quantised import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.protocol import Drafter, MaskedDrafter, Weights, taps_of
 
@@ -99,7 +100,8 @@ class Place:
             placed: Params = self.put(params)
             return placed
         known = param_shardings(self.mesh, config)
-        return {name: self.put(part, known.get(name)) for name, part in params.items()}
+        lying = {name: shardings_for(known[name], part) for name, part in params.items() if name in known}
+        return {name: self.put(part, lying.get(name)) for name, part in params.items()}
 
     def put_state(self, state: Any) -> Any:
         """The shapes of a loop's state, placed as `engine.compiled` leaves it."""
@@ -157,8 +159,21 @@ class Programs:
 
     def weight_shapes(self) -> set[tuple[int, ...]]:
         """Of the matrices among the parameters, one device's part: as they lie, and as matrices of two axes."""
-        lying = {part(leaf) for leaf in jax.tree.leaves(self.weights) if leaf.ndim > 1}
-        return lying | {(math.prod(shape[:-1]), shape[-1]) for shape in lying}
+        leaves = jax.tree.leaves(self.weights, is_leaf=is_quantised)
+        lying = {part(leaf) for leaf in leaves if not is_quantised(leaf) and leaf.ndim > 1}
+        return with_two_axes(lying) | self.quantised_shapes()
+
+    def quantised_shapes(self) -> set[tuple[int, ...]]:
+        """Of those that are quantised alone, as arrays of the numbers that they stand for."""
+        leaves = filter(is_quantised, jax.tree.leaves(self.weights, is_leaf=is_quantised))
+        packed = [(part(leaf.packed), 8 // leaf.bits) for leaf in leaves]
+        return with_two_axes((*shape[:-1], shape[-1] * numbers) for shape, numbers in packed)
+
+
+def with_two_axes(shapes: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """The shapes, and those of the same arrays as matrices of two axes."""
+    lying = set(shapes)
+    return lying | {(math.prod(shape[:-1]), shape[-1]) for shape in lying}
 
 
 def part(leaf: Any) -> tuple[int, ...]:
@@ -254,7 +269,7 @@ def _build(
                 f"{target.config.vocab_size}; a draft must have the target's"
             )
         drafts.append(found.config)
-        return found.loaded(dtype)
+        return dataclasses.replace(found, bits=target.bits).loaded(dtype)
 
     def build() -> tuple[Drafter, Any]:
         loaded = target.loaded(dtype)

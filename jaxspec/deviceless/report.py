@@ -13,7 +13,7 @@ import jax
 from jaxspec.deviceless import hlo
 from jaxspec.deviceless.accelerators import Accelerator
 from jaxspec.deviceless.programs import Programs, part, part_bytes
-from jaxspec.deviceless.rounds import collectives, copies, main_loop, write_backs
+from jaxspec.deviceless.rounds import collectives, copies, dequantised, main_loop, write_backs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,7 @@ def report(
       `refusal`: what the compiler says where they do not; None where it compiles.
       `argument_bytes_per_device`, `temporary_bytes_per_device`: of the rounds; the latter None where they do not fit.
       `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
+      `dequantised_weights`: quantised weights that the rounds' program writes as floats, see `rounds.dequantised`.
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
@@ -106,10 +107,17 @@ def report(
             "cache_copies": copies(module, loop, caches),
             "cache_write_backs": write_backs(module, loop, caches),
             "weight_copies": copies(module, loop, programs.weight_shapes() - caches),
+            "dequantised_weights": dequantised(module, programs.quantised_shapes()),
             "collectives": collectives(module, loop),
         }
     else:
-        unknown = ("cache_copies", "cache_write_backs", "weight_copies", "collectives")
+        unknown = (
+            "cache_copies",
+            "cache_write_backs",
+            "weight_copies",
+            "dequantised_weights",
+            "collectives",
+        )
         record |= dict.fromkeys(unknown)
     record |= {"flops": rounds.flops, "bytes": rounds.bytes, "compile_seconds": rounds.seconds}
     record["prefill"] = None

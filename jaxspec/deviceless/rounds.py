@@ -106,6 +106,29 @@ def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]])
     return count
 
 
+def dequantised(module: Module, shapes: Iterable[tuple[int, ...]]) -> int:
+    """How many arrays of floats of these shapes the whole program writes, where it should read whole numbers only.
+
+    Args:
+      module: the program.
+      shapes: of the quantised weights; on a mesh, of one device's part.
+    """
+    wanted = {_squeezed(shape) for shape in shapes}
+    count = 0
+    for computation, one in executed(module, module.entry):
+        # What is moved was there before: a weight that is not quantised may have such a shape too.
+        if one.opcode in _IN_PLACE or one.opcode.endswith("-done") or one.target == "ConcatBitcast":
+            continue
+        if _moved(module, computation, one) is not None:
+            continue
+        roots = _roots(module, one) or [one.opcode] * len(one.results)
+        count += sum(
+            _squeezed(made.dims) in wanted and made.dtype.startswith(("f", "bf")) and root not in _IN_PLACE
+            for made, root in zip(one.results, roots, strict=True)
+        )
+    return count
+
+
 def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
     """How many arrays of these shapes the body of a loop moves whole from a fast memory to the main one.
 

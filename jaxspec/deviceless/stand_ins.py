@@ -27,6 +27,7 @@ from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.medusa import MedusaConfig
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import spread_config
 from jaxspec.model.vocabulary import Vocabulary
 
@@ -44,11 +45,13 @@ class ModelShape:
       name: what messages call it.
       config: the architecture.
       exits: that a sorted draft was trained for, in layers run.
+      bits: of quantised weights; None where they are of the dtype.
     """
 
     name: str
     config: LlamaConfig
     exits: tuple[int, ...] = ()
+    bits: int | None = None
 
     def over(self, mesh: Mesh | None) -> ModelShape:
         """The shape as a mesh holds it, see `model.sharding.spread_config`; None for one device."""
@@ -56,7 +59,14 @@ class ModelShape:
 
     def params(self, dtype: DTypeLike) -> llama.Params:
         """Its parameters as `jax.ShapeDtypeStruct`s."""
-        made: llama.Params = jax.eval_shape(lambda: llama.init_params(self.config, jax.random.key(0), dtype))
+
+        def make() -> llama.Params:
+            params = llama.init_params(self.config, jax.random.key(0), dtype)
+            if self.bits is not None:
+                params = quantise(self.config, params, self.bits)
+            return params
+
+        made: llama.Params = jax.eval_shape(make)
         return made
 
     def loaded(self, dtype: DTypeLike) -> LoadedModel:

@@ -187,7 +187,7 @@ class S2D(ChainDrafter):
 
         # `waiting.passed` stands still until the step is over: it says where each block begins.
         passed, left = waiting.passed, ~active
-        logits = jnp.zeros((len(start), len(llama.head(self.config, draft))), jnp.float32)
+        logits = jnp.zeros((len(start), llama.head(self.config, draft).shape[0]), jnp.float32)
         hidden = jnp.zeros_like(waiting.hidden[:, 0])
         for number in range(len(self.exits)):
             deeper = jnp.any(~left)

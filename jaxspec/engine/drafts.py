@@ -18,6 +18,7 @@ from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.quantised import Quantised
 
 # Cache slots for which there must be memory beside a draft's weights.
 _CAPACITY = 512
@@ -30,6 +31,7 @@ class Drafts:
       config: the target's.
       tokenizer: the target's, if it has one.
       dtype: of the drafts' parameters.
+      bits: of the draft models' quantised weights, as of the target's; None where they are of `dtype`.
       device: where the target is.
       mesh: over which the target is spread; None for one device.
     """
@@ -41,8 +43,9 @@ class Drafts:
         dtype: Any,
         device: jax.Device,
         mesh: Mesh | None,
+        bits: int | None = None,
     ) -> None:
-        self._config, self._tokenizer, self._dtype = config, tokenizer, dtype
+        self._config, self._tokenizer, self._dtype, self._bits = config, tokenizer, dtype, bits
         self._device, self._mesh = device, mesh
         self._loaded: dict[str, LoadedModel] = {}
         self._heads: dict[str, LoadedHead] = {}
@@ -64,12 +67,21 @@ class Drafts:
             config = checkpoint.read_config(directory)
             self._check(name, config, find_tokenizer(directory))
             if self._mesh is None:
-                memory.check_fits(config, self._dtype, batch_size=1, capacity=_CAPACITY, device=self._device)
+                memory.check_fits(
+                    config,
+                    self._dtype,
+                    batch_size=1,
+                    capacity=_CAPACITY,
+                    device=self._device,
+                    bits=self._bits,
+                )
             else:
                 config = fit_to_mesh(self._mesh, config, f"draft {name}", target=False)
-            params = place_params(directory, config, self._dtype, self._device, self._mesh)
+            params, sampled = place_params(
+                directory, config, self._dtype, self._device, self._mesh, self._bits
+            )
             exits = checkpoint.read_exits(directory, config.num_layers)
-            self._loaded[name] = LoadedModel(config, params, name, exits)
+            self._loaded[name] = LoadedModel(config, params, name, exits, sampled)
         return self._loaded[name]
 
     def load_head(self, path: FilePath, target: LoadedModel) -> LoadedHead:
@@ -99,15 +111,25 @@ class Drafts:
             config: Any = head.config
             params = head.load(self._dtype, place_leaf)
             # Published heads carry copies of the target's.
-            if "embed" in params and bool(jnp.array_equal(params["embed"], target.params["embed"])):
+            if "embed" in params and _same(params["embed"], target.params["embed"]):
                 config = dataclasses.replace(config, own_embedding=False)
                 del params["embed"]
             own = params.get("head")
-            if own is not None and bool(jnp.array_equal(own, llama.head(target.config, target.params))):
+            if own is not None and _same(own, llama.head(target.config, target.params)):
                 config = dataclasses.replace(config, head_size=None)
                 del params["head"]
             self._heads[name] = LoadedHead(config, params, head.target)
         return self._heads[name]
+
+    def quantised(self, target: LoadedModel, bits: int) -> LoadedModel:
+        """Returns a copy of the target with weights of 8 or 4 bits, made once.
+
+        Raises:
+          ValueError: there is no memory for it.
+        """
+        if self._mesh is None and not target.has_quantised(bits):
+            memory.check_copy_fits(target.config, self._dtype, bits, _CAPACITY, self._device)
+        return target.quantised(bits)
 
     def _given(self, draft: Any) -> LoadedModel:
         """A model that the user has loaded."""
@@ -134,6 +156,11 @@ class Drafts:
                 f"draft {name} has another vocabulary than the target, of the same size; "
                 "a draft must share the target's tokenizer"
             )
+
+
+def _same(own: jax.Array, target: jax.Array | Quantised) -> bool:
+    """Whether a head's matrix is a copy of its target's, which is then held once; of a quantised one it is none."""
+    return not isinstance(target, Quantised) and bool(jnp.array_equal(own, target))
 
 
 def place(device: jax.Device, mesh: Mesh | None) -> str:

@@ -27,6 +27,7 @@ from jaxspec.engine.loading import (
     place_params,
     resolve_mesh,
     resolve_placement,
+    resolve_weights,
 )
 from jaxspec.engine.requests import (
     Conversation,
@@ -49,12 +50,12 @@ from jaxspec.io import checkpoint, memory
 from jaxspec.io.arguments import flag, whole
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.messages import shown
-from jaxspec.io.method_files import law_name
+from jaxspec.io.method_files import Sampled, law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Params
+from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
 from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
@@ -68,6 +69,7 @@ def load(
     model: str | os.PathLike[str] | None = None,
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     device: str | None = None,
     mesh: Mesh | str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
@@ -79,6 +81,9 @@ def load(
       model: a Hugging Face directory, a `.gguf` file, the name of an embedded model, or a hub id (of one file:
         `owner/model:FILE.gguf`); None for the embedded model of `io.embedded.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
+      weights: "int8" holds the matrices, and those of draft models, in int8 with a scale for each output channel, and
+        computes in `dtype`; they are quantised one by one while loading. Every method then writes the text that plain
+        decoding writes with these weights, which is not always that of the weights as they were. None for `dtype`.
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: several devices instead, over which the model is spread: such as "data=2,model=4", over the first devices
         of that kind, or a `jax.sharding.Mesh` with these axes.
@@ -108,10 +113,11 @@ def load(
     if mesh is not None:
         config = fit_to_mesh(mesh, config, name)
     place_on, wanted = resolve_placement(dtype, device, mesh)
+    bits = resolve_weights(weights)
     if mesh is None:
-        memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on)
+        memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits)
     tokenizer = find_tokenizer(directory, chat_template)
-    params = place_params(directory, config, wanted, place_on, mesh)
+    params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
     return LanguageModel(
         config,
         params,
@@ -122,6 +128,7 @@ def load(
         mesh=mesh,
         defaults=checkpoint.generation_defaults(directory),
         exits=checkpoint.read_exits(directory, config.num_layers),
+        sampled=sampled,
     )
 
 
@@ -138,6 +145,7 @@ class LanguageModel:
       mesh: over which params are spread, by `model.sharding.spread`; None for one device.
       defaults: sampling numbers used where none are given, as in `generation_config.json`.
       exits: the exits that it was trained for, in layers run (SoFT).
+      sampled: of quantised parameters, what was read of each leaf for the fingerprint, see `methods.LoadedModel`.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -157,6 +165,7 @@ class LanguageModel:
         mesh: Mesh | None = None,
         defaults: dict[str, Any] | None = None,
         exits: Sequence[int] = (),
+        sampled: Sampled | None = None,
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
         self.directory = directory
@@ -166,25 +175,33 @@ class LanguageModel:
             device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
-        self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers))
+        self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers), sampled)
         self.executables = Executables()
 
     def __repr__(self) -> str:
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        size = num_params(self.config)
         count = f"{size:,}" if size < 1e6 else f"{size / 1e6:.1f}M" if size < 1e9 else f"{size / 1e9:.1f}B"
+        held = "" if self.weights is None else f" with {self.weights} weights"
         return (
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
-            f"{self.dtype}, on {place(self.device, self.mesh)}>"
+            f"{self.dtype}{held}, on {place(self.device, self.mesh)}>"
         )
 
     @functools.cached_property
     def _drafts(self) -> Drafts:
-        return Drafts(self.config, self.tokenizer, self.params["embed"].dtype, self.device, self.mesh)
+        dtype = self.params["embed"].dtype
+        return Drafts(self.config, self.tokenizer, dtype, self.device, self.mesh, self.loaded.bits)
 
     @property
     def dtype(self) -> str:
         """The dtype of the parameters, by name."""
         return str(self.params["embed"].dtype)
+
+    @property
+    def weights(self) -> str | None:
+        """What the matrices are held as, by name, where that is not the dtype: int8."""
+        bits = self.loaded.bits
+        return None if bits is None else f"int{bits}"
 
     @property
     def platform(self) -> str:
@@ -503,8 +520,15 @@ class LanguageModel:
                 f"{min(options)} belongs to a method's name; {type(method).__name__} carries its own options"
             )
         if isinstance(method, Method):
+            drafts = self._drafts
             resources = Resources(
-                self._drafts.load, self.encode, directory, laws, self.platform, self._drafts.load_head
+                drafts.load,
+                self.encode,
+                directory,
+                laws,
+                self.platform,
+                drafts.load_head,
+                drafts.quantised,
             )
             drafter, params = method.build(self.loaded, resources)
         else:

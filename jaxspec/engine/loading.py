@@ -17,12 +17,16 @@ from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.mesh_text import parse_mesh
 from jaxspec.io.messages import shown
+from jaxspec.io.method_files import Sampled, sampled_rows
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.quantised import is_multiplied, quantised, sharding_of
 from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# What weights may be held as beside what is computed in, and the bits of it.
+WEIGHTS = {"int8": 8}
 
 
 def find_model(model: str | os.PathLike[str] | None) -> Path:
@@ -52,6 +56,21 @@ def resolve_placement(
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
     return place, np.dtype(DTYPES[name])
+
+
+def resolve_weights(weights: str | None) -> int | None:
+    """The bits of the weights that are meant; None for those of the dtype.
+
+    Raises:
+      ValueError: no such weights.
+    """
+    if weights is None:
+        return None
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise ValueError(
+            f"unknown weights {shown(weights)}; give {' or '.join(WEIGHTS)}, or leave it out for those of dtype"
+        )
+    return WEIGHTS[weights]
 
 
 def devices_of(device: str | None) -> list[jax.Device]:
@@ -142,14 +161,33 @@ def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None
 
 
 def place_params(
-    directory: Path, config: LlamaConfig, dtype: np.dtype, device: jax.Device, mesh: Mesh | None
-) -> Params:
-    if mesh is None:
-        return checkpoint.load_params(
-            directory, config, dtype, lambda name, host: jax.device_put(host, device)
-        )
-    flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
+    directory: Path,
+    config: LlamaConfig,
+    dtype: np.dtype,
+    device: jax.Device,
+    mesh: Mesh | None,
+    bits: int | None = None,
+) -> tuple[Params, Sampled | None]:
+    """A model's parameters, read leaf by leaf to where they belong.
+
+    With `bits`, each matrix is quantised there before the next is read: of what is not quantised there is never more
+    than one leaf. The second result is then what was read of each leaf for the model's fingerprint, else None.
+    """
+    flat: list[Any] = []
+    if mesh is not None:
+        flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
-    return checkpoint.load_params(
-        directory, config, dtype, lambda name, host: jax.device_put(host, shardings[name])
-    )
+    sampled: dict[str, list[np.ndarray]] = {}
+
+    def put(name: str, host: np.ndarray) -> Any:
+        leaf = jax.device_put(host, shardings.get(name, device))
+        if bits is None:
+            return leaf
+        sampled[name] = sampled_rows(host)
+        if not is_multiplied(config, name):
+            return leaf
+        small = quantised(leaf, bits)
+        return small if mesh is None else jax.device_put(small, sharding_of(shardings[name], host.ndim, bits))
+
+    params = checkpoint.load_params(directory, config, dtype, put)
+    return params, sampled if bits is not None else None

@@ -31,6 +31,7 @@ from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
+from jaxspec.model.quantised import is_quantised
 
 __all__ = [
     "assemble",
@@ -332,6 +333,8 @@ def save(
       ValueError: the parameters are not those of `config`, or `config.model_type` cannot express it.
     """
     directory = Path(directory)
+    if any(is_quantised(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantised)):
+        raise ValueError("the parameters are quantised; give those they were made of, loaded without weights")
     dtype = np.dtype(params["embed"].dtype if dtype is None else dtype)
     if jax.tree.structure(params) != _structure(config):
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from pathlib import Path
 
@@ -11,15 +13,34 @@ from jax.typing import DTypeLike
 
 from jaxspec.model import cache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import num_params
+from jaxspec.model.llama import is_shape, num_params, param_shapes
+from jaxspec.model.quantised import is_multiplied
 
 _GIB = 2**30
 
 
-def needed_bytes(config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int) -> tuple[int, int]:
-    """Bytes of the weights and of the key/value cache of `batch_size` rows of `capacity` slots."""
+def needed_bytes(
+    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, bits: int | None = None
+) -> tuple[int, int]:
+    """Bytes of the weights and of the key/value cache of `batch_size` rows of `capacity` slots.
+
+    `bits`: of quantised weights; None where they are of `dtype`.
+    """
     dtype = np.dtype(dtype)
-    return num_params(config) * dtype.itemsize, cache.size_bytes(config, batch_size, capacity, dtype)
+    weights = num_params(config) * dtype.itemsize
+    if bits is not None:
+        before, after = _quantised_bytes(config, dtype, bits)
+        weights += after - before
+    return weights, cache.size_bytes(config, batch_size, capacity, dtype)
+
+
+def _quantised_bytes(config: LlamaConfig, dtype: np.dtype, bits: int) -> tuple[int, int]:
+    """Bytes of the weights that are quantised, before and after."""
+    leaves, _ = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    shapes = [shape for path, shape in leaves if is_multiplied(config, name(path))]
+    numbers, scales = (sum(math.prod(shape[:end]) for shape in shapes) for end in (None, -1))
+    return numbers * dtype.itemsize, numbers * bits // 8 + scales * dtype.itemsize
 
 
 def free_bytes(device: jax.Device) -> int | None:
@@ -47,7 +68,12 @@ def _free_host_bytes() -> int | None:
 
 
 def check_fits(
-    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    batch_size: int,
+    capacity: int,
+    device: jax.Device,
+    bits: int | None = None,
 ) -> None:
     """Refuses a model whose weights and cache do not fit a device; passes where its memory is unknown.
 
@@ -57,15 +83,16 @@ def check_fits(
       batch_size: rows generated together.
       capacity: slots of the cache, a row.
       device: where everything goes.
+      bits: of quantised weights; None where they are of `dtype`.
 
     Raises:
       ValueError: it does not fit; one line with the sizes in GiB and what to change.
     """
-    weights, slots = needed_bytes(config, dtype, batch_size, capacity)
+    weights, slots = needed_bytes(config, dtype, batch_size, capacity, bits)
     free = free_bytes(device)
     if free is None or weights + slots <= free:
         return
-    name = np.dtype(dtype).name
+    name = np.dtype(dtype).name if bits is None else f"int{bits}"
     raise ValueError(
         f"the model does not fit: weights {weights / _GIB:.2f} GiB ({name}) and cache {slots / _GIB:.2f} GiB "
         f"(batch {batch_size}, {capacity} tokens) need {(weights + slots) / _GIB:.2f} GiB, {device} has "
@@ -80,6 +107,19 @@ def check_head_fits(num_weights: int, dtype: DTypeLike, device: jax.Device) -> N
         raise ValueError(
             f"the head does not fit: {size / _GIB:.2f} GiB ({np.dtype(dtype).name}), {device} has "
             f"{free / _GIB:.2f} GiB free; take a smaller dtype, or a method without a head"
+        )
+
+
+def check_copy_fits(
+    config: LlamaConfig, dtype: DTypeLike, bits: int, capacity: int, device: jax.Device
+) -> None:
+    """Refuses a quantised copy of a model, and its cache of one row, that do not fit beside it; see `check_fits`."""
+    _, copy = _quantised_bytes(config, np.dtype(dtype), bits)
+    size, free = copy + cache.size_bytes(config, 1, capacity, dtype), free_bytes(device)
+    if free is not None and size > free:
+        raise ValueError(
+            f"the draft does not fit: a copy of the weights in int{bits} with its cache takes {size / _GIB:.2f} GiB, "
+            f"{device} has {free / _GIB:.2f} GiB free; take fewer draft_bits, or another method"
         )
 
 

@@ -12,18 +12,20 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.files import no_file, read_json, write_atomic, write_json
+from jaxspec.io.hf_layout import leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -40,6 +42,8 @@ _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_emb
 _LATER = {"qk_norm": False, "kv_copies": 1}
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
+# Such rows of every leaf, by its name: see `sampled_rows`.
+Sampled = Mapping[str, Sequence[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +63,28 @@ class ProbeFile:
     law: str
 
 
-def fingerprint(config: LlamaConfig, params: Params) -> str:
-    """Names a model by its shape and a sample of its weights, the same in float32 and bfloat16."""
+def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = None) -> str:
+    """Names a model by its shape and a sample of its weights, the same in float32 and bfloat16.
+
+    `sampled`: the rows of each leaf as they were read, by the leaf's name, where `params` has them quantised: what was
+    made for a model serves it so too.
+    """
     shape = {
         name: value
         for name, value in dataclasses.asdict(config.plain).items()
         if name not in _TEXT_FIELDS and (name, value) not in _LATER.items()
     }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
-    for row in jax.device_get(_sampled_rows(config, params)):
+    read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
+    for row in read or jax.device_get(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()[:16]
+
+
+def sampled_rows(leaf: np.ndarray) -> list[np.ndarray]:
+    """The rows of a leaf that go into a fingerprint; copies of key/value heads among them do not matter."""
+    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, -1)]
+    return [np.ascontiguousarray(row.astype(ml_dtypes.bfloat16)).view(np.uint16) for row in ends]
 
 
 @functools.partial(jax.jit, static_argnums=0)

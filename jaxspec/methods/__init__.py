@@ -25,6 +25,7 @@ from jaxspec.methods.kangaroo import Kangaroo
 from jaxspec.methods.layerskip import LayerSkip
 from jaxspec.methods.medusa import Medusa
 from jaxspec.methods.ngram import NGram
+from jaxspec.methods.quantised import Quantised
 from jaxspec.methods.registry import names
 from jaxspec.methods.s2d import S2D
 from jaxspec.methods.suffix import Suffix
@@ -52,6 +53,7 @@ __all__ = [
     "Medusa",
     "Method",
     "NGram",
+    "Quantised",
     "Resources",
     "Suffix",
     "TokenRecycling",

@@ -62,6 +62,7 @@ class LoadedModel:
       params: the parameters.
       name: what messages call it.
       exits: the exits it was trained for, in layers run.
+      sampled: of quantised parameters, what was read of each leaf for the fingerprint; else None.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -73,13 +74,16 @@ class LoadedModel:
     params: Params
     name: str = ""
     exits: tuple[int, ...] = ()
+    sampled: Mapping[str, Sequence[np.ndarray]] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """The name of the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
         from jaxspec.io import method_files
 
-        return method_files.fingerprint(self.config, self.params)
+        return method_files.fingerprint(self.config, self.params, self.sampled)
 
     def until(self, num_layers: int) -> LoadedModel:
         """Returns a model of the first `num_layers` layers alone, the same object each time."""
@@ -90,6 +94,29 @@ class LoadedModel:
             params = llama.truncate(self.params, num_layers)
             self._cut[num_layers] = dataclasses.replace(self, config=config, params=params, exits=())
         return self._cut[num_layers]
+
+    @property
+    def bits(self) -> int | None:
+        """The bits of the model's quantised weights; None where its weights are those it was loaded with."""
+        import jax
+
+        from jaxspec.model.quantised import is_quantised
+
+        leaves = jax.tree.leaves(self.params, is_leaf=is_quantised)
+        return next((leaf.bits for leaf in leaves if is_quantised(leaf)), None)
+
+    def has_quantised(self, bits: int) -> bool:
+        """Returns whether `quantised` has been asked for these bits before, and so makes nothing."""
+        return bits in self._quantised
+
+    def quantised(self, bits: int) -> LoadedModel:
+        """Returns the model with its matrices in int8 or int4 (8 or 4 bits), the same object each time."""
+        from jaxspec.model.quantised import quantise
+
+        if bits not in self._quantised:
+            params = quantise(self.config, self.params, bits)
+            self._quantised[bits] = dataclasses.replace(self, params=params)
+        return self._quantised[bits]
 
     def vocabulary(self, ids: np.ndarray) -> Vocabulary:
         """Returns the head of tokens `ids`, int32[N], rising; its rows are gathered once, the same object each time."""
@@ -105,6 +132,10 @@ class LoadedModel:
 
     @functools.cached_property
     def _cut(self) -> dict[int, LoadedModel]:
+        return {}
+
+    @functools.cached_property
+    def _quantised(self) -> dict[int, LoadedModel]:
         return {}
 
     @functools.cached_property
@@ -160,6 +191,7 @@ class Resources:
       laws: the names of the sampling laws that the texts of this batch follow, see `io.method_files.law_name`.
       platform: where the target runs: cpu, gpu or tpu.
       load_head: a head's directory or hub id and the target → the head, checked to fit.
+      quantise: a model and 8 or 4 bits → a copy of it with such weights, checked to fit.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
@@ -173,6 +205,7 @@ class Resources:
     laws: tuple[str, ...] = ("greedy",)
     platform: str = "cpu"
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
+    quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ key/value heads, see `LlamaConfig.kv_copies`):
     layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
 
 with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `q_norm` [hd] and `k_norm` [hd]
-where configured. Those of a draft may have, in place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
+where configured. A matrix, or an embedding that is the head, may be `Quantised`. The parameters of a draft may have, in
+place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import run_if
 from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantised import Quantised
 from jaxspec.model.tree import Tree
 from jaxspec.model.vocabulary import Vocabulary
 
@@ -119,7 +121,8 @@ def truncate(params: Params, num_layers: int) -> Params:
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
-    embedded: jax.Array = params["embed"][tokens]
+    rows = params["embed"][tokens]
+    embedded: jax.Array = rows.whole() if isinstance(rows, Quantised) else rows
     return embedded
 
 
@@ -142,12 +145,12 @@ def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Ar
     return rms_norm(hidden, params["norm"], config.rms_norm_eps)
 
 
-def head(config: LlamaConfig, params: Params) -> jax.Array:
+def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
     """The matrix that makes logits: [V, D], or [N, D] where `params` has a `vocabulary`."""
     if "vocabulary" in params:
-        few: jax.Array = params["vocabulary"].head
+        few: jax.Array | Quantised = params["vocabulary"].head
         return few
-    whole: jax.Array = params["embed"] if config.tie_embeddings else params["head"]
+    whole: jax.Array | Quantised = params["embed"] if config.tie_embeddings else params["head"]
     return whole
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxspec.model.quantised import Quantised
+
 # Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
 FEW_ROWS = 32
 # Numbers in a matrix below which calling the library costs more than streaming it again for a row.
@@ -20,13 +22,23 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: jax.Array | Quantised,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """x [..., I] times weight [*O, I], plus bias [*O] → [..., *O].
 
-    Weights keep their output axes in front: as fast as the other order for one row, faster for several.
+    Weights keep their output axes in front: as fast as the other order for one row, faster for several. Of a quantised
+    weight the small numbers are multiplied by, and the result is scaled: so no array of the whole weight is made.
     """
     out_dtype = out_dtype or x.dtype
+    if isinstance(weight, Quantised):
+        # Before it is scaled, a result may be larger than float16 goes.
+        between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
+        y = linear(x, weight.values().astype(x.dtype), out_dtype=between)
+        scaled: jax.Array = (y * weight.scale.astype(between)).astype(out_dtype)
+        return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
     if rows <= FEW_ROWS and x.dtype == jnp.float32:
         y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=_product)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
+from jaxspec.model.quantised import shardings_for
 
 RULES = {"batch": "data", "kv_heads": "model", "heads": "model", "mlp": "model", "vocab": "model"}
 
@@ -127,8 +128,9 @@ def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig
       (1, P('model', None, None))
     """
     config = spread_config(mesh, config)
-    shardings = param_shardings(automatic(mesh), config)
-    placed: Params = jax.device_put(with_copies(config, params), shardings)
+    params = with_copies(config, params)
+    shardings = shardings_for(param_shardings(automatic(mesh), config), params)
+    placed: Params = jax.device_put(params, shardings)
     return config, placed
 
 
@@ -157,7 +159,8 @@ def _attentions(config: LlamaConfig, params: Params, change: Callable[[jax.Array
         return params
 
     def leaf(path: Any, array: jax.Array) -> jax.Array:
-        return change(array) if getattr(path[-1], "key", None) in ("qkv", "qkv_bias") else array
+        names = {getattr(key, "key", None) for key in path}  # a quantised leaf is two arrays
+        return change(array) if names & {"qkv", "qkv_bias"} else array
 
     changed: Params = jax.tree.map_with_path(leaf, params)
     return changed

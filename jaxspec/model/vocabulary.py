@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.model.quantised import Quantised
+
 
 @struct.dataclass
 class Vocabulary:
@@ -26,7 +28,7 @@ class Vocabulary:
       [[-inf, -inf, -inf, -0.5, -inf, -1.0, -inf]]
     """
 
-    head: jax.Array | None
+    head: jax.Array | Quantised | None
     ids: jax.Array
     size: int = struct.field(pytree_node=False)
 

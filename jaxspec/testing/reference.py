@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
+from jaxspec.model.quantised import is_quantised
 
 
 def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
@@ -56,7 +57,13 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
       >>> as_float64({"norm": np.ones(2, np.float32)})["norm"].dtype
       dtype('float64')
     """
-    wide: dict[str, Any] = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float64), params)
+
+    def widened(leaf: Any) -> Any:
+        if is_quantised(leaf):
+            return widened(leaf.values()) * widened(leaf.scale)[..., None]
+        return np.asarray(leaf).astype(np.float64)
+
+    wide: dict[str, Any] = jax.tree.map(widened, params, is_leaf=is_quantised)
     return wide
 
 

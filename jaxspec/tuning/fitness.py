@@ -18,6 +18,7 @@ import numpy as np
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.quantised import Quantised
 
 BINS = 10
 GRAM = 8
@@ -215,7 +216,8 @@ def pooled(kinds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def write_rms(params: Params) -> dict[str, list[float]]:
     """Root mean square of the matrices that write into the residual stream, by layer: `attention` and `mlp`."""
 
-    def rms(matrix: jax.Array) -> float:
+    def rms(matrix: jax.Array | Quantised) -> float:
+        matrix = matrix.whole() if isinstance(matrix, Quantised) else matrix
         return float(jnp.sqrt(jnp.mean(jnp.square(matrix.astype(jnp.float32)))))
 
     return {
