@@ -180,7 +180,12 @@ def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A speed-up over plain decoding, and the draft length K that gives it."""
+    """A speed-up over plain decoding, and the draft length K that gives it.
+
+    Examples:
+      >>> Prediction(1.5, 4).num_draft_tokens
+      4
+    """
 
     speedup: float
     num_draft_tokens: int
@@ -231,6 +236,11 @@ def speedup_table(
       costs: of the device.
       drafts: by name.
       live, batch: as in `StepCosts.step_ms`.
+
+    Examples:
+      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
+      >>> round(speedup_table(costs, {"ngram": Draft(lookup=True)})["ngram"]["0.5"].speedup, 2)
+      2.0
     """
     return {
         name: {
