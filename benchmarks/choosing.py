@@ -30,9 +30,9 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.acceptance import Prior
 from jaxspec.choosing.chooser import OFF, Choice, Chooser, Prices
-from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.choosing.costs import Draft, StepCosts, kinds
 from jaxspec.deviceless.accelerators import DESCRIBED
-from jaxspec.deviceless.roofline import roofline, usual_kinds
+from jaxspec.deviceless.roofline import usual
 from jaxspec.io.cost_files import parse
 from jaxspec.io.files import read_json
 
@@ -344,10 +344,8 @@ def _row(played: dict[str, Played], table: Prices, options: Options) -> dict[str
 
 def _costs(options: Options) -> tuple[StepCosts, list[tuple[str, Draft]]]:
     if options.costs is None:
-        costs = roofline(DESCRIBED[options.device_model], SHAPES[options.shape], options.shape)
-        return costs, list(usual_kinds(options.shape).items())
-    from jaxspec.choosing.costs import kinds
-
+        costs, drafts = usual(DESCRIBED[options.device_model], options.shape)
+        return costs, list(drafts.items())
     costs = parse(read_json(options.costs).get("costs"), str(options.costs))
     return costs, list(kinds(costs.num_layers).items())
 

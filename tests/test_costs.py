@@ -12,7 +12,7 @@ from jaxspec.bench import step_costs as measuring
 from jaxspec.bench.profile import SHAPES
 from jaxspec.choosing.costs import Draft, StepCosts, kinds, predicted_speedup, speedup_table, tokens_per_round
 from jaxspec.deviceless.accelerators import DESCRIBED
-from jaxspec.deviceless.roofline import report, roofline, weights
+from jaxspec.deviceless.roofline import report, roofline, usual, weights
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import cost_files
 from tests import caching, tiny
@@ -227,6 +227,16 @@ def test_predictions_rise_with_acceptance_and_fall_with_the_batch():
         assert by_rate["0.9"]["speedup"] <= found["speedups"][name]["0.9"]["speedup"], name
     assert not report("h100", "70b")["fits"]
     assert speedup_table(COSTS, {"x": Draft(lookup=True)})["x"]["0.5"].speedup > 1
+
+
+def test_a_draft_model_costs_a_step_of_its_own():
+    device = DESCRIBED["h100"]
+    costs, drafts = usual(device, "8b")
+    draft = roofline(device, SHAPES["1.2b"], "1.2b")
+    rounds = drafts["draft model"].round_ms(costs, 3) - costs.step_ms(4)
+    assert rounds == pytest.approx(3 * draft.step_ms())
+    assert drafts["draft model"].absorb_ms(costs) == pytest.approx(draft.absorb_ms)
+    assert "draft model" not in usual(device, "31m")[1]
 
 
 # The command

@@ -137,33 +137,23 @@ class Draft:
         return costs.absorb_ms * self.absorb_layers / costs.num_layers
 
 
-def kinds(num_layers: int, model_share: float | None = None) -> dict[str, Draft]:
-    """The kinds of drafts that methods have, at usual sizes, for a target of so many layers.
-
-    Args:
-      num_layers: of the target.
-      model_share: what a draft model weighs, as a part of the target; None for no draft model.
+def kinds(num_layers: int) -> dict[str, Draft]:
+    """The kinds of drafts that need no second model, at usual sizes, for a target of so many layers.
 
     Returns:
       by name: `lookup` (n-gram, suffix), `early exit` after a quarter of the layers, `half the layers` (Draft & Verify:
-      what is skipped is verified), `one layer` (EAGLE: a head of one layer, with the target's output head), and
-      `draft model`.
+      what is skipped is verified), and `one layer` (EAGLE: a head of one layer, with the target's output head).
 
     Examples:
       >>> list(kinds(32))
       ['lookup', 'early exit', 'half the layers', 'one layer']
     """
-    quarter = max(1, num_layers // 4)
-    found = {
+    return {
         "lookup": Draft(lookup=True),
-        "early exit": Draft(layers=quarter, shares=True),
+        "early exit": Draft(layers=max(1, num_layers // 4), shares=True),
         "half the layers": Draft(layers=num_layers / 2),
         "one layer": Draft(layers=1, absorb_layers=1),
     }
-    if model_share is not None:
-        layers = model_share * num_layers
-        found["draft model"] = Draft(layers=layers, absorb_layers=layers)
-    return found
 
 
 def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:

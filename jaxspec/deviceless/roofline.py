@@ -89,13 +89,22 @@ def roofline(
     )
 
 
-def usual_kinds(shape: str) -> dict[str, Draft]:
-    """`kinds` for a named shape, a draft model among them where there is a usual one."""
-    config = SHAPES[shape]
-    if shape not in _DRAFTS:
-        return kinds(config.num_layers)
-    draft = SHAPES[_DRAFTS[shape]]
-    return kinds(config.num_layers, _size(draft) / _size(config))
+def usual(
+    accelerator: Accelerator, shape: str, launch_us: float | None = None
+) -> tuple[StepCosts, dict[str, Draft]]:
+    """The costs of a named shape, and the kinds of drafts: a draft model among them where there is a usual one.
+
+    What a step of the draft model takes is said in layers of the target. It has as many operations to start as its own
+    layers have, which are more than its share of the weights.
+    """
+    costs = roofline(accelerator, SHAPES[shape], shape, launch_us)
+    drafts = kinds(costs.num_layers)
+    if shape in _DRAFTS:
+        draft = roofline(accelerator, SHAPES[_DRAFTS[shape]], _DRAFTS[shape], launch_us)
+        layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
+        absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
+        drafts["draft model"] = Draft(layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed)
+    return costs, drafts
 
 
 def report(device: str, shape: str, batch: int = 1, launch_us: float | None = None) -> dict[str, Any]:
@@ -123,8 +132,8 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
         raise ValueError(f"batch is {batch}; give at least 1")
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
-    accelerator, drafts = DESCRIBED[device], usual_kinds(shape)
-    costs = roofline(accelerator, SHAPES[shape], shape, launch_us)
+    accelerator = DESCRIBED[device]
+    costs, drafts = usual(accelerator, shape, launch_us)
     table = speedup_table(costs, drafts, batch=batch)
     return {
         "prediction": True,
@@ -149,4 +158,4 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
 
 def _size(config: LlamaConfig) -> int:
     layer, head = weights(config)
-    return config.num_layers * layer + head
+    return config.num_layers * layer + head * (1 if config.tie_embeddings else 2)
