@@ -101,14 +101,16 @@ def test_drawn_acceptances_spread_as_what_is_known_allows():
 
 
 def test_a_prior_is_fitted_to_other_texts():
-    rng, rounds = np.random.default_rng(0), 200
+    rng, rounds = np.random.default_rng(0), 10
     rates = rng.beta(6, 3, (500, 2))
     rates[:, 1] = 0.25
     right = rng.binomial(rounds, rates)
     accept = np.stack([right, rounds - right], axis=-1)[:, :, None].astype(float)
     prior = acceptance.fitted_prior(accept, np.ones((500, 2, 2)))
     assert prior.accept[:, 0] == pytest.approx([2 / 3, 0.25], abs=0.02)
-    assert prior.strength[0] == pytest.approx(9, rel=0.2)
+    assert prior.strength[0] == pytest.approx(
+        9, rel=0.25
+    )  # 4.5 if what drawing adds were taken for the texts' own
     assert prior.strength[1] == 20  # all texts are alike
 
 
@@ -155,6 +157,8 @@ def test_rows_together_take_what_is_best_for_all():
     assert (each.candidate.tolist(), each.length.tolist()) == ([1, 2], [2, 1])
     both = chooser.best(TABLE, accept, *given, together=True)  # 3.71 ÷ 1.2, 2.9 ÷ 1.5
     assert (both.candidate.tolist(), both.length.tolist()) == ([1, 1], [2, 2])
+    swapped = chooser.best(TABLE, accept[::-1], *given, together=True)
+    assert (swapped.candidate.tolist(), swapped.length.tolist()) == ([1, 1], [2, 2])
 
 
 def run_choices(seed, batch=2, rounds=30):

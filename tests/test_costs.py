@@ -123,6 +123,9 @@ def test_costs_are_measured_once(lm, measured, tmp_path, monkeypatch):
         assert len(list((tmp_path / "costs").iterdir())) == 1  # nothing half-written is left
         other = LanguageModel(tiny.TARGET, tiny.params(tiny.TARGET), name="tiny")
         assert measuring.remembered_step_costs(other)[1]
+        twin = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL), name="twin")
+        kept, new = measuring.remembered_step_costs(twin)
+        assert (kept.model, new) == ("twin", False)  # weights change no cost
     with caching.user_cache("off"):
         assert measuring.remembered_step_costs(lm) == (found, True)
 

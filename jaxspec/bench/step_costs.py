@@ -6,6 +6,7 @@ first text, not a study. The whole rounds of `bench.prices` are the judge of wha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import statistics
@@ -129,7 +130,7 @@ def remembered_step_costs(
         except (OSError, ValueError) as error:
             on_warning(f"{error}; the costs are measured again")
         else:
-            return found, False
+            return dataclasses.replace(found, model=lm.name), False
     costs = step_costs(lm, on_progress=on_progress)
     if path is not None:
         try:
