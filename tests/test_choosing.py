@@ -142,6 +142,14 @@ def test_the_choice_gives_the_most_tokens_per_millisecond():
     assert best([nothing, [0.9, 0.9], [0.5, 0]], found=(1, 0.1, 1)) == ([1], [2])
 
 
+def test_no_draft_is_the_choice_of_plain_decoding_alone():
+    """Although a measured round without a draft may, by noise, seem to cost less than one of plain decoding."""
+    noisy = dataclasses.replace(TABLE, round_ms=TABLE.round_ms - np.array([[0.0], [0.05], [0.0]]))
+    given = np.zeros((1, 3, 2)), np.ones((1, 3)), np.zeros((1, 3)), np.ones(1)
+    choice = chooser.best(noisy, *given)
+    assert (choice.candidate.tolist(), choice.length.tolist()) == ([OFF], [0])
+
+
 def test_a_state_is_brought_up_only_where_it_pays():
     accept = [[0, 0], [0.05, 0], [0.9, 0]]  # 1.27 tokens per millisecond, after 3 + .01 · behind
     assert best(accept, behind=(9, 9, 0), horizon=4) == ([2], [1])
