@@ -19,6 +19,7 @@ PUBLIC = (
     "jaxspec/acceptance.py",
     "jaxspec/sampling.py",
     "jaxspec/model/tree.py",
+    "jaxspec/choosing",
     "jaxspec/drafting/chain.py",
     "jaxspec/drafting/tree.py",
     "jaxspec/methods",

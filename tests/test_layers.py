@@ -23,6 +23,7 @@ LAYERS = (
     "jaxspec.protocol",
     "jaxspec.tree_acceptance",
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
+    "jaxspec.choosing",
     "jaxspec.drafting.chain jaxspec.drafting.lookup jaxspec.drafting.tree jaxspec.decoding",
     "jaxspec.drafting.tapped jaxspec.drafting.exits jaxspec.drafting.masked",
     "jaxspec.drafting",
@@ -54,6 +55,7 @@ LAYERS = (
 )
 SHARED = (
     *(
+        "jaxspec.choosing",
         "jaxspec.io",
         "jaxspec.console",
         "jaxspec.methods",

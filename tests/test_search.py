@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench import profile as bench_profile
+from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.cli import main
 from jaxspec.cli.search import _print
 from jaxspec.drafting.autoregressive import Autoregressive
@@ -23,10 +24,9 @@ from jaxspec.io.method_files import PLAN_NAME, read_plan
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
-from jaxspec.tuning import costs as tuning_costs
 from jaxspec.tuning import objectives
 from jaxspec.tuning import search as bench
-from jaxspec.tuning.costs import Costs, measure_costs, predicted_speedup, tokens_per_round
+from jaxspec.tuning.costs import Costs, measure_costs, predicted_speedup
 from jaxspec.tuning.masks import MaskSpace
 from jaxspec.tuning.options import SearchOptions
 from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
@@ -189,9 +189,7 @@ def test_the_predicted_speed_up():
         for k, rows in ((1, 12), (2, 12), (3, 12), (4, 13))
     }
     prediction = predicted_speedup(0.6, plan, COSTS, longest=4)
-    assert prediction == tuning_costs.Prediction(
-        pytest.approx(max(by_hand.values())), max(by_hand, key=by_hand.get)
-    )
+    assert prediction == Prediction(pytest.approx(max(by_hand.values())), max(by_hand, key=by_hand.get))
     assert predicted_speedup(1.0, LayerPlan.skipping(4, range(4), range(3)), COSTS).num_draft_tokens == 12
     assert predicted_speedup(0.0, plan, COSTS).num_draft_tokens == 1
 
@@ -228,7 +226,7 @@ def test_texts_are_counted_as_they_come(deep):
 def test_a_profile_says_how_far_it_is(monkeypatch):
     told = []
     lm = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL))
-    monkeypatch.setattr(bench_profile, "_language_model", lambda *_: lm)
+    monkeypatch.setattr(bench_profile, "language_model", lambda *_: lm)
     bench_profile.profile(repeats=1, on_progress=told.append)
     assert [what for what in told if "row counts" in what] == [
         f"compiling the loop of {rows} rows: row counts {n} of 4" for n, rows in ((2, 2), (3, 5), (4, 9))

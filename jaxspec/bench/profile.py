@@ -85,7 +85,7 @@ def profile(
       ValueError, FileNotFoundError: unknown shape, both a model and a shape, or what `load` raises.
     """
     on_progress("loading the model")
-    lm = _language_model(model, shape, dtype, device, mesh, weights)
+    lm = language_model(model, shape, dtype, device, mesh, weights)
     params = Weights(lm.params)
     read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
     stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
@@ -132,7 +132,7 @@ def profile(
     }
 
 
-def _language_model(
+def language_model(
     model: str | None,
     shape: str | None,
     dtype: str | None,

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.drafting.draft_verify import DraftVerify
+from jaxspec.drafting.ngram import NGram
 from jaxspec.engine import compiled
 from jaxspec.engine.buckets import prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
@@ -178,6 +179,7 @@ class SubmodelSteps(Loop):
       head: whether the final norm and the head run; without them only the layers do.
       live: tokens in the cache, those that the step feeds included.
       capacity: of the cache.
+      batch_size: texts, each of which feeds as many tokens.
     """
 
     def __init__(
@@ -188,10 +190,12 @@ class SubmodelSteps(Loop):
         head: bool = True,
         live: int = LIVE + 1,
         capacity: int = 256,
+        batch_size: int = 1,
     ) -> None:
-        cache = kv.create(lm.config, 1, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
-        fed = jnp.arange(3, 3 + num_rows, dtype=jnp.int32)[None] % lm.config.vocab_size
-        start = jnp.full(1, live - num_rows, jnp.int32)
+        cache = kv.create(lm.config, batch_size, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
+        fed = jnp.arange(3, 3 + batch_size * num_rows, dtype=jnp.int32) % lm.config.vocab_size
+        fed = fed.reshape(batch_size, num_rows)
+        start = jnp.full(batch_size, live - num_rows, jnp.int32)
         run = functools.partial(_submodel_steps, lm.config, plan, head, lm.mesh, lm.params, fed, start)
         # Put in place at once: what a call returns must look like what the first one took.
         place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
@@ -223,6 +227,33 @@ def _submodel_steps(
 
     fed, cache = jax.lax.fori_loop(0, count, step, (fed, cache))
     return fed, compiled.constrained(mesh, cache)
+
+
+class LookupSteps(Loop):
+    """A few searches for what followed on the last tokens earlier, in a text of `capacity` tokens: drafts of `ngram`.
+
+    Args:
+      live: tokens of the text.
+      capacity: with the room behind it.
+    """
+
+    def __init__(self, live: int, capacity: int) -> None:
+        drafter, keys = NGram(), jax.random.split(jax.random.key(0), 1)
+        tokens = jnp.arange(capacity, dtype=jnp.int32)[None] % live
+
+        @jax.jit
+        def search(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def one(at: jax.Array, tokens: jax.Array) -> jax.Array:
+                length = jnp.full(1, live - ROUNDS, jnp.int32) + at
+                view = View(tokens, length, KVCache([], length, True), jnp.full(1, capacity, jnp.int32))
+                proposal, _ = drafter.look_up(keys, view)
+                # What is found hangs in the text, so that no search is left out.
+                return tokens.at[:, 0].set(proposal.tokens[:, 0] + proposal.count)
+
+            tokens = jax.lax.fori_loop(0, ROUNDS, one, tokens)
+            return tokens, tokens
+
+        super().__init__(search, tokens)
 
 
 def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:

@@ -1,14 +1,17 @@
-"""`jaxspec profile`: what this device makes of a model."""
+"""`jaxspec profile`: what this device makes of a model, and what a described one would."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.terminal import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,38 +25,113 @@ class Profile:
 
     Attributes:
       shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b or 70b.
+      costs: show instead what steps cost by rows, layers, texts and tokens before them, and what drafts would gain. It
+        is measured once for a device, a shape and a dtype, and kept in the user's cache.
+      fresh: with --costs, measure again.
+      device_model: predict instead, on paper, what drafts would gain with --shape on a device of which only published
+        figures are known: h100, h200, v5e, v5p or v6e. Nothing is measured.
+      batch: texts at once, for what drafts would gain. Default 1.
+      launch_us: with --device-model, microseconds that starting one operation takes. Default: the device's.
       json: print one JSON object and nothing else.
     """
 
     shape: str | None = None
+    costs: bool = False
+    fresh: bool = False
+    device_model: str | None = None
+    batch: int | None = None
+    launch_us: float | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
-        """Measures; returns the exit status."""
-        from jaxspec.bench.profile import profile
-
-        with Progress() as progress:
-            given = self.model
-            model, dtype, device, mesh = given.model, given.dtype, given.device, given.mesh
-            report = profile(
-                model, self.shape, dtype, device, mesh, weights=given.weights, on_progress=progress
-            )
+        """Measures or predicts; returns the exit status."""
+        self._check()
+        if self.device_model is not None:
+            report, show = self._predict(), _print_prediction
+        elif self.costs:
+            report, show = self._costs(), _print_costs
+        else:
+            report, show = self._profile(), _print
         if self.json:
             print(json.dumps(report))
         else:
-            _print(report)
+            show(report)
         return 0
+
+    def _check(self) -> None:
+        """Refuses options that would say nothing."""
+        paper = self.device_model is not None
+        if paper and (self.costs or self.model != ModelOptions()):
+            raise ValueError(
+                "`device_model` predicts for a named shape, on a device that is not here; give it with `shape`, "
+                "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
+            )
+        if paper and self.shape is None:
+            raise ValueError("`device_model` needs a shape; give `shape`, such as 8b")
+        wrong = {
+            "fresh": self.fresh and not self.costs,
+            "batch": self.batch is not None and not (self.costs or paper),
+            "launch_us": self.launch_us is not None and not paper,
+        }
+        needs = {"fresh": "`costs`", "batch": "`costs` or `device_model`", "launch_us": "`device_model`"}
+        if name := next((name for name, is_wrong in wrong.items() if is_wrong), None):
+            raise ValueError(f"`{name}` is given without {needs[name]}; give both, or neither")
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"batch is {self.batch}; give at least 1")
+
+    def _profile(self) -> dict[str, Any]:
+        from jaxspec.bench.profile import profile
+
+        given = self.model
+        with Progress() as progress:
+            return profile(
+                given.model,
+                self.shape,
+                given.dtype,
+                given.device,
+                given.mesh,
+                weights=given.weights,
+                on_progress=progress,
+            )
+
+    def _costs(self) -> dict[str, Any]:
+        from jaxspec.bench.profile import language_model
+        from jaxspec.bench.step_costs import remembered_step_costs
+        from jaxspec.choosing.costs import kinds, speedup_table
+
+        given, warnings = self.model, list[str]()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = language_model(
+                given.model, self.shape, given.dtype, given.device, given.mesh, given.weights
+            )
+            costs, measured = remembered_step_costs(
+                lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
+            )
+        for line in warnings:
+            print(f"jaxspec: warning: {line}", file=sys.stderr)
+        table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch or 1)
+        return {
+            "measured_now": measured,
+            "batch": self.batch or 1,
+            "costs": dataclasses.asdict(costs),
+            "speedups": {
+                name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}
+                for name, by_rate in table.items()
+            },
+        }
+
+    def _predict(self) -> dict[str, Any]:
+        from jaxspec.deviceless.roofline import report
+
+        assert self.device_model is not None
+        assert self.shape is not None
+        return report(self.device_model, self.shape, self.batch or 1, self.launch_us)
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "", "", title=f"{report['model']}, {report['dtype']}, {report['device']}", show_header=False
-    )
-    table.columns[1].justify = "right"
+    table = _table(f"{report['model']}, {report['dtype']}, {report['device']}")
     floor, fraction = report["floor_ms"], report["floor_fraction"]
     table.add_row("floor: all weights read once", f"{floor:.3f} ms")
     steps: dict[str, float] = report["step_ms"]
@@ -65,4 +143,68 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("  its keys and values, as fast as the floor", f"{report['live_token_floor_us']:.2f} µs")
     table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
     table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
+    _show(table)
+
+
+def _print_costs(report: dict[str, Any]) -> None:
+    from jaxspec.choosing.costs import StepCosts
+
+    costs = StepCosts(**report["costs"])
+    table = _table(f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens")
+    for rows, batch, step_ms in costs.full_ms:
+        texts = "" if batch == 1 else f" of each of {batch} texts"
+        table.add_row(f"step of {rows} row{'s' if rows > 1 else ''}{texts}", f"{step_ms:.3f} ms")
+    cut, layers = costs.cut_layers, costs.num_layers
+    table.add_row(f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms")
+    table.add_row("  so a layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms")
+    table.add_row("each token before a step", f"{1e3 * costs.live_token_ms:.2f} µs")
+    table.add_row("a round beside its steps", f"{costs.loop_ms:.3f} ms")
+    table.add_row("a search for what followed earlier", f"{costs.lookup_ms:.3f} ms")
+    table.add_row("a token of a prompt", f"{costs.absorb_ms:.3f} ms")
+    _show(table)
+    _print_speedups(report["speedups"], f"predicted from these costs, {_texts(report['batch'])}")
+
+
+def _print_prediction(report: dict[str, Any]) -> None:
+    title = f"prediction on paper, nothing was measured: {report['shape']} on {report['device']}, {report['dtype']}"
+    table = _table(title)
+    table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
+    table.add_row("operations a second at its peak", f"{1e-12 * report['flops']:,.0f} · 10¹²")
+    table.add_row("starting an operation (an assumption)", f"{report['launch_us']:g} µs")
+    table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
+    if not report["fits"]:
+        table.add_row("the weights do not fit its memory", "as if they did")
+    _show(table)
+    _print_speedups(
+        report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} tokens before"
+    )
+
+
+def _print_speedups(speedups: dict[str, Any], title: str) -> None:
+    from rich.table import Table
+
+    table = Table("acceptance", *speedups, title=f"speed-up over plain decoding (draft tokens): {title}")
+    for rate in next(iter(speedups.values())):
+        cells = (by_rate[rate] for by_rate in speedups.values())
+        table.add_row(rate, *(f"{one['speedup']:.2f} ({one['num_draft_tokens']})" for one in cells))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    _show(table)
+
+
+def _texts(batch: int) -> str:
+    return "one text" if batch == 1 else f"{batch} texts"
+
+
+def _table(title: str) -> Table:
+    from rich.table import Table
+
+    table = Table("", "", title=title, show_header=False)
+    table.columns[1].justify = "right"
+    return table
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
     Console(file=sys.stdout).print(table)

@@ -1,4 +1,4 @@
-"""Accelerators that programs are compiled for: their published figures, and how a topology of them is named."""
+"""Accelerators, by their published figures: those that programs are compiled for, and how a topology is named."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class Accelerator:
       bandwidth: of that memory, bytes a second.
       flops: at its peak in bfloat16, operations a second.
       source: where the figures are published.
-      axes: of its topologies.
+      axes: of its topologies; 0 where none can be compiled for.
       target: what the compiler calls it, where that is another name.
       options: what the compiler is told beside.
+      launch_us: what starting one operation of a program takes, which nobody publishes. GPUs: as a round of 294 kernels
+        at a shape of 1b whose weights take .74 ms takes as long again. TPUs: assumed.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Accelerator:
     axes: int
     target: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    launch_us: float = 1.0
 
 
 _DOCS = "https://cloud.google.com/tpu/docs/"
@@ -47,6 +50,15 @@ ACCELERATORS = {
             options=(("chip_config_name", "megacore"),),
         ),
         Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2),
+    )
+}
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+# What predictions on paper know beside them: GPUs as modules (SXM), without sparsity.
+DESCRIBED = ACCELERATORS | {
+    one.name: one
+    for one in (
+        Accelerator("h100", 80 * 10**9, 3350e9, 989e12, _NVIDIA + "h100", 0, launch_us=2.5),
+        Accelerator("h200", 141 * 10**9, 4800e9, 989e12, _NVIDIA + "h200", 0, launch_us=2.5),
     )
 }
 # Chips of one host along each axis, at most.

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.bench.steps import DraftSteps, Steps, WrongDrafts
 from jaxspec.bench.timing import OnProgress, interleaved, median_ratio
+from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
@@ -43,22 +44,6 @@ class Costs:
         attention = plan.num_layers - len(plan.skip_attention)
         mlp = plan.num_layers - len(plan.skip_mlp)
         return self.rest_ms + attention * self.attention_ms + mlp * self.mlp_ms
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """A speed-up over plain decoding, and the draft length K that gives it."""
-
-    speedup: float
-    num_draft_tokens: int
-
-
-def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round that drafts K, each right with probability a: (1 − a^(K+1)) ÷ (1 − a).
-
-    Leviathan et al. 2023, equation 1.
-    """
-    return sum(agreement**accepted for accepted in range(num_draft_tokens + 1))
 
 
 def predicted_speedup(

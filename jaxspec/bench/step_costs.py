@@ -1,0 +1,159 @@
+"""What steps of a model cost on this device, measured once: by rows, layers, live length and batch (`StepCosts`).
+
+The parts of `profile` and `tune`, at few points, within seconds: the choice between methods needs a table before the
+first text, not a study. The whole rounds of `bench.prices` are the judge of what is predicted from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+
+from jaxspec.bench.steps import LIVE, LookupSteps, Steps, SubmodelSteps
+from jaxspec.bench.timing import OnProgress, interleaved
+from jaxspec.choosing.costs import StepCosts
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import cost_files
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Weights
+
+# (rows of one text, batch) of the whole model's steps; the largest stands for a prefill.
+POINTS = ((1, 1), (2, 1), (5, 1), (9, 1), (33, 1), (1, 4), (5, 4))
+# Live tokens of all steps but those that say what a live token costs, and of these; and slots of their caches.
+SHORT, LONG = (LIVE + 1, 128), (1000, 1024)
+# All timings together take about so long, where the turns below allow it.
+_TIMING_S, _TURNS = 6.0, (3, 9)
+# Milliseconds that one timing of small steps takes, so that calling them is no part of it, and its steps at most.
+_CALL_MS, _MOST_STEPS = 8.0, 16
+
+
+def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None) -> StepCosts:
+    """Measures the costs of steps, in turns; most of the time goes into compiling them.
+
+    Args:
+      lm: the model.
+      on_progress: called with what is being done.
+
+    Returns:
+      the table; each time is a median, and noisy where the machine is.
+    """
+    num_layers = lm.config.num_layers
+    every, cut_layers = LayerPlan.skipping(num_layers), num_layers // 4
+    rest = range(cut_layers, num_layers)
+    timed: dict[str, SubmodelSteps] = {}
+    with jax.default_device(lm.device):
+        for rows, batch in POINTS:
+            timed[f"{rows} rows of {batch}"] = SubmodelSteps(
+                lm, every, rows, live=max(SHORT[0], rows), capacity=SHORT[1], batch_size=batch
+            )
+        timed["cut"] = SubmodelSteps(
+            lm, LayerPlan.skipping(num_layers, rest, rest), live=SHORT[0], capacity=SHORT[1]
+        )
+        timed["long"] = SubmodelSteps(lm, every, live=LONG[0], capacity=LONG[1])
+        rounds = {
+            "loop": Steps(lm, Weights(lm.params), Autoregressive(), SHORT[1]),
+            "lookup": LookupSteps(live=SHORT[1], capacity=2 * SHORT[1]),
+        }
+        once = {name: functools.partial(steps, 1) for name, steps in timed.items()}
+        _compile(lm.device, [*once.values(), *rounds.values()], on_progress)
+        counts = {name: one.rounds for name, one in rounds.items()}
+        took = sum(_ms(rounds[name]) for name in rounds)
+        for name, run in once.items():
+            one_ms = _ms(run)
+            counts[name] = min(max(2, round(_CALL_MS / one_ms)), _MOST_STEPS)
+            took += counts[name] * one_ms
+        turns = min(max(_TURNS[0], int(1e3 * _TIMING_S / took)), _TURNS[1])
+        functions: dict[str, Callable[[], Any]] = {
+            name: functools.partial(steps, counts[name]) for name, steps in timed.items()
+        }
+        taken = interleaved(functions | rounds, turns, lambda turn: on_progress(f"timing steps, {turn}"))
+
+    def each(name: str) -> list[float]:
+        return [ms / counts[name] for ms in taken[name]]
+
+    plain = each("1 rows of 1")
+    ms = {name: statistics.median(each(name)) for name in counts}
+    # Differences turn by turn, where what slows a turn down cancels; none is below nothing but by noise.
+    longer, looping = (
+        max(statistics.median(b - a for a, b in zip(plain, each(name), strict=True)), 0.0)
+        for name in ("long", "loop")
+    )
+    prefill_rows = max(rows for rows, batch in POINTS if batch == 1)
+    return StepCosts(
+        device=lm.device_kind,
+        model=lm.name,
+        dtype=lm.dtype,
+        num_layers=num_layers,
+        live=SHORT[0],
+        full_ms=tuple((rows, batch, ms[f"{rows} rows of {batch}"]) for rows, batch in POINTS),
+        cut_layers=cut_layers,
+        cut_ms=ms["cut"],
+        live_token_ms=longer / (LONG[0] - SHORT[0]),
+        loop_ms=looping,
+        lookup_ms=ms["lookup"],
+        absorb_ms=ms[f"{prefill_rows} rows of 1"] / prefill_rows,
+    )
+
+
+def remembered_step_costs(
+    lm: LanguageModel,
+    *,
+    fresh: bool = False,
+    on_progress: OnProgress = lambda what: None,
+    on_warning: Callable[[str], None] = lambda line: None,
+) -> tuple[StepCosts, bool]:
+    """The costs that the user's cache holds for this device, shape and dtype; else measured, and kept there.
+
+    Args:
+      lm: the model; its weights do not matter.
+      fresh: whether to measure in any case.
+      on_progress: called with what is being done.
+      on_warning: called with one line where a file is there and cannot be used.
+
+    Returns:
+      the costs, and whether they were measured now.
+    """
+    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.weights or lm.dtype)
+    path = cost_files.path_of(key)
+    if path is not None and path.is_file() and not fresh:
+        try:
+            found = cost_files.read(path, key)
+        except (OSError, ValueError) as error:
+            on_warning(f"{error}; the costs are measured again")
+        else:
+            return dataclasses.replace(found, model=lm.name), False
+    costs = step_costs(lm, on_progress=on_progress)
+    if path is not None:
+        try:
+            cost_files.write(path, key, costs)
+        except OSError as error:
+            on_warning(f"the costs cannot be kept: {error}")
+    return costs, True
+
+
+def _compile(device: jax.Device, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
+    """Runs each once, several at a time: compiling is most of it."""
+
+    def first(run: Callable[[], Any]) -> None:
+        with jax.default_device(device):  # which each thread has of its own
+            run()
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for number, done in enumerate(as_completed([pool.submit(first, run) for run in runs]), 1):
+            done.result()
+            on_progress(f"compiling steps, {number} of {len(runs)}")
+
+
+def _ms(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)

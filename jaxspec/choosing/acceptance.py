@@ -1,0 +1,259 @@
+"""What is known of each candidate's drafts: Beta counts by position, which forget.
+
+A round that drafts d tokens and has k of them accepted says: positions 0 … k − 1 were right, and position k was wrong
+where k < d; of what lies behind it says nothing. Each position has counts of its own. But a text on which first tokens
+are wrong more often than expected is one on which later tokens will be, too: so the counts of all positions together
+give a candidate a level on this text, with a Beta law, and the level shifts the expected acceptance of every position
+(in log-odds) before its own counts are added. Without that, positions that were never reached would keep the prior's
+hopes, and a long draft would look good on a text on which none is.
+
+All counts of rounds fade by the same factor in each round, played or not, so that a candidate that was bad a while ago
+is worth a trial again (discounted Thompson sampling: Raj and Kalyani 2017, arXiv:1707.09727).
+
+A drafter that looks things up often finds nothing; how often it does is one more such probability.
+
+All functions are pure: NumPy arrays in, new ones out. A row is one text. M: candidates; K: the longest draft.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+# A prior counts at least and at most as many rounds.
+_STRENGTH = (1.0, 20.0)
+# Draft tokens that the level of a text counts as at each position, beside the position's own.
+_POSITION = 8.0
+# Draft tokens of a text below which it says little of the law.
+_HARDLY = 4.0
+# Probabilities stay this far from 0 and 1.
+_EDGE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What is expected of candidates before a text's first round.
+
+    Attributes:
+      accept: float[M, K], expected acceptance by position, given the positions before.
+      strength: float[M], how many draft tokens that counts as: the fewer, the more texts differ.
+      draft: float[M, 2], Beta counts of rounds (with a draft, without).
+
+    Examples:
+      >>> prior = Prior(np.array([[0.7, 0.8]]), strength=np.array([4.0]), draft=np.array([[9.0, 1.0]]))
+      >>> accept, found = mean(prior, nothing_seen(prior, num_rows=1))
+      >>> accept.round(2).tolist(), found.tolist()
+      ([[[0.7, 0.8]]], [[0.9]])
+    """
+
+    accept: np.ndarray
+    strength: np.ndarray
+    draft: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What the rounds of B rows said, beside the prior.
+
+    Attributes:
+      accept: float[B, M, K, 2], faded counts (right, wrong).
+      draft: float[B, M, 2], faded counts of rounds (with a draft, without).
+
+    Examples:
+      >>> nothing_seen(flat_prior(3, 5), num_rows=2).accept.shape
+      (2, 3, 5, 2)
+    """
+
+    accept: np.ndarray
+    draft: np.ndarray
+
+
+def flat_prior(num_candidates: int, longest: int, acceptance: float = 0.5, strength: float = 2.0) -> Prior:
+    """The same for every candidate and position, and nine rounds in ten with a draft.
+
+    Args:
+      num_candidates: M.
+      longest: K.
+      acceptance: the expected acceptance, between 0 and 1.
+      strength: how many draft tokens, and rounds, it counts as.
+
+    Raises:
+      ValueError: a number out of range.
+
+    Examples:
+      >>> flat_prior(1, 2, 0.75, 4.0).accept.tolist()
+      [[0.75, 0.75]]
+    """
+    if not 0 < acceptance < 1:
+        raise ValueError(f"acceptance is {acceptance}; give a number between 0 and 1")
+    if not 0 < strength < float("inf"):
+        raise ValueError(f"strength is {strength}; give a number above 0")
+    return Prior(
+        np.full((num_candidates, longest), acceptance),
+        np.full(num_candidates, strength),
+        np.broadcast_to(strength * np.array([0.9, 0.1]), (num_candidates, 2)),
+    )
+
+
+def fitted_prior(accept: np.ndarray, draft: np.ndarray) -> Prior:
+    """The prior that other texts suggest, by the method of moments.
+
+    The expected acceptance is the mean of the texts'. The less the texts differ, the more draft tokens the prior
+    counts as: the counts of a text vary by p(1 − p) ÷ n when its p is the common one; what they vary more is the law's.
+
+    Args:
+      accept: float[T, M, K, 2], counts (right, wrong) of T texts.
+      draft: float[T, M, 2], of rounds (with a draft, without).
+
+    Examples:
+      >>> alike = fitted_prior(np.array([[[[80.0, 20.0]]]] * 9), np.ones((9, 1, 2)))
+      >>> apart = fitted_prior(np.array([[[[90.0, 10.0]]], [[[10.0, 90.0]]]] * 9), np.ones((18, 1, 2)))
+      >>> alike.accept.round(2).tolist(), alike.strength.tolist()
+      ([[0.77]], [20.0])
+      >>> apart.accept.round(2).tolist(), apart.strength.tolist()
+      ([[0.5]], [1.0])
+    """
+    mean_accept, _ = _moments(accept)
+    # Of first tokens: later positions are reached on texts that suit the candidate.
+    _, strength = _moments(accept[:, :, 0])
+    mean_draft, rounds = _moments(draft)
+    return Prior(mean_accept, strength, rounds[:, None] * np.stack([mean_draft, 1 - mean_draft], axis=-1))
+
+
+def _moments(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and the strength of the Beta law of texts' rates, from counts float[T, …, 2]."""
+    seen = counts.sum(axis=-1)
+    # Texts that suit a candidate have fewer rounds: each text counts alike, but for those that were hardly seen.
+    weight = seen / (seen + _HARDLY)
+    weight = weight / np.maximum(weight.sum(axis=0), 1e-9)
+    rate = counts[..., 0] / np.maximum(seen, 1)
+    # Half of one each way, so that nothing is certain.
+    texts = (seen > 0).sum(axis=0)
+    mean = ((weight * rate).sum(axis=0) * texts + 0.5) / (texts + 1)
+    chance = mean * (1 - mean)
+    drawn = chance * (weight / np.maximum(seen, 1)).sum(axis=0)
+    spread = (weight * (rate - mean) ** 2).sum(axis=0)
+    return mean, np.clip(chance / np.maximum(spread - drawn, 1e-9) - 1, *_STRENGTH)
+
+
+def nothing_seen(prior: Prior, num_rows: int) -> Estimate:
+    """The estimate of rows before their first rounds.
+
+    Args:
+      prior: says M and K.
+      num_rows: B.
+
+    Examples:
+      >>> nothing_seen(flat_prior(3, 5), num_rows=2).draft.any().item()
+      False
+    """
+    return Estimate(np.zeros((num_rows, *prior.accept.shape, 2)), np.zeros((num_rows, *prior.draft.shape)))
+
+
+def observed(
+    estimate: Estimate,
+    candidate: np.ndarray,
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    forgetting: float = 0.995,
+    live: np.ndarray | None = None,
+) -> Estimate:
+    """The estimate after one more round of each row.
+
+    It depends on counts of committed tokens alone: so does every later choice, see `choosing.chooser`.
+
+    Args:
+      estimate: before.
+      candidate: int[B], which one drafted; its rounds without a draft count too.
+      drafted: int[B], verified draft tokens.
+      accepted: int[B], of them accepted.
+      forgetting: what is left of all counts after a round, above 0 and at most 1.
+      live: bool[B], which rows had a round; None for all.
+
+    Examples:
+      >>> new = nothing_seen(flat_prior(1, 3), 1)
+      >>> seen = observed(new, np.array([0]), drafted=np.array([3]), accepted=np.array([1]))
+      >>> seen.accept[0, 0].tolist(), seen.draft[0, 0].tolist()
+      ([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], [1.0, 0.0])
+    """
+    rows = np.arange(len(candidate))
+    ran = np.ones(len(candidate), bool) if live is None else live
+    kept = np.where(ran, forgetting, 1.0)
+    accept = estimate.accept * kept[:, None, None, None]
+    draft = estimate.draft * kept[:, None, None]
+    at = np.arange(accept.shape[2])[None]
+    right = (at < accepted[:, None]) & ran[:, None]
+    wrong = (at == accepted[:, None]) & (accepted < drafted)[:, None] & ran[:, None]
+    accept[rows, candidate] += np.stack([right, wrong], axis=-1)
+    draft[rows, candidate] += np.stack([(drafted > 0) & ran, (drafted == 0) & ran], axis=-1)
+    return Estimate(accept, draft)
+
+
+def mean(prior: Prior, estimate: Estimate) -> tuple[np.ndarray, np.ndarray]:
+    """The expected acceptance by position, float[B, M, K], and share of rounds with a draft, float[B, M].
+
+    Examples:
+      >>> prior = flat_prior(1, 2, strength=2.0)
+      >>> seen = nothing_seen(prior, 1)
+      >>> for _ in range(8):
+      ...     seen = observed(seen, np.array([0]), np.array([2]), accepted=np.array([0]), forgetting=1.0)
+      >>> mean(prior, seen)[0].round(2).tolist()  # of second tokens none was seen
+      [[[0.05, 0.1]]]
+    """
+    level = np.zeros(estimate.draft.shape[:2])
+    return _at(prior, estimate, level, level)
+
+
+def sampled(
+    rng: np.random.Generator, prior: Prior, estimate: Estimate, exploration: np.ndarray | float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `mean`, with levels drawn from their Beta laws (by mean and variance): Thompson sampling.
+
+    Args:
+      rng: what draws.
+      prior, estimate: of B rows.
+      exploration: by which deviations are multiplied, a number or float[B, 1]; 0 for the mean.
+
+    Examples:
+      >>> prior = flat_prior(1, 1, acceptance=0.5)
+      >>> accept, _ = sampled(np.random.default_rng(0), prior, nothing_seen(prior, 1000))
+      >>> accept.mean().round(1).item(), accept.std().round(1).item()
+      (0.5, 0.3)
+    """
+    shape = estimate.draft.shape[:2]
+    return _at(
+        prior, estimate, exploration * rng.standard_normal(shape), exploration * rng.standard_normal(shape)
+    )
+
+
+def _at(
+    prior: Prior, estimate: Estimate, level: np.ndarray, finding: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Acceptances and shares at float[B, M] deviations from the mean."""
+    counts, rounds = estimate.accept, prior.draft + estimate.draft
+    seen = counts.sum(axis=-1)
+    # What the prior expects of the positions that were seen; before the first round, of the first one.
+    weight = seen.copy()
+    weight[..., 0] += _EDGE
+    expected = (weight * prior.accept).sum(axis=-1) / weight.sum(axis=-1)
+    right = prior.strength * expected + counts[..., 0].sum(axis=-1)
+    shift = _log_odds(_deviated(right, prior.strength + seen.sum(axis=-1), level)) - _log_odds(expected)
+    shifted = 1 / (1 + np.exp(-(_log_odds(prior.accept) + shift[..., None])))
+    accept = (_POSITION * shifted + counts[..., 0]) / (_POSITION + seen)
+    return accept, _deviated(rounds[..., 0], rounds.sum(axis=-1), finding)
+
+
+def _deviated(right: np.ndarray, total: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """A probability of the law Beta(right, total − right), `level` deviations from its mean."""
+    middle = right / total
+    drawn: np.ndarray = np.clip(
+        middle + level * np.sqrt(middle * (1 - middle) / (total + 1)), _EDGE, 1 - _EDGE
+    )
+    return drawn
+
+
+def _log_odds(probability: np.ndarray) -> np.ndarray:
+    inside = np.clip(probability, _EDGE, 1 - _EDGE)
+    odds: np.ndarray = np.log(inside) - np.log1p(-inside)
+    return odds

@@ -1,0 +1,324 @@
+"""The choice: which candidate drafts next, and how long, for the most expected tokens per millisecond.
+
+A candidate is a kind of draft with what its rounds cost by length; the first one is plain decoding, which drafts
+nothing. Acceptances are drawn from what is known (Thompson sampling, see `choosing.acceptance`), so that what is
+uncertain is tried as often as it may be the best, and the choice then maximises
+
+    Σ rows expected tokens of a round ÷ time of a round
+
+or, where a candidate's own state has to be brought up first, ends soonest with the tokens in sight.
+
+**Why it is lossless.** A choice depends on the seed, on how often was chosen before, and on counts of drafted and
+accepted tokens in rounds that are over: never on a token that is still to be drawn. Given all that happened before a
+round, the tokens that it adds follow the target's law, whichever candidate drafts: that is what each method proves, and
+each round draws with randomness of its own. So a candidate that is a function of what happened before changes no law,
+round after round. A choice that looked at a draft before its verification would: it would favour rounds by their
+tokens. A greedy text is plain decoding's in any case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.choosing.acceptance import Estimate, Prior, mean, nothing_seen, observed, sampled
+from jaxspec.choosing.costs import Draft, StepCosts
+
+OFF = 0
+# Tokens to come for which a trial is worth all that it may be.
+_WORTH = 256.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """What rounds of M candidates cost, in milliseconds; candidate `OFF` is plain decoding.
+
+    Attributes:
+      names: of the candidates.
+      round_ms: float[M, K + 1], by the length of the draft; ∞ for a length that a candidate does not have. Length 0
+        is a round in which it found nothing.
+      start_ms: float[M], to take a candidate up whose state is behind, whatever it is behind.
+      absorb_ms: float[M], to bring its state up by one token.
+
+    Examples:
+      >>> table = Prices(("off", "ngram"), np.array([[9.0, np.inf], [9.1, 9.5]]), np.zeros(2), np.zeros(2))
+      >>> table.round_ms[OFF, 0].item()
+      9.0
+    """
+
+    names: tuple[str, ...]
+    round_ms: np.ndarray
+    start_ms: np.ndarray
+    absorb_ms: np.ndarray
+
+
+def prices(
+    costs: StepCosts,
+    drafts: Sequence[tuple[str, Draft]],
+    lengths: Sequence[int],
+    live: int | None = None,
+    batch: int = 1,
+) -> Prices:
+    """The prices of plain decoding and of kinds of drafts.
+
+    Args:
+      costs: of the device.
+      drafts: names and kinds, plain decoding not among them.
+      lengths: of drafts that may be chosen, from 1 on.
+      live, batch: as in `StepCosts.step_ms`.
+
+    Raises:
+      ValueError: no length, or one below 1.
+
+    Examples:
+      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
+      >>> prices(costs, [("ngram", Draft(lookup=True))], lengths=[2, 4]).round_ms.tolist()
+      [[10.0, inf, inf, inf, inf], [10.0, inf, 12.0, inf, 14.0]]
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths are {list(lengths)}; give at least one, from 1 on")
+    table = np.full((1 + len(drafts), max(lengths) + 1), np.inf)
+    table[:, 0] = [draft.round_ms(costs, 0, live, batch) for draft in (Draft(), *(one for _, one in drafts))]
+    for at, (_, draft) in enumerate(drafts, 1):
+        for length in lengths:
+            table[at, length] = draft.round_ms(costs, length, live, batch)
+    absorb = np.array([0.0, *(draft.absorb_ms(costs) for _, draft in drafts)])
+    # A state is brought up in one pass at least.
+    start = np.array(
+        [
+            0.0,
+            *(
+                costs.step_ms(layers=one.absorb_layers, head=False) if one.absorb_layers else 0.0
+                for _, one in drafts
+            ),
+        ]
+    )
+    return Prices(("off", *(name for name, _ in drafts)), table, start, absorb)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """All that the next choice depends on, beside the prices and the prior.
+
+    Attributes:
+      estimate: what the rounds said.
+      behind: int[B, M], tokens that a candidate's own state has not absorbed; 0 where it has none.
+      seed: of what is drawn.
+      num_choices: made so far.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> begin(flat_prior(2, 4), np.array([30]), seed=7).num_choices
+      0
+    """
+
+    estimate: Estimate
+    behind: np.ndarray
+    seed: int = 0
+    num_choices: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What drafts next.
+
+    Attributes:
+      candidate: int[B].
+      length: int[B], of its drafts; 0 for `OFF`.
+
+    Examples:
+      >>> Choice(np.array([1]), np.array([4])).length.tolist()
+      [4]
+    """
+
+    candidate: np.ndarray
+    length: np.ndarray
+
+
+def begin(prior: Prior, prompt_lengths: np.ndarray, seed: int = 0) -> Chooser:
+    """A chooser before the first round.
+
+    Args:
+      prior: of the candidates.
+      prompt_lengths: int[B], tokens that no candidate's own state has absorbed yet.
+      seed: with the same one, the same choices follow on the same counts.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> begin(flat_prior(2, 4), np.array([30])).behind.tolist()
+      [[30, 30]]
+    """
+    behind = np.repeat(np.asarray(prompt_lengths)[:, None], len(prior.draft), axis=1)
+    return Chooser(nothing_seen(prior, len(prompt_lengths)), behind, seed)
+
+
+def tokens_of_rounds(accept: np.ndarray, draft: np.ndarray) -> np.ndarray:
+    """Expected tokens of a round by length, float[B, M, K + 1], from what `acceptance.mean` gives.
+
+    Examples:
+      >>> tokens_of_rounds(np.array([[[0.5, 0.5]]]), np.array([[1.0]])).tolist()
+      [[[1.0, 1.5, 1.75]]]
+    """
+    right = np.cumsum(np.cumprod(accept, axis=-1), axis=-1)
+    return np.concatenate([np.ones_like(right[..., :1]), 1 + draft[..., None] * right], axis=-1)
+
+
+def times_of_rounds(table: Prices, draft: np.ndarray) -> np.ndarray:
+    """Expected milliseconds of a round by length, float[B, M, K + 1]: a draft, or none that was found.
+
+    Examples:
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 2.0]]), np.zeros(2), np.zeros(2))
+      >>> times_of_rounds(table, np.array([[1.0, 0.5]])).tolist()
+      [[[1.0, inf], [1.0, 1.5]]]
+    """
+    empty, full = table.round_ms[None, :, :1], table.round_ms[None]
+    known = np.where(np.isinf(full), 0.0, full)  # as 0 · ∞ is no number
+    return np.where(np.isinf(full), np.inf, draft[..., None] * known + (1 - draft[..., None]) * empty)
+
+
+def best(
+    table: Prices,
+    accept: np.ndarray,
+    draft: np.ndarray,
+    behind: np.ndarray,
+    horizon: np.ndarray,
+    together: bool = False,
+) -> Choice:
+    """The choice for acceptances that are taken as known.
+
+    Args:
+      table: prices; of rounds of the whole batch where rows choose together.
+      accept: float[B, M, K], acceptance by position.
+      draft: float[B, M], the share of rounds with a draft.
+      behind: int[B, M], see `Chooser`.
+      horizon: float[B], tokens over which bringing a state up has to pay.
+      together: whether all rows take one candidate and length: the one that gives the most tokens of all rows together
+        per millisecond. Else each has its own.
+
+    Examples:
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
+      >>> accept = np.array([[[0.0], [0.05]], [[0.0], [0.9]]])
+      >>> best(table, accept, np.ones((2, 2)), np.zeros((2, 2)), np.full(2, 64.0)).candidate.tolist()
+      [0, 1]
+    """
+    tokens, times = tokens_of_rounds(accept, draft), times_of_rounds(table, draft)
+    starting = np.where(behind > 0, table.start_ms + behind * table.absorb_ms, 0.0)
+    if together:
+        # One round serves every row; it takes as long as one with a draft where any row has one.
+        tokens = tokens.sum(axis=0, keepdims=True)
+        times = times.max(axis=0, keepdims=True)
+        starting, horizon = starting.sum(axis=0, keepdims=True), horizon.sum(keepdims=True)
+    # Length 0 is nobody's choice but of plain decoding, whose only one it is.
+    times = times.copy()
+    times[:, 1:, 0] = np.inf
+    needed = starting[..., None] + horizon[:, None, None] * times / tokens
+    flat = needed.reshape(len(needed), -1).argmin(axis=1)
+    candidate, length = np.divmod(flat, needed.shape[-1])
+    rows = len(behind)
+    return Choice(np.broadcast_to(candidate, rows), np.broadcast_to(length, rows))
+
+
+def choose(
+    chooser: Chooser,
+    table: Prices,
+    prior: Prior,
+    remaining: np.ndarray,
+    memory: float = 200.0,
+    exploration: float = 0.5,
+    together: bool = False,
+) -> tuple[Choice, Chooser]:
+    """The next choice, and the chooser after it.
+
+    Args:
+      chooser: before.
+      table, together: as for `best`.
+      prior: of the candidates.
+      remaining: int[B], tokens that may still come.
+      memory: tokens for which what is known now will hold, at most.
+      exploration: see `acceptance.sampled`. It falls with the last tokens, for which a trial is worth less and less.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
+      >>> prior = flat_prior(2, 1, acceptance=0.5, strength=100.0)
+      >>> choice, _ = choose(begin(prior, np.array([8])), table, prior, remaining=np.array([64]))
+      >>> choice.candidate.tolist(), choice.length.tolist()  # 1.5 tokens in 1.1 ms
+      ([1], [1])
+    """
+    rng = np.random.default_rng([chooser.seed, chooser.num_choices])
+    worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)
+    accept, draft = sampled(rng, prior, chooser.estimate, worth[:, None])
+    horizon = np.minimum(np.maximum(remaining, 1), memory)
+    choice = best(table, accept, draft, chooser.behind, horizon, together)
+    return choice, dataclasses.replace(chooser, num_choices=chooser.num_choices + 1)
+
+
+def after_round(
+    chooser: Chooser,
+    table: Prices,
+    choice: Choice,
+    drafted: np.ndarray,
+    accepted: np.ndarray,
+    committed: np.ndarray,
+    forgetting: float = 0.995,
+) -> Chooser:
+    """The chooser after one round of every row.
+
+    Args:
+      chooser: before.
+      table: says which candidates have states of their own.
+      choice: what drafted.
+      drafted, accepted: int[B], draft tokens.
+      committed: int[B], tokens that the round added; 0 for a row that has ended, which teaches nothing.
+      forgetting: as for `acceptance.observed`.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
+      >>> choice, one = Choice(np.array([1]), np.array([1])), np.array([1])
+      >>> after = after_round(begin(flat_prior(2, 1), np.array([8])), table, choice, one, one, committed=one + 1)
+      >>> after.estimate.accept[0, 1].tolist(), after.behind.tolist()
+      ([[1.0, 0.0]], [[10, 0]])
+    """
+    estimate = observed(chooser.estimate, choice.candidate, drafted, accepted, forgetting, committed > 0)
+    behind = chooser.behind + committed[:, None]
+    rows = np.arange(len(committed))
+    ran = committed > 0
+    behind[rows[ran], choice.candidate[ran]] = 0
+    return dataclasses.replace(chooser, estimate=estimate, behind=behind)
+
+
+def explained(
+    chooser: Chooser, table: Prices, prior: Prior, row: int = 0
+) -> list[tuple[str, int, float, float, float]]:
+    """What is expected of each candidate now, without drawing anything: for `--explain`.
+
+    Returns:
+      (name, best length, acceptance of its first draft token, milliseconds of a round, speed-up over `OFF`), the
+      fastest first; what bringing its state up costs is not in it.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
+      >>> prior = flat_prior(2, 1, acceptance=0.8)
+      >>> [name for name, *_ in explained(begin(prior, np.array([8])), table, prior)]
+      ['ngram', 'off']
+    """
+    accept, draft = mean(prior, chooser.estimate)
+    tokens, times = tokens_of_rounds(accept, draft)[row], times_of_rounds(table, draft)[row]
+    times[1:, 0] = np.inf
+    speed = tokens / times / (1 / table.round_ms[OFF, 0])
+    lengths = speed.argmax(axis=1)
+    found = [
+        (
+            name,
+            int(lengths[at]),
+            float(accept[row, at, 0]),
+            float(times[at, lengths[at]]),
+            float(speed[at, lengths[at]]),
+        )
+        for at, name in enumerate(table.names)
+    ]
+    return sorted(found, key=lambda one: -one[-1])

@@ -1,0 +1,161 @@
+"""What steps would cost on a device that is only described: by its bandwidth, its operations a second, its launches.
+
+A prediction, and a bound: a device reads each weight once a step at its published bandwidth, or multiplies by it at its
+published peak, whichever is longer, and each operation costs one launch. Real devices reach .6 to .9 of it. The ratios
+of such steps are nearer to the truth than the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxspec.bench.profile import SHAPES
+from jaxspec.choosing.costs import Draft, StepCosts, kinds, speedup_table
+from jaxspec.deviceless.accelerators import DESCRIBED, Accelerator
+from jaxspec.io.messages import shown
+from jaxspec.model.config import LlamaConfig
+
+# Operations of a step after XLA's fusion, as counted in the program of a GPU.
+_LAYER_OPERATIONS, _OTHER_OPERATIONS = 18, 6
+_ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+LIVE = 512
+# Of bfloat16.
+_BYTES = 2
+# Which shape drafts for which.
+_DRAFTS = {"1b": "134m", "7b": "1b", "8b": "1.2b", "13b": "1b", "70b": "7b"}
+
+
+def weights(config: LlamaConfig) -> tuple[int, int]:
+    """Numbers that a step reads: of one layer's matrices, and of the output head.
+
+    Examples:
+      >>> layer, head = weights(SHAPES["7b"])
+      >>> round((32 * layer + head) / 1e9, 2)  # of 6.74 billion, the rest the embedding
+      6.61
+    """
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return (
+        attention + 3 * config.hidden_size * config.intermediate_size,
+        config.hidden_size * config.vocab_size,
+    )
+
+
+def roofline(
+    accelerator: Accelerator, config: LlamaConfig, name: str, launch_us: float | None = None
+) -> StepCosts:
+    """The steps of a model in bfloat16 on one described device.
+
+    Args:
+      accelerator: the device.
+      config: the model's shape.
+      name: of the shape.
+      launch_us: of one operation; None for that of the device.
+
+    Examples:
+      >>> costs = roofline(DESCRIBED["h100"], SHAPES["8b"], "8b", launch_us=0.0)
+      >>> round(costs.step_ms(), 2)  # 15 GB at 3.35 TB/s, and a cache of 512 tokens
+      4.5
+    """
+    layer, head = weights(config)
+    launch_ms = 1e-3 * (accelerator.launch_us if launch_us is None else launch_us)
+    live_bytes = 2 * config.num_kv_heads * config.head_dim * _BYTES
+    live_ms = 1e3 * live_bytes * config.num_layers / accelerator.bandwidth
+
+    def product_ms(numbers: int, rows: int) -> float:
+        return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
+
+    def step_ms(rows: int, batch: int, layers: int) -> float:
+        ran = layers * (product_ms(layer, rows * batch) + _LAYER_OPERATIONS * launch_ms)
+        read = batch * LIVE * live_ms * layers / config.num_layers
+        return ran + product_ms(head, rows * batch) + _OTHER_OPERATIONS * launch_ms + read
+
+    cut = max(0, config.num_layers // 4)
+    return StepCosts(
+        device=accelerator.name,
+        model=name,
+        dtype="bfloat16",
+        num_layers=config.num_layers,
+        live=LIVE,
+        full_ms=tuple(
+            (rows, batch, step_ms(rows, batch, config.num_layers)) for batch in _BATCHES for rows in _ROWS
+        ),
+        cut_layers=cut,
+        cut_ms=step_ms(1, 1, cut),
+        live_token_ms=live_ms,
+        lookup_ms=2 * _LAYER_OPERATIONS * launch_ms,
+        absorb_ms=2e3 * config.num_layers * layer / accelerator.flops,
+    )
+
+
+def usual(
+    accelerator: Accelerator, shape: str, launch_us: float | None = None
+) -> tuple[StepCosts, dict[str, Draft]]:
+    """The costs of a named shape, and the kinds of drafts: a draft model among them where there is a usual one.
+
+    What a step of the draft model takes is said in layers of the target. It has as many operations to start as its own
+    layers have, which are more than its share of the weights.
+    """
+    costs = roofline(accelerator, SHAPES[shape], shape, launch_us)
+    drafts = kinds(costs.num_layers)
+    if shape in _DRAFTS:
+        draft = roofline(accelerator, SHAPES[_DRAFTS[shape]], _DRAFTS[shape], launch_us)
+        layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
+        absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
+        drafts["draft model"] = Draft(layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed)
+    return costs, drafts
+
+
+def report(device: str, shape: str, batch: int = 1, launch_us: float | None = None) -> dict[str, Any]:
+    """Predicted speed-ups of kinds of drafts on a described device.
+
+    Args:
+      device: a name in `DESCRIBED`.
+      shape: a name in `SHAPES`.
+      batch: texts at once.
+      launch_us: as for `roofline`.
+
+    Returns:
+      `prediction` (True, as nothing was measured), `device`, `shape`, `dtype`, `batch`, `live`, the device's
+      `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether the weights fit its memory), `plain_ms` (a step of
+      plain decoding), `drafts` (what each kind runs), `speedups` (see `speedup_table`: each with its draft length).
+
+    Raises:
+      ValueError: no such device or shape, or a number out of range; one line.
+    """
+    if device not in DESCRIBED:
+        raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(DESCRIBED)}")
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shown(shape)}; give one of {', '.join(SHAPES)}")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; give at least 1")
+    if launch_us is not None and not 0 <= launch_us < float("inf"):
+        raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
+    accelerator = DESCRIBED[device]
+    costs, drafts = usual(accelerator, shape, launch_us)
+    table = speedup_table(costs, drafts, batch=batch)
+    return {
+        "prediction": True,
+        "device": device,
+        "shape": shape,
+        "dtype": costs.dtype,
+        "batch": batch,
+        "live": costs.live,
+        "bandwidth": accelerator.bandwidth,
+        "flops": accelerator.flops,
+        "launch_us": accelerator.launch_us if launch_us is None else launch_us,
+        "source": accelerator.source,
+        "fits": _BYTES * _size(SHAPES[shape]) <= accelerator.memory_bytes,
+        "plain_ms": Draft().round_ms(costs, 0, batch=batch),
+        "drafts": {name: dataclasses.asdict(draft) for name, draft in drafts.items()},
+        "speedups": {
+            name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}
+            for name, by_rate in table.items()
+        },
+    }
+
+
+def _size(config: LlamaConfig) -> int:
+    layer, head = weights(config)
+    return config.num_layers * layer + head * (1 if config.tie_embeddings else 2)
