@@ -49,6 +49,13 @@ def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
     return size
 
 
+def stream(lm: LanguageModel) -> Callable[[], Any]:
+    """What reads every weight of `floor_bytes` once; returns when the device is done."""
+    read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
+    total = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
+    return lambda: jax.block_until_ready(total(read))
+
+
 def profile(
     model: str | None = None,
     shape: str | None = None,
@@ -85,8 +92,6 @@ def profile(
     on_progress("loading the model")
     lm = _language_model(model, shape, dtype, device, mesh)
     params = Weights(lm.params)
-    read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
-    stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
 
     on_progress("compiling the plain loop")
     began = time.perf_counter()
@@ -100,7 +105,7 @@ def profile(
         by_rows[rows]()
     on_progress("compiling the other measurements")
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
-    timed["floor"] = lambda: jax.block_until_ready(stream(read))
+    timed["floor"] = stream(lm)
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
     every = LayerPlan.skipping(lm.config.num_layers)
     for name, (live, capacity) in {"short": SHORT, "long": LONG}.items():
