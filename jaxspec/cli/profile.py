@@ -21,7 +21,7 @@ class Profile:
     A step of several rows verifies as many tokens; it should cost little more.
 
     Attributes:
-      shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b or 70b.
+      shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
       json: print one JSON object and nothing else.
     """
 
