@@ -45,6 +45,7 @@ def dial_cases(
     draft = (config.truncated(depth), llama.truncate(lm.params, depth))
     skipped = range(depth, layers - 1, 2)
     mask = LayerPlan.skipping(layers, skipped, skipped)
+    pairs = lm.platform != "cpu"
     first, rest = only_layers(layers, range(depth)), only_layers(layers, range(depth, layers))
     # On the dial the attention of every later layer looks superfluous to ASD; m spares the others.
     every, keep_last = depth + 1, 2
@@ -54,8 +55,8 @@ def dial_cases(
     confidence, product = ConfidenceBelow(AdaptiveGamma(0.05)), ProductBelow(AdaptiveGamma(0.02))
     drafters: dict[str, tuple[Drafter, dict[str, Any]]] = {
         "draft-model": (
-            DraftModel(draft[0], num_draft_tokens=num_draft_tokens),
-            {"plan": first, "again": True},
+            DraftModel(draft[0], num_draft_tokens=num_draft_tokens, pairs=pairs),
+            {"plan": first, "again": not pairs},
         ),
         "layerskip": (
             LayerSkip(config, depth, num_draft_tokens=num_draft_tokens),

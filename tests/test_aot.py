@@ -26,7 +26,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "suffix": ({}, 0),
     "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
     "hybrid": ({"exit_layer": E}, 0),
-    "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
+    "draft-model": ({"draft_exit": E}, 0),
     "layerskip": ({"exit_layer": E}, 0),
     "adaspeed": ({"exit_layer": E}, 0),
     "adaspeed-probe": ({"exit_layer": E}, 0),

@@ -431,6 +431,13 @@ DRAFTERS: dict[str, Case] = {
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
         family="draft-model",
     ),
+    "draft-model-pairs": Case(
+        lambda config, rule: (
+            dataclasses.replace((made := _draft_model(config, rule))[0], pairs=True),
+            made[1],
+        ),
+        family="draft-model",
+    ),
     "draft-model": Case(_draft_model, ("draft-model",), "draft-model"),
     "asd-vocab": over_some_tokens(_asd, family="asd", config=DEEP),
     "asd-static": Case(_asd_static, family="asd", config=DEEP),
