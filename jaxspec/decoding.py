@@ -44,12 +44,15 @@ class Parts:
 
     Attributes:
       drafter, acceptor, law: the parts.
+      one_width: whether every verification has the drafter's widest width, static: for the platforms of which
+        `model.control.narrowest` compiles no other, so that the others are not traced for nothing.
       kinds: their classes, see `protocol.kinds_of`; set here, whatever is given.
     """
 
     drafter: Drafter
     acceptor: Acceptor
     law: Law
+    one_width: bool = struct.field(pytree_node=False, default=False)
     kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
 
     def __post_init__(self) -> None:
@@ -372,8 +375,9 @@ def decode_round(
         rounds = state.length[:, None] + jnp.arange(depth + 1)
         own = jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
     view = dataclasses.replace(view, cache=cache)
+    widths = drafter.verify_widths[-1:] if parts.one_width else drafter.verify_widths
     verified = verification.verify(
-        config, params, drafter, parts.acceptor, parts.law, own, view, proposal, log_probs
+        config, params, drafter, parts.acceptor, parts.law, own, view, proposal, widths, log_probs
     )
     acceptance, sound, features = verified.acceptance, verified.sound, verified.features
 

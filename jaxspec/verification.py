@@ -62,15 +62,17 @@ def verify(
     keys: jax.Array,
     view: View,
     proposal: Proposal,
+    widths: tuple[int, ...],
     log_probs: bool,
 ) -> Verified:
-    """Runs the target over pending and drafts, in the narrowest width that holds the longest live draft.
+    """Runs the target over pending and drafts, in the narrowest of `widths` that holds the longest live draft.
 
     Args:
       config, params, drafter, acceptor, law: the method, on the target.
       keys: [B] for a chain; for a tree [B, K + 1], a key for each place of the text, see `tree_acceptance.walk`.
       view: the rows.
       proposal: what was drafted, as far as it can be of use, see `trimmed`.
+      widths: those of the drafter, or the last of them alone.
       log_probs: whether to report them, static.
     """
     pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
@@ -124,7 +126,6 @@ def verify(
         path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
         return verified._replace(cache=kv.move(verified.cache, start, path, full))
 
-    widths = drafter.verify_widths
     if widths == (full,):
         return compacted(run(full, view.cache))
     needed = jnp.max(proposal.count) + 1

@@ -27,8 +27,8 @@ METHODS: dict[str, tuple[dict, int]] = {
     "suffix": ({}, 0),
     "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
     "hybrid": ({"exit_layer": E}, 0),
-    "draft-model": ({"draft_exit": E}, 2),  # of its own cache, which is passed on by two loops
-    "quantised": ({}, 2),  # as of draft-model
+    "draft-model": ({"draft_exit": E}, 0),
+    "quantised": ({}, 0),
     "layerskip": ({"exit_layer": E}, 0),
     "adaspeed": ({"exit_layer": E}, 0),
     "adaspeed-probe": ({"exit_layer": E}, 0),

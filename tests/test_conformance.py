@@ -216,6 +216,12 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
             tiny.params(),
             tiny.params(),
         ),
+        "draft-model-pairs": (
+            tiny.TARGET,
+            DraftModel(tiny.TARGET, num_draft_tokens=tiny.K, pairs=True),
+            tiny.params(),
+            tiny.params(),
+        ),
         # It never leaves before the last exit.
         "s2d": (
             tiny.TARGET,
@@ -240,6 +246,7 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
 
 WHOLE = [
     ("draft-model", "block"),
+    ("draft-model-pairs", "block"),
     ("asd", "block"),
     ("clasp", "block"),
     ("draft-verify", "rejection"),

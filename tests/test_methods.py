@@ -316,3 +316,11 @@ def test_a_package_that_is_broken_is_one_line(plugged, value, line):
     assert set(found) == set(registry.built_in())
     assert len(problems) == 1
     assert line in problems[0]
+
+
+@pytest.mark.parametrize(("platform", "pairs"), [("cpu", False), ("gpu", True), ("tpu", True)])
+def test_a_draft_model_feeds_two_tokens_where_rows_are_free(platform, pairs):
+    resources = methods.Resources(load_draft=lambda model: model.loaded, encode=list, platform=platform)
+    drafter, _ = methods.DraftModel(draft_exit=1).build(tiny.language_model().loaded, resources)
+    assert drafter.pairs == pairs
+    assert not drafter.taking_turns().pairs

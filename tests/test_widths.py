@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.decoding import Parts
+from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.control import narrowest
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy
 from tests import tiny
 
 WIDTHS = (1, 4, 6)
@@ -50,6 +54,21 @@ def test_what_is_compiled(platform, compiled):
     loop = jax.jit(lambda needed: narrowest(WIDTHS, needed, run, jnp.float32(1)))
     text = loop.trace(jnp.int32(2)).lower(lowering_platforms=(platform,)).as_text()
     assert {int(width) for width in re.findall(r"tensor<(\d)x3x5xf32>", text)} == compiled
+
+
+def test_no_other_is_traced_where_only_the_widest_is_compiled():
+    """Tracing a width takes as long as tracing the model; the text is the same."""
+    prompts, texts, widths = [[5], [7, 1, 7, 1, 7, 1, 7, 2]], [], []
+    for one_width in (False, True):
+        drafter = NGram(num_draft_tokens=5)
+        parts = Parts(drafter, tiny.ACCEPTORS["greedy"](), Greedy(), one_width=one_width)
+        loop = tiny.Loop(parts, Weights(tiny.params()))
+        texts.append(loop.texts(prompts))
+        state, _ = loop.begin(prompts)
+        traced = jax.make_jaxpr(lambda state, loop=loop: loop.go_on(state))(state)
+        widths.append(set(re.findall(rf"f32\[2,(\d),{tiny.TARGET.vocab_size}\]", str(traced))))
+    assert texts[0] == texts[1]
+    assert widths == [{"1", "4", "6"}, {"6"}]
 
 
 @pytest.mark.parametrize("name", ["ngram", "s2d", "s2d-target", "hybrid", "eagle3", "token-recycling"])

@@ -438,6 +438,13 @@ DRAFTERS: dict[str, Case] = {
         family="draft-model",
     ),
     "quantised": Case(_quantised, ("quantised",), "draft-model"),
+    "draft-model-pairs": Case(
+        lambda config, rule: (
+            dataclasses.replace((made := _draft_model(config, rule))[0], pairs=True),
+            made[1],
+        ),
+        family="draft-model",
+    ),
     "draft-model": Case(_draft_model, ("draft-model",), "draft-model"),
     "asd-vocab": over_some_tokens(_asd, family="asd", config=DEEP),
     "asd-static": Case(_asd_static, family="asd", config=DEEP),

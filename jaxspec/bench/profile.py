@@ -40,6 +40,7 @@ SHAPES: dict[str, LlamaConfig] = {
     "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, 8192),
     "13b": LlamaConfig(32000, 5120, 13824, 40, 40, 40, 128, 4096),
     "70b": LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 4096),
+    "405b": LlamaConfig(128256, 16384, 53248, 126, 128, 8, 128, 8192),
 }
 
 
@@ -48,6 +49,13 @@ def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     size: int = total if config.tie_embeddings else total - params["embed"].nbytes
     return size
+
+
+def stream(lm: LanguageModel) -> Callable[[], Any]:
+    """What reads every weight of `floor_bytes` once; returns when the device is done."""
+    read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
+    total = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
+    return lambda: jax.block_until_ready(total(read))
 
 
 def profile(
@@ -87,8 +95,6 @@ def profile(
     on_progress("loading the model")
     lm = language_model(model, shape, dtype, device, mesh, weights)
     params = Weights(lm.params)
-    read = lm.params if lm.config.tie_embeddings else {k: v for k, v in lm.params.items() if k != "embed"}
-    stream = jax.jit(lambda tree: [jnp.sum(leaf, dtype=jnp.float32) for leaf in jax.tree.leaves(tree)])
 
     on_progress("compiling the plain loop")
     began = time.perf_counter()
@@ -102,7 +108,7 @@ def profile(
         by_rows[rows]()
     on_progress("compiling the other measurements")
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
-    timed["floor"] = lambda: jax.block_until_ready(stream(read))
+    timed["floor"] = stream(lm)
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
     every = LayerPlan.skipping(lm.config.num_layers)
     for name, (live, capacity) in {"short": SHORT, "long": LONG}.items():

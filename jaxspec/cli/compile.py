@@ -30,7 +30,7 @@ class Compile:
 
     Attributes:
       topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on.
-      shape: a usual shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b or 70b; also what --draft may name.
+      shape: a usual shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; also what --draft may name.
       model: a directory, .gguf file or hub id whose config is the shape, or the name of a model that comes with
         jaxspec.
       mesh: how the chips are arranged, such as data=1,model=4: rows are spread over data, heads over model. Default:

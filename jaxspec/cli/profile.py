@@ -24,12 +24,13 @@ class Profile:
     A step of several rows verifies as many tokens; it should cost little more.
 
     Attributes:
-      shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b or 70b.
+      shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
       costs: show instead what steps cost by rows, layers, texts and tokens before them, and what drafts would gain. It
         is measured once for a device, a shape and a dtype, and kept in the user's cache.
       fresh: with --costs, measure again.
       device_model: predict instead, on paper, what drafts would gain with --shape on a device of which only published
-        figures are known: h100, h200, v5e, v5p or v6e. Nothing is measured.
+        figures are known: h100, h200, a100, l4,
+        v5e, v5p or v6e. Nothing is measured.
       batch: texts at once, for what drafts would gain. Default 1.
       launch_us: with --device-model, microseconds that starting one operation takes. Default: the device's.
       json: print one JSON object and nothing else.
@@ -103,9 +104,7 @@ class Profile:
         given, warnings = self.model, list[str]()
         with Progress() as progress:
             progress("loading the model")
-            lm = language_model(
-                given.model, self.shape, given.dtype, given.device, given.mesh, given.weights
-            )
+            lm = language_model(given.model, self.shape, given.dtype, given.device, given.mesh, given.weights)
             costs, measured = remembered_step_costs(
                 lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
             )

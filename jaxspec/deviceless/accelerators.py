@@ -26,6 +26,7 @@ class Accelerator:
       options: what the compiler is told beside.
       launch_us: what starting one operation of a program takes, which nobody publishes. GPUs: as a round of 294 kernels
         at a shape of 1b whose weights take .74 ms takes as long again. TPUs: assumed.
+      kinds: what JAX calls such a device (`jax.Device.device_kind`).
     """
 
     name: str
@@ -37,28 +38,44 @@ class Accelerator:
     target: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     launch_us: float = 1.0
+    kinds: tuple[str, ...] = ()
 
 
 _DOCS = "https://cloud.google.com/tpu/docs/"
 ACCELERATORS = {
     one.name: one
     for one in (
-        Accelerator("v5e", 16 * 2**30, 819e9, 197e12, _DOCS + "v5e", 2),
+        Accelerator("v5e", 16 * 2**30, 819e9, 197e12, _DOCS + "v5e", 2, kinds=("TPU v5 lite", "TPU v5e")),
         # One device a chip, as two cores share its memory.
         Accelerator(
             *("v5p", 95 * 2**30, 2765e9, 459e12, _DOCS + "v5p", 3, "v5"),
             options=(("chip_config_name", "megacore"),),
+            kinds=("TPU v5", "TPU v5p"),
         ),
-        Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2),
+        Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2, kinds=("TPU v6 lite", "TPU v6e")),
     )
 }
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-# What predictions on paper know beside them: GPUs as modules (SXM), without sparsity.
+# With devices of which only the figures are known here: modules of these names, without sparsity. Nothing compiles for
+# them.
 DESCRIBED = ACCELERATORS | {
     one.name: one
     for one in (
-        Accelerator("h100", 80 * 10**9, 3350e9, 989e12, _NVIDIA + "h100", 0, launch_us=2.5),
-        Accelerator("h200", 141 * 10**9, 4800e9, 989e12, _NVIDIA + "h200", 0, launch_us=2.5),
+        Accelerator(
+            name,
+            memory,
+            bandwidth,
+            flops,
+            f"https://www.nvidia.com/en-us/data-center/{name}/",
+            axes=0,
+            launch_us=2.5,
+            kinds=(kind,),
+        )
+        for name, memory, bandwidth, flops, kind in (
+            ("h100", 80 * 10**9, 3350e9, 989e12, "NVIDIA H100 80GB HBM3"),
+            ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200"),
+            ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB"),
+            ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4"),
+        )
     )
 }
 # Chips of one host along each axis, at most.
@@ -89,6 +106,19 @@ class Topology:
         hosts = tuple(map(min, (*self.bounds, 1)[:3], _HOST))
         name = f"{kind.target or kind.name}:{'x'.join(map(str, self.bounds))}"
         return {"topology_name": name, "chips_per_host_bounds": hosts, **dict(kind.options)}
+
+
+def published(kind: str) -> Accelerator | None:
+    """The published figures of a device by what JAX calls its kind; None where they are not known here.
+
+    Examples:
+      >>> published("TPU v5 lite").bandwidth
+      819000000000.0
+      >>> published("cpu") is None
+      True
+    """
+    everything = DESCRIBED.values()
+    return next((one for one in everything if kind in one.kinds), None)
 
 
 def parse_topology(text: str) -> Topology:

@@ -234,10 +234,12 @@ def make(
             f"capacity is {capacity}, and a round of {method.name} writes {drafter.reach} slots; give more than "
             f"{drafter.reach}"
         )
+    platform = place.devices[0].platform
     parts = Parts(
         drafter,
         build_acceptor(None, sampling),
         law_of([row] * batch, filters_used([row]) if sampling else None),
+        one_width=platform != "cpu",
     )
 
     def asked() -> Request:
@@ -247,7 +249,6 @@ def make(
 
     request = jax.eval_shape(asked)
     weights = Weights(place.put_params(target.params(dtype), target.config), own)
-    platform = place.devices[0].platform
     static = compiled.prefill_static(target.config, capacity, capacity, platform, False, place.mesh)
     return Programs(
         target.config, weights, place.put(parts), place.put(request), place, static, part_bytes(shared)

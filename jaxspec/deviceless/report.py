@@ -27,6 +27,7 @@ class Program:
         and the program itself. None where it does not fit.
       flops, bytes: as the compiler counts them, with each inner loop gone around once. None where it does not say.
       refusal: what the compiler says where it does not fit.
+      processor_seconds: what this process spent on it on all cores: what others do on the machine is not in it.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Program:
     flops: float | None = None
     bytes: float | None = None
     refusal: str | None = None
+    processor_seconds: float = 0.0
 
 
 def build(lower: Callable[[], Any]) -> Program:
@@ -45,7 +47,7 @@ def build(lower: Callable[[], Any]) -> Program:
     Args:
       lower: makes the `jax.stages.Lowered`.
     """
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     try:
         compiled = lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -53,8 +55,9 @@ def build(lower: Callable[[], Any]) -> Program:
         if "RESOURCE_EXHAUSTED" not in reason or "hbm" not in reason.lower():  # a smaller memory ran out
             raise
         refusal = next((line for line in reason.splitlines() if "hbm" in line.lower()), reason)
-        return Program(time.perf_counter() - began, refusal=refusal.strip())
-    seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - spent
+        return Program(seconds, refusal=refusal.strip(), processor_seconds=used)
+    seconds, used = time.perf_counter() - began, time.process_time() - spent
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Program(
@@ -65,6 +68,7 @@ def build(lower: Callable[[], Any]) -> Program:
         results + memory.generated_code_size_in_bytes,
         costs.get("flops"),
         costs.get("bytes accessed"),
+        processor_seconds=used,
     )
 
 
@@ -88,7 +92,7 @@ def report(
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
-      `compile_seconds`: of the rounds, traced and compiled.
+      `compile_seconds`: of the rounds, traced and compiled; `compile_processor_seconds`: of all cores.
       `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
       `predicted_tokens_per_second`: of plain decoding, from published figures: see `predicted`; None where it does not
         fit.
@@ -120,6 +124,7 @@ def report(
         )
         record |= dict.fromkeys(unknown)
     record |= {"flops": rounds.flops, "bytes": rounds.bytes, "compile_seconds": rounds.seconds}
+    record["compile_processor_seconds"] = rounds.processor_seconds
     record["prefill"] = None
     if prefill is not None:
         fed = part_bytes((programs.weights, programs.parts, programs.request))

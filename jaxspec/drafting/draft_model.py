@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +31,19 @@ class DraftModel(ChainDrafter):
       rule: when to stop before K tokens.
       num_draft_tokens: K.
       catch_up: how many of the tokens that its cache lacks are fed at once, static.
+      pairs: whether each step feeds the token before once more, static: then a draft that was accepted whole takes no
+        pass to catch up, and no program for it. For devices on which a second row is free.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=5)
     catch_up: int = struct.field(pytree_node=False, default=1)
+    pairs: bool = struct.field(pytree_node=False, default=False)
 
     def taking_turns(self) -> DraftModel:
         """The same, for rounds of which some are another drafter's: the cache may lack many tokens."""
-        return dataclasses.replace(self, catch_up=self.num_draft_tokens + 1)
+        return dataclasses.replace(self, catch_up=self.num_draft_tokens + 1, pairs=False)
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Of its own, a cache that holds the prompt, and int32[B] how many positions it holds."""
@@ -59,6 +63,11 @@ class DraftModel(ChainDrafter):
         The last draft token is never fed, so after "all accepted" the own cache lacks it; after rounds that another
         drafter had, it lacks what they committed.
         """
+        if self.pairs:
+            carry = state.own[0], _before(view)
+            step_of_two = functools.partial(self._step_of_two, params, view.start)
+            proposal, carry, state = self.draft(step_of_two, carry, keys, state, view, law, params.drafter)
+            return proposal, state._replace(own=(carry[0], view.start)), view.cache
         step = model_step(self.config, params.drafter, view.start)
         cache = self._caught_up(params, view, *state.own)
         proposal, cache, state = self.draft(step, cache, keys, state, view, law, params.drafter)
@@ -70,6 +79,28 @@ class DraftModel(ChainDrafter):
         # Of a draft the pending token was fed, and all tokens but the last.
         fed = jnp.where(outcome.drafted > 0, jnp.minimum(outcome.accepted + 1, outcome.drafted), 0)
         return super().observe(params, state._replace(own=(cache, held + fed)), outcome)
+
+    def _step_of_two(
+        self,
+        params: Weights,
+        start: jax.Array,
+        carry: tuple[KVCache, jax.Array],
+        token: jax.Array,
+        i: jax.Array,
+        active: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, tuple[KVCache, jax.Array]]:
+        """Feeds the token and the one before it, the only one that the cache may lack: after a draft accepted whole.
+
+        There is always one before, for `start` counts the whole prompt; not in a row whose first logits were not
+        finite, where no draft means anything.
+        """
+        del active  # all rows cost what one does
+        cache, before = carry
+        hidden = llama.embed(params.drafter, jnp.stack([before, token], axis=1))
+        at = jnp.maximum(start + i - 1, 0)
+        hidden, cache = llama.run_layers(self.config, params.drafter, hidden, at, cache)
+        hidden = hidden[:, 1]
+        return llama.logits(self.config, params.drafter, hidden), hidden, (cache, token)
 
     def _caught_up(self, params: Weights, view: View, cache: KVCache, held: jax.Array) -> KVCache:
         """The cache with all positions before the pending token; what is written from there on means nothing."""
@@ -83,3 +114,8 @@ class DraftModel(ChainDrafter):
 
         cache, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1] < view.start), feed, (cache, held))
         return cache
+
+
+def _before(view: View) -> jax.Array:
+    """The token before the pending one, int32[B]."""
+    return jnp.take_along_axis(view.tokens, jnp.maximum(view.start - 1, 0)[:, None], axis=1)[:, 0]

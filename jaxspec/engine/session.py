@@ -354,7 +354,8 @@ class Session:
         return compiled.rounds_static(self._config, self._drafter, self._log_probs, self._mesh)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        return Parts(self._drafter, self._acceptor, self._put(law_of(requests, self._filters)))
+        law = self._put(law_of(requests, self._filters))
+        return Parts(self._drafter, self._acceptor, law, one_width=self._platform != "cpu")
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)

@@ -52,4 +52,5 @@ class DraftModel(ChainMethod):
         if self.draft_exit is not None:
             draft = draft.until(self.draft_exit)
         rule, length = self.stopping()
-        return Drafting(draft.config, rule, length), self.params(target, resources, draft)
+        drafter = Drafting(draft.config, rule, length, pairs=resources.platform != "cpu")
+        return drafter, self.params(target, resources, draft)

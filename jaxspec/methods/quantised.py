@@ -59,4 +59,5 @@ class Quantised(ChainMethod):
             )
         draft = resources.quantise(target, bits)
         rule, length = self.stopping()
-        return DraftModel(draft.config, rule, length), self.params(target, resources, draft)
+        drafter = DraftModel(draft.config, rule, length, pairs=resources.platform != "cpu")
+        return drafter, self.params(target, resources, draft)

@@ -1,0 +1,153 @@
+"""What methods should gain on chips that are not there, from bytes and exchanges alone: `python -m benchmarks.scaling`.
+
+A prediction, not a measurement. A pass of some of a model's layers over R rows takes
+
+    max(bytes ÷ bandwidth, R × FLOPs ÷ peak) + exchanges × their latency
+
+on each chip, its bytes the weights that the pass reads; caches and everything else take no time. A draft of K tokens,
+each right with probability a, gives (1 − a^(K+1)) ÷ (1 − a) tokens (Leviathan et al. 2023); of all K the best is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import command
+from jaxspec.bench.profile import SHAPES
+from jaxspec.bench.timing import OnProgress
+from jaxspec.choosing.costs import tokens_per_round
+from jaxspec.deviceless.accelerators import Topology, parse_topology
+from jaxspec.model.config import LlamaConfig
+
+# Exchanges of a pass: two in each layer, and those of embedding and head; see `jaxspec compile`.
+A_LAYER, BESIDE = 2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Speed-ups over plain decoding that bytes and exchanges allow: predictions.
+
+    Attributes:
+      topology: as in `jaxspec compile`; the model is spread over all chips.
+      shape: one of profile's shapes.
+      draft: another, of the draft model; "" for none.
+      agreement: the probability that a draft token is the model's.
+      num_draft_tokens: the largest K that is considered.
+      exchange_us: microseconds that one exchange between the chips takes. An assumption: measure yours.
+    """
+
+    topology: str = "v5e:2x2"
+    shape: str = "8b"
+    draft: str = ""
+    agreement: float = 0.8
+    num_draft_tokens: int = 10
+    exchange_us: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A part of a model that runs as one.
+
+    Attributes:
+      weights: numbers that it reads, two bytes each.
+      layers: how many it runs, which exchange.
+      beside: its other exchanges.
+    """
+
+    weights: float
+    layers: float
+    beside: int = BESIDE
+
+    def seconds(self, topology: Topology, rows: int, exchange_s: float) -> float:
+        """The time of `rows` rows on all chips."""
+        chips, kind = topology.num_devices, topology.accelerator
+        reading, working = 2 / kind.bandwidth, 2 * rows / kind.flops
+        exchanged = (A_LAYER * self.layers + self.beside) * exchange_s if chips > 1 else 0.0
+        return self.weights / chips * max(reading, working) + exchanged
+
+
+def of_model(config: LlamaConfig, share: float = 1.0, head: bool = True) -> Pass:
+    """A share of a model's layers, and its head."""
+    width, heads = config.hidden_size, config.num_heads + config.num_kv_heads
+    layer = 2 * heads * config.head_dim * width + 3 * width * config.intermediate_size
+    layers = share * config.num_layers
+    beside = config.vocab_size * width if head else 0
+    return Pass(layers * layer + beside, layers, BESIDE if head else 0)
+
+
+def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
+    """Predicts; nothing is measured.
+
+    Returns:
+      `plain_ms`, the step of plain decoding; `exchange_share` of it; `free_rows`: how many rows a pass may have before
+      it is no longer its bytes that take the time; and by method `speedup`, the `num_draft_tokens` that give it,
+      `tokens_per_round`, and `draft_share`, the draft's part of a round.
+
+    Raises:
+      ValueError: an unknown shape or topology, or an agreement that is none; one line.
+    """
+    for name in filter(None, (options.shape, options.draft)):
+        if name not in SHAPES:
+            raise ValueError(f"unknown shape {name!r}; give one of {', '.join(SHAPES)}")
+    if not 0 <= options.agreement <= 1:
+        raise ValueError(f"agreement is {options.agreement}; give 0 to 1")
+    if options.num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens is {options.num_draft_tokens}; give at least 1")
+    topology, exchange_s = parse_topology(options.topology), 1e-6 * options.exchange_us
+    config = SHAPES[options.shape]
+
+    def seconds(part: Pass, rows: int = 1) -> float:
+        return part.seconds(topology, rows, exchange_s)
+
+    whole, quarter = of_model(config), of_model(config, 0.25)
+    plain = seconds(whole)
+    # Of an EAGLE-3 head: a layer that reads twice its width, what joins three streams, 32,000 tokens.
+    layer = of_model(config, 1 / config.num_layers, head=False)
+    width, rows = config.hidden_size, 2 * config.num_kv_heads + config.num_heads
+    eagle3 = Pass(layer.weights + width * (rows * config.head_dim + 3 * width + 32_000), 1)
+    # What a draft step runs, and what verification does: early exits have run their layers, but for the last token.
+    last, rest = of_model(config, 0.25, head=False), of_model(config, 0.75)
+    drafts: dict[str, tuple[Pass | None, list[Pass]]] = {
+        "ngram": (None, [whole]),
+        "layerskip": (quarter, [last, rest]),
+        "draft-verify": (of_model(config, 0.625), [whole]),
+        "eagle3": (eagle3, [whole]),
+    }
+    if options.draft:
+        drafts["draft-model"] = (of_model(SHAPES[options.draft]), [whole])
+
+    def record(step: Pass | None, verified: list[Pass], count: int) -> dict[str, float]:
+        drafting = 0.0 if step is None else count * seconds(step)
+        took = drafting + sum(seconds(part, count + 1) for part in verified)
+        tokens = tokens_per_round(options.agreement, count)
+        speedup = tokens * plain / took
+        shares = {"tokens_per_round": tokens, "draft_share": drafting / took}
+        return {"speedup": speedup, "num_draft_tokens": count, **shares}
+
+    def best(step: Pass | None, verified: list[Pass]) -> dict[str, float]:
+        every = (record(step, verified, count) for count in range(1, options.num_draft_tokens + 1))
+        return max(every, key=lambda one: one["speedup"])
+
+    kind = topology.accelerator
+    return {
+        "prediction": True,
+        "shape": options.shape,
+        "topology": options.topology,
+        "plain_ms": 1e3 * plain,
+        "exchange_share": 1
+        - dataclasses.replace(whole, layers=0, beside=0).seconds(topology, 1, 0.0) / plain,
+        "free_rows": int(kind.flops / kind.bandwidth),
+        "methods": {name: best(step, verified) for name, (step, verified) in drafts.items()},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report as JSON; returns the exit status."""
+    return command.run("benchmarks.scaling", Options, measure, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
