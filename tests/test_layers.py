@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom up; a module may import what stands below its own line, and the `SHARED` ones among themselves.
 LAYERS = (
-    "jaxspec.model.config jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary "
-    "jaxspec.model.tree",
+    "jaxspec.model.config",
+    "jaxspec.model.quantised",
+    "jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary jaxspec.model.tree",
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",
