@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
+from jaxspec.io import processes
 
 # Called with what is being done.
 OnProgress = Callable[[str], None]
@@ -49,7 +50,7 @@ def interleaved(
         for name, function in order if turn % 2 == 0 else reversed(order):
             began = time.perf_counter()
             function()
-            taken[name].append(1e3 * (time.perf_counter() - began))
+            taken[name] += processes.agreed(1e3 * (time.perf_counter() - began))
     return taken
 
 

@@ -18,6 +18,7 @@ from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.sharding import put
 
 # Cache slots for which there must be memory beside a draft's weights.
 _CAPACITY = 512
@@ -93,7 +94,7 @@ class Drafts:
                 where = NamedSharding(self._mesh, PartitionSpec())
 
             def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:
-                placed: jax.Array = jax.device_put(host, where)
+                placed: jax.Array = put(host, where)
                 return placed
 
             config: Any = head.config

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.io import checkpoint
+from jaxspec.io import checkpoint, processes
 from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.mesh_text import parse_mesh
 from jaxspec.io.messages import shown
 from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, spread_config
+from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -47,7 +47,8 @@ def resolve_placement(
     Raises:
       ValueError: no such device or dtype.
     """
-    place = devices_of(device)[0] if mesh is None else mesh.devices.flat[0]
+    here = jax.local_devices(backend=devices_of(device)[0].platform) if mesh is None else mesh.devices.flat
+    place = here[0]
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
@@ -80,6 +81,11 @@ def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
             raise ValueError(
                 f"mesh is {shown(mesh)}, which has {places} places, and JAX sees {len(devices)} "
                 f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give data × model of at most that"
+            )
+        if processes.several() and places != len(devices):
+            raise ValueError(
+                f"mesh is {shown(mesh)}, which has {places} places, and the {jax.process_count()} processes have "
+                f"{len(devices)} devices, all of which take part; give data × model of just that"
             )
         if places == 1:
             return None
@@ -150,6 +156,4 @@ def place_params(
         )
     flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
-    return checkpoint.load_params(
-        directory, config, dtype, lambda name, host: jax.device_put(host, shardings[name])
-    )
+    return checkpoint.load_params(directory, config, dtype, lambda name, host: put(host, shardings[name]))

@@ -27,7 +27,7 @@ from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.sharding import without_copies
+from jaxspec.model.sharding import fetched, without_copies
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
 THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
@@ -67,7 +67,7 @@ def fingerprint(config: LlamaConfig, params: Params) -> str:
         if name not in _TEXT_FIELDS and (name, value) not in _LATER.items()
     }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
-    for row in jax.device_get(_sampled_rows(config, params)):
+    for row in fetched(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()[:16]
 

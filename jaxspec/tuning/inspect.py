@@ -25,6 +25,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched
 from jaxspec.tuning.exits import exit_agreement
 
 DEFAULT_BUDGET = 64
@@ -232,8 +233,9 @@ def _survey(
         fed = [prompt[-1], *text[:-1]]
         length, count = (np.array([len(some)], np.int32) for some in (prompt, text))
         found = survey(lm.params, padded(prompt, width), length, padded(fed, text_width), count)
-        similarities.append(np.asarray(found[0][0], np.float64))
-        agreed.append(np.asarray(found[1][0]))
+        similar, agrees = fetched(found)
+        similarities.append(np.asarray(similar[0], np.float64))
+        agreed.append(agrees[0])
     return np.stack(similarities), np.stack(agreed)
 
 
