@@ -43,7 +43,7 @@ for mesh, method, more in (
     rows = lm.generate(json.loads(prompts), max_new_tokens=5, method=method, **more)
     found[mesh, method] = [row.tokens for row in rows], sum(row.statistics.num_draft_tokens for row in rows)
     times = [row.statistics.elapsed_ms for row in rows]
-    agreed = distributed.processes.agreed(*times)
+    agreed = distributed.processes.agreed(lm.mesh, *times)
     assert list(agreed) == times, "what was measured is the same in all"
 print(json.dumps([lm.fingerprint, list(found.values())]))
 distributed.leave(0)

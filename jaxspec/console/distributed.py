@@ -171,6 +171,7 @@ def leave(status: int) -> None:
     import jax
 
     if status == 0:
+        processes.wait_for_all("the end of the command")  # however long the first one writes
         jax.distributed.shutdown()
     elif processes.is_first():
         time.sleep(_GRACE_S)  # the others end with it

@@ -532,7 +532,7 @@ class LanguageModel:
         lossy: bool,
     ) -> Iterator[Piece]:
         variants = self.executables.variants
-        began, waited = processes.agreed(time.perf_counter(), self.executables.blocked_ms)
+        began, waited = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
         rows = [
             Row(
                 request,
@@ -544,7 +544,7 @@ class LanguageModel:
         ]
         while not session.done:
             updates = session.step(rounds)
-            now, blocked_ms = processes.agreed(time.perf_counter(), self.executables.blocked_ms)
+            now, blocked_ms = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
             for update in updates:
                 counts = self.executables.variants - variants
                 gamma = functools.partial(session.gamma, update.row)

@@ -269,7 +269,11 @@ class Session:
             self._prepare_next()
         arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
         # When a program is compiled in the background is another matter in each of several processes.
-        if self._rows_changed and getattr(self._drafter, "static", False) and not processes.several():
+        if (
+            self._rows_changed
+            and getattr(self._drafter, "static", False)
+            and not processes.spans_processes(self._mesh)
+        ):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments

@@ -6,7 +6,12 @@ or a signal, it decides by what process 0 saw. With one process nothing here doe
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _asked_to_stop = False
 
@@ -17,6 +22,11 @@ def several() -> bool:
 
     count: int = jax.process_count()
     return count > 1
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether devices of a mesh belong to other processes."""
+    return mesh is not None and bool(mesh.is_multi_process)
 
 
 def is_first() -> bool:
@@ -33,24 +43,38 @@ def ask_to_stop() -> None:
     _asked_to_stop = True
 
 
-def agreed(*numbers: float) -> tuple[float, ...]:
+def agreed(mesh: Mesh | None, *numbers: float) -> tuple[float, ...]:
     """The numbers that process 0 gives; every process must call this, at the same place.
+
+    Args:
+      mesh: on which they work together; where it is None, or all in this process, it has only itself to agree with.
+      numbers: of this process.
 
     Raises:
       KeyboardInterrupt: one of the processes was asked to stop; all of them raise it.
     """
-    if not several():
+    if not spans_processes(mesh):
         return numbers
     global _asked_to_stop
-    from jax.experimental import multihost_utils
-
-    # As bits: JAX would make 32 of the 64.
-    bits = np.array([_asked_to_stop, *numbers], np.float64).view(np.uint32)
-    given = np.ascontiguousarray(multihost_utils.process_allgather(bits)).view(np.float64)
+    given = _gathered(_asked_to_stop, *numbers)
     if given[:, 0].any():
         _asked_to_stop = False
         raise KeyboardInterrupt
     return tuple(given[0, 1:].tolist())
+
+
+def largest(mesh: Mesh | None, *numbers: float) -> tuple[float, ...]:
+    """The largest that any process gives of each; otherwise as `agreed`."""
+    return tuple(_gathered(*numbers).max(axis=0).tolist()) if spans_processes(mesh) else numbers
+
+
+def _gathered(*numbers: float) -> np.ndarray:
+    """The numbers of each process, float64[processes, numbers]."""
+    from jax.experimental import multihost_utils
+
+    # As bits: JAX would make 32 of the 64.
+    bits = np.array(numbers, np.float64).view(np.uint32)
+    return np.ascontiguousarray(multihost_utils.process_allgather(bits)).view(np.float64)
 
 
 def wait_for_all(where: str) -> None:

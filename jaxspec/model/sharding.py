@@ -59,6 +59,15 @@ def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) 
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+def shared_out(mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The mesh's axis, or None, by which each axis of a parameter of this name is cut; all None for other arrays."""
+    logical = _LOGICAL_AXES.get(name, ())
+    if len(logical) != len(shape):
+        return (None,) * len(shape)
+    spec: tuple[str | None, ...] = tuple(placed(mesh, logical, shape).spec)
+    return spec
+
+
 def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
     """A sharding per parameter, in the tree of `llama.param_shapes`."""
 
