@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -19,7 +22,33 @@ def read(path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# Simulates devices before JAX looks for any, so it needs a process of its own.
+OF_ITS_OWN = "multi_device"
+ALONE = """
+import json, sys
+
+from tests import notebooks
+
+for cell, outputs in notebooks.run(json.loads(open(sys.argv[1], encoding="utf-8").read())):
+    assert [one["output_type"] for one in outputs] == [one["output_type"] for one in cell["outputs"]]
+"""
+
+
+def test_every_cell_of_simulated_devices_runs(tmp_path):
+    """In any folder, where they leave nothing, on the devices that the notebook says it simulates."""
+    root = notebooks.FOLDER.parent
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(notebooks.FOLDER / f"{OF_ITS_OWN}.ipynb")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", [one for one in NOTEBOOKS if one.stem != OF_ITS_OWN], ids=lambda path: path.stem
+)
 def test_every_cell_runs(path, monkeypatch, tmp_path):
     """Code cells run in order in one namespace, in any folder, where they leave nothing; each has outputs of the kinds
     that are stored with it."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
+from jaxspec.console import distributed
 from jaxspec.console.environment import quieten
 from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.io.extras import MissingExtra
+from training.options import RunOptions
 from training.parsing import WrongOptions
+
+AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 
 # Work gets the arguments, the name of the program for its help, and where to speak; it returns the exit status.
 Work = Callable[[list[str], str, Console], int]
@@ -38,11 +44,27 @@ def run(module: str, options: type, work: Work, arguments: Sequence[str] | None 
 
     def failed(error: str, status: int) -> int:
         # Translated before anything stands in front: a parameter of one word is known by being the first.
-        console.print(f"{module}: error: {in_options(error, names)}", markup=False)
+        distributed.complain(f"{module}: error: {in_options(error, names)}")
         return status
 
+    status = _status(lambda: work(given, f"python -m {module}", console), module, console, failed)
+    distributed.leave(status)
+    return status
+
+
+def joined(options: AnyOptions, module: str) -> AnyOptions:
+    """Joins the other processes, if there are any; returns the options as a run records them, without these.
+
+    Raises:
+      ValueError: as `jaxspec.console.distributed.join`.
+    """
+    distributed.join(options.processes, options.mesh or "all devices", module)
+    return dataclasses.replace(options, processes=distributed.ProcessOptions())
+
+
+def _status(work: Callable[[], int], module: str, console: Console, failed: Callable[[str, int], int]) -> int:
     try:
-        return work(given, f"python -m {module}", console)
+        return work()
     except KeyboardInterrupt:
         console.print(f"{module}: interrupted", markup=False)
         return INTERRUPTED
@@ -53,4 +75,4 @@ def run(module: str, options: type, work: Work, arguments: Sequence[str] | None 
             raise
         # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        return failed(f"{kind}{one_line(error)}"[:2000], FAILED)
+        return failed(f"{distributed.lost(error)}{kind}{one_line(error)}"[:2000], FAILED)

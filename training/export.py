@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxspec.engine.language_model import load
-from jaxspec.io import files, huggingface
+from jaxspec.io import files, huggingface, processes
 from jaxspec.io.tokenizer import copy_files
 from jaxspec.tuning import fitness
 from jaxspec.tuning import fitness_report as fitness_bench
@@ -62,6 +62,8 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     config = huggingface.read_config(run)
     with Checkpoints(run / CHECKPOINTS, read_only=True) as checkpoints:
         state, step, measured = checkpoints.best(report)
+    if not processes.is_first():
+        return step, measured["held_out_loss"]
     params = state["params"]
     config = config.truncated(len(params["layers"]))
     exits = huggingface.read_exits(run, config.num_layers)

@@ -22,7 +22,7 @@ from jaxspec.bench.speed import acceptance
 from jaxspec.bench.timing import measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
-from jaxspec.io import checkpoint, files, vocabulary_file
+from jaxspec.io import checkpoint, files, processes, vocabulary_file
 from jaxspec.io.head_writer import write_head
 from jaxspec.io.heads import head_name
 from jaxspec.io.user_data import home
@@ -31,7 +31,7 @@ from training.data import conversations, sources, tokenizer
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.head_kinds import HeadOptions, Kind
-from training.loop import checkpoints, lock
+from training.loop import checkpoints, lock, sharding
 from training.loop.loop import Result
 from training.loop.progress import Progress
 from training.losses.heads import Network
@@ -209,9 +209,10 @@ def _run_loop(
     tokens = None if part is None else len(part)
     console.print(run.record(options, same, size, windows, held_out, documents[0], typed, draft_vocab=tokens))
     loss = kind.loss(network, options.head, part)
-    measure = drafts.make_measure(network, loss, lm.params, part)
+    target = sharding.place_state(sharding.make_mesh(options.mesh), lm.params)
+    measure = drafts.make_measure(network, loss, target, part)
     result = job.take_steps(
-        options, loss, params, lm.config.vocab_size, lm.params, measure, (windows, held_out), console
+        options, loss, params, lm.config.vocab_size, target, measure, (windows, held_out), console
     )
     return options, result, Trained(network, part, run.read_run(directory))
 
@@ -221,6 +222,8 @@ def _export(options: Options, lm: LanguageModel, trained: Trained, held_out: Kin
     assert options.output is not None
     with checkpoints.Checkpoints(options.run_directory / run.CHECKPOINTS, read_only=True) as kept:
         state, step, measured = kept.best(console.print)
+    if not processes.is_first():
+        return
     size = write_head(
         options.output,
         trained.network.head,
@@ -283,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
     def work(given: list[str], prog: str, console: Console) -> int:
-        return train(parse(Options, given, prog), shlex.join([*prog.split(), *given]), console)
+        options = command.joined(parse(Options, given, prog), "training.heads")
+        return train(options, shlex.join([*prog.split(), *given]), console)
 
     return command.run("training.heads", Options, work, arguments)
 

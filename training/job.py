@@ -9,7 +9,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.io import files, hf_config
+from jaxspec.io import files, hf_config, processes
 from jaxspec.io.extras import require
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
@@ -48,7 +48,7 @@ def main(
     """
 
     def work(given: list[str], prog: str, console: Console) -> int:
-        options = parse(kind, given, prog)
+        options = command.joined(parse(kind, given, prog), module)
         return train(options, objective, module, shlex.join([*prog.split(), *given]), console)
 
     return command.run(module, kind, work, arguments)
@@ -81,9 +81,10 @@ def train(
     with lock.exclusive(directory, console.print):
         result, aim = _run_loop(options, objective, documents, module, typed, console)
         if options.output is not None:
+            # Every process takes part in reading the checkpoint; the first one writes.
             best, best_loss = export.export(directory, options.output, options.samples, console.print)
             console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
-        if options.plot:
+        if options.plot and processes.is_first():
             drawn = curves.draw(directory)
             why = "" if aim.exits else " (acceptance is measured where there are exits)"
             console.print("drew " + ", ".join(map(str, drawn)) + why)
@@ -103,6 +104,9 @@ def _run_loop(
     options, resumed = settle(options, documents[0], console)
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
+    if aim.target is not None:
+        config, params = aim.target
+        aim = aim._replace(target=(config, sharding.place_state(sharding.make_mesh(options.mesh), params)))
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
     key = sources.data_key(options.data, documents, begun.words, marks)
     same = run.identity(options, begun, aim, module, key)
@@ -172,7 +176,7 @@ def take_steps(
     training, held_out = windows
     transform = optimizer.make_optimizer(options.optimizer, options.loop.steps, held)
     loss = base.in_dtype(base.holding(loss, held), jnp.dtype(options.compute_dtype))
-    mesh = sharding.make_mesh()
+    mesh = sharding.make_mesh(options.mesh)
     step_fn = step.make_step(loss, transform, options.seed)
     given = None if target is None else sharding.place_state(mesh, target)
     judged = {

@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 import jax
 
+from jaxspec.console.distributed import ProcessOptions
 from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.data.sources import DataOptions
@@ -81,6 +82,9 @@ class RunOptions:
       run: where checkpoints, metrics and the tokenised data are kept; if not given, a directory in
         runs/ that is named after the whole path of the output: runs/a-b for a/b.
       seed: of initial weights, of the order of the data and of all that is drawn.
+      mesh: how devices are arranged, such as data=2,model=4: rows of a batch are divided over data, and with them
+        parameters and optimiser state; over model these are cut by heads, MLP width and vocabulary. Default: all
+        devices along data.
       compute: of the products; parameters and optimiser state are float32 always. `auto` is bfloat16 on
         accelerators and float32 on CPU.
     """
@@ -89,9 +93,11 @@ class RunOptions:
     output: Path | None = None
     run: Path | None = None
     seed: int = 0
+    mesh: str | None = None
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
+    processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
 
     def settled(self, characters: int, earlier: Mapping[str, int]) -> tuple[Self, dict[str, int]]:
         """Replaces each `auto` by a number; returns the options and the numbers that were chosen now.

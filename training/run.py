@@ -78,7 +78,8 @@ def read_run(run: Path) -> dict[str, Any]:
 
 def forget(run: Path) -> None:
     """Forgets what a command has recorded that failed before it had trained."""
-    (run / RUN_FILE).unlink(missing_ok=True)
+    if files.written_here():
+        (run / RUN_FILE).unlink(missing_ok=True)
 
 
 def record(

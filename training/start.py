@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxspec.engine.loading import find_model
-from jaxspec.io import checkpoint, vocabulary_file
+from jaxspec.io import checkpoint, files, vocabulary_file
 from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -118,7 +118,7 @@ def given_tokenizer(options: JobOptions) -> Path | None:
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     """Puts the tokenizer's files into the run directory, instead of what a failed command left there."""
     run, given = options.run_directory, given_tokenizer(options)
-    if given is not None and given.samefile(run):
+    if not files.written_here() or (given is not None and given.samefile(run)):
         return
     for name in tokenizer_files.FILES:
         (run / name).unlink(missing_ok=True)

@@ -117,7 +117,7 @@ def profile(
     for run in timed.values():
         run()
 
-    taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"))
+    taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"), lm.mesh)
     floors, ones, larges = taken["floor"], taken["1"], taken["large"]
     longer_ms = statistics.median(b - a for a, b in zip(taken["short"], taken["long"], strict=True)) / ROUNDS
     token_bytes = kv.size_bytes(lm.config, 1, 1, lm.params["embed"].dtype)

@@ -27,7 +27,7 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.sharding import state_shardings
+from jaxspec.model.sharding import put, state_shardings
 from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
 from jaxspec.sampling import Greedy, Law
 from jaxspec.stopping import Constant
@@ -199,7 +199,7 @@ class SubmodelSteps(Loop):
         run = functools.partial(_submodel_steps, lm.config, plan, head, lm.mesh, lm.params, fed, start)
         # Put in place at once: what a call returns must look like what the first one took.
         place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
-        super().__init__(run, jax.device_put(cache, place))
+        super().__init__(run, put(cache, place))
 
     def __call__(self, count: int = ROUNDS) -> None:
         """Runs `count` steps; returns when the device is done."""

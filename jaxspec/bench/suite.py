@@ -24,6 +24,7 @@ from jaxspec.engine.results import Result
 from jaxspec.io.line_log import LineLog
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method, registry
+from jaxspec.model.sharding import fetched
 
 FORMAT = "jaxspec.bench/1"
 # Numbers of an array up to which all of them tell what a method was made of; of a larger one its first and last row do.
@@ -96,7 +97,7 @@ def _digest(made: Any) -> str:
         leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, (int, float, jax.Array, np.ndarray))
     ]
     digest = hashlib.sha256()
-    for sample in jax.device_get(_samples(numbers)):
+    for sample in fetched(_samples(numbers)):
         digest.update(np.ascontiguousarray(sample).tobytes())
     return digest.hexdigest()[:16]
 

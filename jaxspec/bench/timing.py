@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jax.sharding import Mesh
+
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
+from jaxspec.io import processes
 
 # Called with what is being done.
 OnProgress = Callable[[str], None]
@@ -24,6 +27,7 @@ def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     repeats: int,
     on_turn: OnProgress = lambda turn: None,
+    mesh: Mesh | None = None,
 ) -> dict[str, list[float]]:
     """Times functions in turns, so that all of them see the same noise.
 
@@ -32,6 +36,7 @@ def interleaved(
         have been called before if its first call compiles.
       repeats: rounds, in each of which every function runs once, in the order given.
       on_turn: called before each of them with its count, such as "turn 2 of 9".
+      mesh: on which they run; the processes of one that has several are given the same times.
 
     Returns:
       milliseconds by name; the entries of one place, in all the lists, were taken in one round.
@@ -49,7 +54,7 @@ def interleaved(
         for name, function in order if turn % 2 == 0 else reversed(order):
             began = time.perf_counter()
             function()
-            taken[name].append(1e3 * (time.perf_counter() - began))
+            taken[name] += processes.agreed(mesh, 1e3 * (time.perf_counter() - began))
     return taken
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxspec.console import distributed
 from jaxspec.console.environment import quieten
 from jaxspec.console.errors import Guard, option_names
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     guard = Guard("jaxspec")
     arguments = list(sys.argv[1:] if argv is None else argv)
     status = guard(lambda: _run(arguments, guard))
+    distributed.leave(status)
     if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
         sys.stdout.flush()
@@ -82,6 +84,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     quieten()
+    distributed.join(*distributed.options_in(command), "jaxspec")
     from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()

@@ -13,6 +13,7 @@ from jaxspec.bench.papers import TAKES, PaperName, find
 from jaxspec.bench.papers.options import PaperOptions, TargetOptions
 from jaxspec.bench.suite_options import Amount
 from jaxspec.cli.runs import parse_run
+from jaxspec.console.distributed import ProcessOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 # The options that every paper leaves to the user; others stand in `TAKES`.
 _TAKEN = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
-_TAKEN |= {"paper", "model", "dtype", "device", "mesh"}
+_TAKEN |= {
+    "paper",
+    "model",
+    "dtype",
+    "device",
+    "mesh",
+    *(field.name for field in dataclasses.fields(ProcessOptions)),
+}
 
 
 def run(command: Bench, paper: PaperName) -> int:

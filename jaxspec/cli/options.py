@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
+from jaxspec.console.distributed import ProcessOptions
 from jaxspec.methods import registry
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.flat import all_options, given_options
@@ -59,6 +60,7 @@ class ModelOptions(Placement):
     model: str | None = None
     weights: Weights | None = None
     mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
+    processes: ProcessOptions = ProcessOptions()  # noqa: RUF009
 
     def load(self, chat_template: str | None = None) -> LanguageModel:
         """The model, loaded."""

@@ -19,6 +19,7 @@ from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantised import Quantised
+from jaxspec.model.sharding import put
 
 # Cache slots for which there must be memory beside a draft's weights.
 _CAPACITY = 512
@@ -105,7 +106,7 @@ class Drafts:
                 where = NamedSharding(self._mesh, PartitionSpec())
 
             def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:
-                placed: jax.Array = jax.device_put(host, where)
+                placed: jax.Array = put(host, where)
                 return placed
 
             config: Any = head.config

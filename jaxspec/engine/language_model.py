@@ -46,7 +46,7 @@ from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import Session
 from jaxspec.engine.text import RowText
-from jaxspec.io import checkpoint, memory
+from jaxspec.io import checkpoint, memory, processes
 from jaxspec.io.arguments import flag, whole
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.messages import shown
@@ -173,7 +173,7 @@ class LanguageModel:
             check_mesh(mesh)
             mesh = automatic(mesh)
             device = mesh.devices.flat[0]
-        self.device, self.mesh = device or jax.devices()[0], mesh
+        self.device, self.mesh = device or jax.local_devices()[0], mesh
         self.defaults = _sampling_defaults(defaults or {})
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers), sampled)
         self.executables = Executables()
@@ -555,8 +555,8 @@ class LanguageModel:
         rounds: int,
         lossy: bool,
     ) -> Iterator[Piece]:
-        began, variants = time.perf_counter(), self.executables.variants
-        waited = self.executables.blocked_ms
+        variants = self.executables.variants
+        began, waited = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
         rows = [
             Row(
                 request,
@@ -567,11 +567,12 @@ class LanguageModel:
             for request in requests
         ]
         while not session.done:
-            for update in session.step(rounds):
+            updates = session.step(rounds)
+            now, blocked_ms = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
+            for update in updates:
                 counts = self.executables.variants - variants
-                blocked_ms = self.executables.blocked_ms - waited
                 gamma = functools.partial(session.gamma, update.row)
-                piece = rows[update.index].take(update, blocked_ms, counts, gamma)
+                piece = rows[update.index].take(update, now, blocked_ms - waited, counts, gamma)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
                 yield piece

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.io import checkpoint
+from jaxspec.io import checkpoint, processes
 from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.io.mesh_text import parse_mesh
 from jaxspec.io.messages import shown
@@ -22,7 +22,7 @@ from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantised import is_multiplied, quantised, sharding_of
-from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, spread_config
+from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 # What weights may be held as beside what is computed in, and the bits of it.
@@ -51,7 +51,8 @@ def resolve_placement(
     Raises:
       ValueError: no such device or dtype.
     """
-    place = devices_of(device)[0] if mesh is None else mesh.devices.flat[0]
+    here = jax.local_devices(backend=devices_of(device)[0].platform) if mesh is None else mesh.devices.flat
+    place = here[0]
     name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
@@ -99,6 +100,11 @@ def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
             raise ValueError(
                 f"mesh is {shown(mesh)}, which has {places} places, and JAX sees {len(devices)} "
                 f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give data × model of at most that"
+            )
+        if processes.several() and places != len(devices):
+            raise ValueError(
+                f"mesh is {shown(mesh)}, which has {places} places, and the {jax.process_count()} processes have "
+                f"{len(devices)} devices, all of which take part; give data × model of just that"
             )
         if places == 1:
             return None
@@ -179,15 +185,15 @@ def place_params(
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
     sampled: dict[str, list[np.ndarray]] = {}
 
-    def put(name: str, host: np.ndarray) -> Any:
-        leaf = jax.device_put(host, shardings.get(name, device))
+    def place(name: str, host: np.ndarray) -> Any:
+        leaf = put(host, shardings.get(name, device))
         if bits is None:
             return leaf
         sampled[name] = sampled_rows(host)
         if not is_multiplied(config, name):
             return leaf
         small = quantised(leaf, bits)
-        return small if mesh is None else jax.device_put(small, sharding_of(shardings[name], host.ndim, bits))
+        return small if mesh is None else put(small, sharding_of(shardings[name], host.ndim, bits))
 
-    params = checkpoint.load_params(directory, config, dtype, put)
+    params = checkpoint.load_params(directory, config, dtype, place)
     return params, sampled if bits is not None else None

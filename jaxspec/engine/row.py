@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,15 +34,16 @@ class Row:
     def take(
         self,
         update: Update,
+        now: float,
         blocked_ms: float,
         variants: VariantCounts,
         gamma: Callable[[], float | None],
     ) -> Piece:
         """One update becomes one piece; the last one carries the result.
 
-        `blocked_ms`: how long the batch has waited for programs since it began; `gamma`: reads `Result.gamma`.
+        `now`: as `began`; `blocked_ms`: how long the batch has waited for programs since it began; `gamma`: reads
+        `Result.gamma`.
         """
-        now = time.perf_counter()
         if self._first is None:
             self._first = (now, blocked_ms)
         gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)

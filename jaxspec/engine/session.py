@@ -19,9 +19,11 @@ from jaxspec.engine import buckets, compiled
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
+from jaxspec.io import processes
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Prefilling
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched, put
 from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.stopping import GammaState
@@ -96,7 +98,7 @@ class Session:
         self._executables = executables
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._platform = (device or jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+        self._platform = (device or jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = filters_used(requests) if needs_sampling(requests) else None
         self._drafter, self._acceptor = self._put((drafter, acceptor))
         # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
@@ -138,7 +140,7 @@ class Session:
         assert self._state is not None
         nodes = jax.tree.leaves(self._state.drafter_state, is_leaf=lambda node: isinstance(node, GammaState))
         state = next((node for node in nodes if isinstance(node, GammaState)), None)
-        return None if state is None else float(np.clip(np.asarray(state.gamma)[row], 0, 1))
+        return None if state is None else float(np.clip(fetched(state.gamma)[row], 0, 1))
 
     def step(self, max_rounds: int) -> list[Update]:
         """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds.
@@ -266,7 +268,12 @@ class Session:
         elif self._mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next()
         arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
-        if self._rows_changed and getattr(self._drafter, "static", False):
+        # When a program is compiled in the background is another matter in each of several processes.
+        if (
+            self._rows_changed
+            and getattr(self._drafter, "static", False)
+            and not processes.spans_processes(self._mesh)
+        ):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments
@@ -358,10 +365,10 @@ class Session:
         return Parts(self._drafter, self._acceptor, law, one_width=self._platform != "cpu")
 
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._device)
+        return put(tree, self._device)
 
     def _updates(self, emitted: Emitted, rows: Sequence[int]) -> list[Update]:
-        host = jax.device_get(emitted)
+        host = fetched(emitted)
         self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
         for at, row in enumerate(rows):

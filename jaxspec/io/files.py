@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+_written_by_another = False
+
+
+def leave_to_another() -> None:
+    """Has the functions below write nothing from now on: another process of this command writes the same."""
+    global _written_by_another
+    _written_by_another = True
+
+
+def written_here() -> bool:
+    """Whether it is this process that writes files."""
+    return not _written_by_another
 
 
 @contextmanager
@@ -16,6 +30,9 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     It is written beside its destination, because a rename is atomic only within one file system.
     """
+    if _written_by_another:
+        yield io.BytesIO()
+        return
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.files import parse_json, write_atomic
+from jaxspec.io.files import parse_json, write_atomic, written_here
 from jaxspec.io.messages import shown
 
 
@@ -44,6 +44,8 @@ class LineLog:
     def add(self, entry: dict[str, Any]) -> None:
         """Appends a line. Where the process is killed meanwhile, all of it is there the next time, or nothing."""
         self.entries.append(entry)
+        if not written_here():
+            return
         # Not made again where it has gone.
         with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND), "wb") as file:
             file.write(_line(entry).encode())

@@ -29,7 +29,7 @@ from jaxspec.io.hf_layout import leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.sharding import without_copies
+from jaxspec.model.sharding import fetched, without_copies
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
 THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
@@ -76,7 +76,7 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
-    for row in read or jax.device_get(_sampled_rows(config, params)):
+    for row in read or fetched(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()[:16]
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.model.cache import KVCache
@@ -56,6 +58,15 @@ def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) 
         axis = RULES.get(name) if name is not None else None
         axes.append(axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def shared_out(mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The mesh's axis, or None, by which each axis of a parameter of this name is cut; all None for other arrays."""
+    logical = _LOGICAL_AXES.get(name, ())
+    if len(logical) != len(shape):
+        return (None,) * len(shape)
+    spec: tuple[str | None, ...] = tuple(placed(mesh, logical, shape).spec)
+    return spec
 
 
 def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
@@ -130,7 +141,7 @@ def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig
     config = spread_config(mesh, config)
     params = with_copies(config, params)
     shardings = shardings_for(param_shardings(automatic(mesh), config), params)
-    placed: Params = jax.device_put(params, shardings)
+    placed: Params = put(params, shardings)
     return config, placed
 
 
@@ -179,3 +190,48 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
         return dataclasses.replace(node, layers=layers, rope_length=rows(node.rope_length))
 
     return jax.tree.map(node, state, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def put(tree: Any, where: Any) -> Any:
+    """As `jax.device_put`, and on a mesh of several processes each of them fills its own devices.
+
+    Args:
+      tree: arrays, the same in each process; nothing is sent between them to find out.
+      where: a device, a sharding, or a tree of shardings.
+    """
+    wheres = jax.tree.leaves(where)
+    if all(isinstance(one, jax.Device) or one.is_fully_addressable for one in wheres):
+        return jax.device_put(tree, where)
+    return jax.tree.map(_put_leaf, tree, jax.tree.broadcast(where, tree))
+
+
+def _put_leaf(leaf: Any, where: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            moved: jax.Array = jax.device_put(leaf, where)
+            return moved
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = _put_leaf(jax.random.key_data(leaf), where)
+            keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            return keys
+    host = np.asarray(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+
+def fetched(tree: Any) -> Any:
+    """As `jax.device_get`, and on a mesh of several processes each of them gets the whole arrays.
+
+    Every process must call this, at the same place.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    cut = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _readable(leaf)]
+    if cut:
+        whole = multihost_utils.process_allgather([leaves[at] for at in cut], tiled=True)
+        for at, array in zip(cut, whole, strict=True):
+            leaves[at] = array
+    return jax.device_get(jax.tree.unflatten(structure, leaves))
+
+
+def _readable(leaf: jax.Array) -> bool:
+    return leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -16,6 +16,7 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.asd import ASD, admg
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.asd_numbers import ASDNumbers
+from jaxspec.model.sharding import fetched
 from jaxspec.tuning.objectives import Speed
 from jaxspec.tuning.options import ASDGrid, Sweep
 from jaxspec.tuning.race import OnMeasured, Race, Turn, medians
@@ -149,7 +150,7 @@ def tune_asd(
     on_progress("reading the prompts")
     # What the prompts are followed by does not matter here.
     _, gathered = prepare_texts(lm, prompts, [[0, 0]] * len(prompts))
-    similarities = np.asarray(gathered)[:, :, 0]
+    similarities = fetched(gathered)[:, :, 0]
     settings = grid(
         tried.alphas or default_alphas(similarities), tried.everys or EVERYS, tried.keep_lasts or KEEP_LASTS
     )

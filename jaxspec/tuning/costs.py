@@ -99,7 +99,10 @@ def measure_costs(
             on_progress(f"compiling {what}, {number} of {len(timed)}")
             run()
         taken = interleaved(
-            timed, repeats, lambda turn: on_progress(f"measuring the costs of a round's parts, {turn}")
+            timed,
+            repeats,
+            lambda turn: on_progress(f"measuring the costs of a round's parts, {turn}"),
+            lm.mesh,
         )
     plain_ms = statistics.median(taken["1"])
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.bench import prompts as prompt_set
 from jaxspec.bench.profile import floor_bytes
@@ -25,6 +26,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched
 from jaxspec.tuning.exits import exit_agreement
 
 DEFAULT_BUDGET = 64
@@ -159,10 +161,12 @@ def sublayer_ms(lm: LanguageModel, live: int, repeats: int = 15) -> dict[str, fl
         name: SubmodelSteps(lm, plan, head=False, live=live, capacity=bucket(live))
         for name, plan in plans.items()
     }
-    count = _steps_per_timing(steps["attention"])
+    count = _steps_per_timing(steps["attention"], lm.mesh)
     for run in steps.values():
         run(1)
-    taken = interleaved({name: functools.partial(run, count) for name, run in steps.items()}, repeats)
+    taken = interleaved(
+        {name: functools.partial(run, count) for name, run in steps.items()}, repeats, mesh=lm.mesh
+    )
 
     def per_sublayer(name: str) -> float:
         differences = (some - none for some, none in zip(taken[name], taken["neither"], strict=True))
@@ -171,11 +175,14 @@ def sublayer_ms(lm: LanguageModel, live: int, repeats: int = 15) -> dict[str, fl
     return {name: per_sublayer(name) for name in SUBLAYERS}
 
 
-def _steps_per_timing(run: Callable[[int], None]) -> int:
+def _steps_per_timing(run: Callable[[int], None], mesh: Mesh | None) -> int:
     """How many steps `run` must take for its time to mean something; the fastest of a few tries counts."""
     count = 1
     run(count)
-    while count < _MAX_STEPS and min(interleaved({"": functools.partial(run, count)}, 3)[""]) < _TIMING_MS:
+    while (
+        count < _MAX_STEPS
+        and min(interleaved({"": functools.partial(run, count)}, 3, mesh=mesh)[""]) < _TIMING_MS
+    ):
         count *= 2
     return count
 
@@ -232,8 +239,9 @@ def _survey(
         fed = [prompt[-1], *text[:-1]]
         length, count = (np.array([len(some)], np.int32) for some in (prompt, text))
         found = survey(lm.params, padded(prompt, width), length, padded(fed, text_width), count)
-        similarities.append(np.asarray(found[0][0], np.float64))
-        agreed.append(np.asarray(found[1][0]))
+        similar, agrees = fetched(found)
+        similarities.append(np.asarray(similar[0], np.float64))
+        agreed.append(agrees[0])
     return np.stack(similarities), np.stack(agreed)
 
 

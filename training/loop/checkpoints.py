@@ -22,7 +22,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from jaxspec.console.errors import one_line
+from jaxspec.io import files, processes
 from jaxspec.io.files import read_json, write_json
+from jaxspec.model.sharding import fetched
+from training.loop import sharding
 from training.loop.step import TrainState
 
 CHECKSUMS = "checksums.json"
@@ -168,8 +171,10 @@ class Checkpoints:
         for older in self.steps():
             if older < step and (problem := damage(self.directory / str(older))) is not None:
                 problems[older] = problem
-        for number in problems:
+        processes.wait_for_all("all have looked at the checkpoints")
+        for number in problems if files.written_here() else ():
             _set_aside(self.directory / str(number))
+        processes.wait_for_all("damaged checkpoints are set aside")
         self._manager.reload()
         said = f"resumed from step {step}"
         if not (self.directory / str(step) / CHECKSUMS).is_file():
@@ -195,7 +200,7 @@ class Checkpoints:
         return got["state"], got["data"]
 
     def best(self, report: Callable[[str], None]) -> tuple[Any, int, dict[str, float]]:
-        """Reads the best intact checkpoint: the state as NumPy arrays, its step, and what was measured there.
+        """Reads the best intact checkpoint: its state, `params` as NumPy arrays, its step, and what was measured.
 
         Args:
           report: is given a line for each damaged checkpoint that is passed over.
@@ -214,8 +219,10 @@ class Checkpoints:
         try:
             while (best := best_step(measured)) is not None:
                 try:
-                    args = ocp.args.Composite(state=ocp.args.StandardRestore())
-                    return self._manager.restore(best, args=args)["state"], best, measured[best]
+                    args = ocp.args.Composite(state=ocp.args.StandardRestore(self._placed(best)))
+                    state = self._manager.restore(best, args=args)["state"]
+                    # Gathered one by one; what the optimiser keeps is not asked for.
+                    return state | {"params": fetched(state["params"])}, best, measured[best]
                 except Exception as error:  # without checksums damage shows only here
                     problems[best] = one_line(error)[:300]
                     del measured[best]
@@ -225,6 +232,12 @@ class Checkpoints:
         found = "no intact checkpoint" if problems else "no checkpoint"
         found += " with a finite held-out loss" if measured else ""
         raise ValueError(f"{found} in {self.directory}; train first")
+
+    def _placed(self, step: int) -> Any:
+        """Where the state of a step is read to: None for as it lies, or over all processes, which read it together."""
+        if not processes.several():
+            return None
+        return sharding.placed_shapes(sharding.make_mesh(), self._manager.item_metadata(step)["state"])
 
     def standing(self) -> str:
         """Says which checkpoint a run can go on from, once the one being written is finished or has failed."""

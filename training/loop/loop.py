@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxspec.console.errors import one_line
+from jaxspec.io import processes
 from training.data import sizing
 from training.data.sizing import AUTO, Sized
 from training.loop import growth, sharding
@@ -128,9 +129,12 @@ class Loop:
                 while step < options.steps and reason == "steps":
                     state, record = self._step(state, step, progress)
                     step += 1
-                    out_of_time = options.minutes is not None and self._seconds() >= 60 * options.minutes
-                    if stop.received or out_of_time:
-                        reason = "interrupted" if stop.received else "minutes"
+                    # The same in all processes, of which one may be slower, or alone have got the signal.
+                    signal, seconds = processes.largest(self.mesh, stop.received or 0, self._seconds())
+                    out_of_time = options.minutes is not None and seconds >= 60 * options.minutes
+                    if signal or out_of_time:
+                        stop.received = int(signal) or None
+                        reason = "interrupted" if signal else "minutes"
                     last = reason != "steps" or step == options.steps
                     if step % options.every == 0 or last:
                         record |= self._checkpoint(state, step, record["loss"], last, progress)

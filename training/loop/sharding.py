@@ -1,8 +1,10 @@
-"""Fully sharded data parallelism: parameters, optimiser state and rows of the batch divided over all devices.
+"""Where a training lives on a mesh: parameters, optimiser state and rows of the batch divided over all devices.
 
-Every leaf is cut along its largest axis that the number of devices divides (ZeRO stage 3; Rajbhandari et al.
-2020); XLA gathers a layer's weights where they are used and scatters their gradients. On one device nothing
-changes.
+A mesh has the axes of decoding. Along `model` a leaf is cut as the decoder cuts it: by heads, MLP width and
+vocabulary (tensor parallelism). Along `data`, over which the rows of a batch are divided, it is cut once more, along
+its largest axis that is left and can be (fully sharded data parallelism, ZeRO stage 3; Rajbhandari et al. 2020): XLA
+gathers a layer's weights where they are used and scatters their gradients. By default all devices stand along `data`.
+On one device nothing changes.
 """
 
 from __future__ import annotations
@@ -13,27 +15,56 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXIS = "data"
+from jaxspec.engine.loading import resolve_mesh
+from jaxspec.model.sharding import placed, put, shared_out
+
+AXES = ("data", "model")
 
 
-def make_mesh() -> Mesh:
-    """Makes a mesh of all devices in a row."""
-    return Mesh(np.array(jax.devices()), (AXIS,))
+def make_mesh(axes: str | None = None) -> Mesh:
+    """Makes a mesh from how it is written, such as data=2,model=4; None for all devices along `data`.
+
+    Raises:
+      ValueError: it is no mesh, or has more places than there are devices.
+    """
+    devices = jax.devices()
+    if axes is not None:
+        mesh = resolve_mesh(axes, None)
+        if mesh is not None:
+            return mesh
+        devices = devices[:1]
+    return Mesh(np.array(devices).reshape(-1, 1), AXES)
 
 
-def leaf_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Chooses how an array of a training state is divided: along its largest axis that can be, else not at all."""
-    count = mesh.shape[AXIS]
-    fitting = [axis for axis, size in enumerate(shape) if size % count == 0 and size >= count]
-    spec: list[str | None] = [None] * len(shape)
-    if fitting and count > 1:
-        spec[max(fitting, key=lambda axis: shape[axis])] = AXIS
+def leaf_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Chooses how an array of a training state is divided; not at all where nothing can be.
+
+    Args:
+      mesh: with the axes `data` and `model`.
+      name: of a parameter, or of what the optimiser keeps of it.
+      shape: of the array.
+    """
+    spec = list(shared_out(mesh, name, shape) if mesh.shape["model"] > 1 else (None,) * len(shape))
+    if "model" in spec or mesh.shape["model"] == 1:
+        over: Any = "data"
+        count = mesh.shape["data"]
+    elif len(shape) > 1:  # what the decoder does not cut along model is divided over all places alike
+        over, count = AXES, mesh.size
+    else:  # a vector is not worth gathering: its product with the stream would follow it, and be moved
+        over, count = None, 1
+    free = [axis for axis, size in enumerate(shape) if spec[axis] is None and size % count == 0]
+    if count > 1 and any(shape[axis] for axis in free):
+        spec[max(free, key=lambda axis: shape[axis])] = over
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
     """Chooses the sharding of each leaf of a training state (or of its shapes)."""
-    return jax.tree.map(lambda leaf: leaf_sharding(mesh, leaf.shape), state)
+
+    def leaf(path: Any, array: Any) -> NamedSharding:
+        return leaf_sharding(mesh, str(getattr(path[-1], "key", "")) if path else "", tuple(array.shape))
+
+    return jax.tree.map_with_path(leaf, state)
 
 
 def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
@@ -47,16 +78,17 @@ def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
 
 def place_state(mesh: Mesh, state: Any) -> Any:
     """Puts a training state onto the devices of the mesh."""
-    return jax.device_put(state, state_shardings(mesh, state))
+    return put(state, state_shardings(mesh, state))
 
 
 def place_batch(mesh: Mesh, batch: Any, rows_axis: int) -> Any:
-    """Puts a batch on the devices, its rows divided over them.
+    """Puts a batch on the devices, its rows divided over `data`; of several processes each has the whole batch, and
+    takes its own rows.
 
     Raises:
       ValueError: the rows cannot be divided evenly.
     """
-    count = mesh.shape[AXIS]
+    count = mesh.shape["data"]
 
     def place(array: np.ndarray) -> jax.Array:
         if array.shape[rows_axis] % count:
@@ -64,7 +96,9 @@ def place_batch(mesh: Mesh, batch: Any, rows_axis: int) -> Any:
                 f"a batch of {array.shape[rows_axis]} rows cannot be divided over {count} devices; "
                 f"give --batch a multiple of {count}"
             )
-        spec = [None] * rows_axis + [AXIS]
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+        logical: list[str | None] = [None] * array.ndim
+        logical[rows_axis] = "batch"
+        array_on_mesh: jax.Array = put(array, placed(mesh, tuple(logical), array.shape))
+        return array_on_mesh
 
     return jax.tree.map(place, batch)

@@ -12,6 +12,8 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from jaxspec.io import files
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
@@ -35,6 +37,8 @@ class Metrics:
 
     def __init__(self, run: Path, step: int):
         """Opens the files; records after `step` are dropped."""
+        if not files.written_here():
+            return
         kept = [record for record in read(run) if record["step"] <= step]
         partial = (run / METRICS_FILE).with_suffix(".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -54,6 +58,8 @@ class Metrics:
         Raises:
           OSError: they cannot be written, as where the disk is full.
         """
+        if not files.written_here():
+            return
         self._stream.write(json.dumps({"step": step, **record}) + "\n")
         self._stream.flush()
         for name, value in record.items():
@@ -66,6 +72,6 @@ class Metrics:
 
     def close(self) -> None:
         """Closes the files; raises nothing, so that the error that ended the run is not hidden."""
-        for file in (self._stream, self._events):
+        for file in (self._stream, self._events) if files.written_here() else ():
             with contextlib.suppress(OSError):
                 file.close()

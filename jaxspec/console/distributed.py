@@ -1,0 +1,228 @@
+"""Several processes that run one command together: how they find each other, which of them speaks, how they end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, TextIO
+
+from jaxspec.io import processes
+
+# A process that fails alone is noticed by its missing heartbeats; where all fail, each says so before process 0 goes.
+_GRACE_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """Several processes that run this command together, each with its own devices: give the same command to each.
+
+    Attributes:
+      distributed: join the other processes of this job, on one mesh of all their devices. SLURM, Open MPI and TPU pods
+        say which these are; elsewhere say it with the three options below.
+      coordinator_address: where process 0 listens, HOST:PORT with a free port.
+      num_processes: how many there are.
+      process_id: which of them this is, from 0. Process 0 prints the text and writes the files.
+      heartbeat_timeout_seconds: how long a process may be silent before the others give it up and end.
+    """
+
+    distributed: bool = False
+    coordinator_address: str | None = dataclasses.field(default=None, metadata={"metavar": "HOST:PORT"})
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat_timeout_seconds: int = 100
+
+    def __post_init__(self) -> None:
+        given = self.coordinator_address, self.num_processes, self.process_id
+        if None in given and given != (None, None, None):
+            raise ValueError(
+                "`coordinator_address`, `num_processes` and `process_id` go together; give all three, or "
+                "`distributed` alone where SLURM, Open MPI or a TPU pod says them"
+            )
+        if self.num_processes is not None and self.process_id is not None:
+            if self.num_processes < 1:
+                raise ValueError(f"num_processes is {self.num_processes}; give at least 1")
+            if not 0 <= self.process_id < self.num_processes:
+                raise ValueError(
+                    f"process_id is {self.process_id}; give a number from 0 to {self.num_processes - 1}"
+                )
+        if self.coordinator_address is not None and not _is_address(self.coordinator_address):
+            raise ValueError(
+                f"coordinator_address is {self.coordinator_address!r}; give HOST:PORT, such as 10.0.0.1:8476"
+            )
+        if self.heartbeat_timeout_seconds < 1:
+            raise ValueError(
+                f"heartbeat_timeout_seconds is {self.heartbeat_timeout_seconds}; give at least 1"
+            )
+
+    @property
+    def asked(self) -> bool:
+        """Whether there are other processes to join."""
+        return self.distributed or self.coordinator_address is not None
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
+def options_in(command: Any) -> tuple[ProcessOptions, Any]:
+    """The options of processes in a command, and its mesh; the defaults and None where it has none."""
+    found, mesh = ProcessOptions(), getattr(command, "mesh", None)
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if isinstance(value, ProcessOptions):
+            found = value
+        elif dataclasses.is_dataclass(value):
+            inner, inner_mesh = options_in(value)
+            found = inner if inner.asked else found
+            mesh = inner_mesh if mesh is None else mesh
+    return found, mesh
+
+
+class _Streams:
+    """The standard error of this process, where it is not the first and keeps silent otherwise; and the program that
+    reads what libraries print."""
+
+    errors: TextIO | None = None
+    filter: subprocess.Popen[bytes] | None = None
+
+
+def complain(line: str) -> None:
+    """Writes a line of an error, which every process may: on standard error, and where there are several, with the
+    number of this one."""
+    if _joined():
+        import jax
+
+        program, _, rest = line.partition(": ")
+        line = f"{program}: process {jax.process_index()}: {rest}"
+    print(line, file=_Streams.errors or sys.stderr, flush=True)
+
+
+def lost(error: Exception) -> str:
+    """What to say before an error that a collective operation ends with where another process has gone; "" else."""
+    words = r"Gloo|NCCL|connection|peer|heartbeat|unavailable|deadline"
+    if type(error).__name__ != "JaxRuntimeError" or not re.search(words, str(error), re.I) or not _joined():
+        return ""
+    return "another process is lost; see what it said, and start all again: "
+
+
+def _joined() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and processes.several()
+
+
+def join(options: ProcessOptions, mesh: str | None, program: str) -> None:
+    """Joins the other processes, if any are asked for; only then may JAX look for devices.
+
+    From here on the first process speaks, the others only complain; the first Ctrl-C in any interrupts all of them
+    where they next agree on something.
+
+    Args:
+      options: which they are.
+      mesh: over which they run.
+      program: what lines of its errors begin with.
+
+    Raises:
+      ValueError: they are not to be found, or there is no mesh.
+    """
+    if not options.asked:
+        return
+    if mesh is None:
+        raise ValueError("several processes run on one mesh; give its axes, such as mesh=data=2,model=4")
+    if not os.environ.get("JAXSPEC_DEBUG"):
+        _filter_libraries(program, options.heartbeat_timeout_seconds)
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            options.coordinator_address,
+            options.num_processes,
+            options.process_id,
+            heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`distributed`: neither SLURM nor Open MPI nor a TPU pod says which processes there are ({error}); give "
+            "`coordinator_address`, `num_processes` and `process_id`"
+        ) from None
+    if not processes.is_first():
+        from jaxspec.io import files
+
+        files.leave_to_another()
+        _Streams.errors = sys.stderr
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    processes.ask_to_stop()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave(status: int) -> None:
+    """Ends this process with a status, if it has joined others; where the command is done, together with these."""
+    if not _joined():
+        return
+    import jax
+
+    if status == 0:
+        processes.wait_for_all("the end of the command")  # however long the first one writes
+        jax.distributed.shutdown()
+    elif processes.is_first():
+        time.sleep(_GRACE_S)  # the others end with it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The usual way would wait for the others, who may wait for this one.
+    os._exit(status)
+
+
+def _filter_libraries(program: str, timeout: int) -> None:
+    """Has what libraries written in C++ say, which Python cannot catch, read by another program: JAX ends a process
+    itself, with a page of text, where others are lost. The CPU's collectives greet on standard output."""
+    streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
+    reader, writer = os.pipe()
+    # It outlives this process, and nobody waits for it.
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout)]
+    _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
+    os.close(reader)
+    os.dup2(writer, 2)
+    os.close(writer)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout, sys.stderr = streams
+
+
+_FILTER = r"""
+import re, signal, sys
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+program, timeout = sys.argv[1:]
+ended, lost, skips = False, [], False
+for line in sys.stdin.buffer:
+    text = line.decode(errors="replace")
+    if "Terminating process because the JAX distributed service detected fatal errors" in text:
+        ended, first = True, "Failed to send RPC to coordination service" in text
+    elif ended:
+        if re.fullmatch(r"\s*(\S*task:)?\d+\s*", text):
+            lost.append(text.strip().rpartition(":")[2])
+    elif re.match(r"[IWEF]\d{4} .*", text):
+        skips = re.search(r" (coordination_service\w*|preemption_sync_manager)\.cc:", text) is not None
+        if not skips:
+            sys.stderr.write(text)
+    elif not skips:
+        sys.stderr.write(text)
+    sys.stderr.flush()
+if ended:
+    which = f"process {', '.join(lost)} has" if len(lost) == 1 else f"processes {', '.join(lost)} have"
+    said = f"{which} not been heard of for {timeout} seconds" if lost else "another process is lost"
+    if first:
+        said = "process 0 has ended, or cannot be reached"
+    advice = "so this one ends too; see what that one said, and start all again"
+    print(f"{program}: error: {said}, {advice}", file=sys.stderr)
+"""

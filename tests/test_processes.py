@@ -1,0 +1,203 @@
+"""Two processes with four simulated devices each decode the same tokens as one with one device, and end together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import load
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.distributed import ProcessOptions, options_in
+from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
+
+TARGET = dataclasses.replace(CONFIG, vocab_size=304, num_heads=8, num_kv_heads=2)
+PROMPTS = [[5], [7, 1, 7]]
+DECODE = """
+import json, sys
+
+import jax
+
+from jaxspec import load
+from jaxspec.console import distributed
+
+address, number, model, prompts = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "data=2,model=4", "jaxspec")
+assert (jax.device_count(), jax.local_device_count()) == (8, 4)
+found = {}
+for mesh, method, more in (
+    ("data=2,model=4", "autoregressive", {}),
+    ("data=2,model=4", "layerskip", {"exit_layer": 1, "num_draft_tokens": 2}),
+    ("model=8", "autoregressive", {}),
+    ("model=8", "draft-model", {"draft": model, "num_draft_tokens": 2}),
+):
+    lm = load(model, mesh=mesh)
+    rows = lm.generate(json.loads(prompts), max_new_tokens=5, method=method, **more)
+    found[mesh, method] = [row.tokens for row in rows], sum(row.statistics.num_draft_tokens for row in rows)
+    times = [row.statistics.elapsed_ms for row in rows]
+    agreed = distributed.processes.agreed(lm.mesh, *times)
+    assert list(agreed) == times, "what was measured is the same in all"
+print(json.dumps([lm.fingerprint, list(found.values())]))
+distributed.leave(0)
+"""
+
+
+def free_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def begun(*command: str) -> subprocess.Popen[str]:
+    """A process of its own with four simulated devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def ended(pair: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Status, standard output and standard error of each."""
+    said = [process.communicate(timeout=600) for process in pair]
+    return [(process.returncode, *texts) for process, texts in zip(pair, said, strict=True)]
+
+
+def command_of_two(*arguments: str) -> list[subprocess.Popen[str]]:
+    shared = [
+        "--coordinator-address",
+        free_address(),
+        "--num-processes",
+        "2",
+        "--heartbeat-timeout-seconds",
+        "5",
+    ]
+    return [begun("-m", "jaxspec", *arguments, *shared, "--process-id", str(one)) for one in range(2)]
+
+
+def test_two_processes_decode_as_one(tmp_path_factory):
+    """Plainly and with two methods, with copies of key/value heads, and with a draft from a file."""
+    model = write_tiny(tmp_path_factory, TARGET)
+    address = free_address()
+    pair = [begun("-c", DECODE, address, str(one), str(model), json.dumps(PROMPTS)) for one in range(2)]
+    (first, out, err), second = ended(pair)
+    assert (first, second[0]) == (0, 0), (err, second[2])
+    assert (err, *second[1:]) == ("", "", "")
+    lm = load(model)
+    fingerprint, found = json.loads(out)
+    assert fingerprint == lm.fingerprint
+    expected = [row.tokens for row in lm.generate(PROMPTS, max_new_tokens=5)]
+    assert [tokens for tokens, _ in found] == [expected] * 4
+    assert [drafted > 0 for _, drafted in found] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("number", "which"),
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_end_together(tmp_path_factory, capsys, number, which):
+    """Where one is lost the other says so in one line, and ends with an error; Ctrl-C in one interrupts both.
+
+    Process 0 has written what one process writes until then; the other says nothing but its error.
+    """
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    arguments = ["generate", PROMPT, "--model", model, "--max-new-tokens", "400", "--ignore-eos"]
+    pair = command_of_two(*arguments, "--mesh", "model=8")
+    begin = pair[0].stdout.read(3)  # it decodes
+    os.kill(pair[which].pid, number)
+    found = ended(pair)
+    text = begin + found[0][1].removesuffix("\n")
+    assert called(capsys, *arguments)[1].startswith(text.rstrip("\ufffd"))
+    assert found[1][1] == ""
+    if number == signal.SIGINT:
+        assert [one[0] for one in found] == [130, 130], found
+        assert found[0][2].splitlines()[-1] == "jaxspec: interrupted"
+        assert found[1][2] == ""
+        return
+    status, _, err = found[1 - which]
+    assert status not in (0, None)
+    *_, last = err.splitlines()
+    lost = (
+        "process 1 has not been heard of for 5 seconds, so"
+        if which
+        else "process 0 has ended, or cannot be reached"
+    )
+    known = (
+        f"jaxspec: error: {lost}",
+        f"jaxspec: process {1 - which}: error: another process is lost; see what it",
+    )
+    assert last.startswith(known), err
+    assert "Check failure" not in err
+
+
+def test_wrong_processes(capsys, tmp_path_factory):
+    """One line each."""
+
+    def run(*arguments):
+        return called(capsys, "generate", PROMPT, "--model", model, "--max-new-tokens", "2", *arguments)
+
+    model = write_tiny(tmp_path_factory)
+    address = ("--coordinator-address", "127.0.0.1:1")
+    for arguments, says in {
+        (
+            *address,
+            "--num-processes",
+            "2",
+        ): "--coordinator-address, --num-processes and --process-id go together",
+        (
+            *address,
+            "--num-processes",
+            "2",
+            "--process-id",
+            "2",
+        ): "--process-id is 2; give a number from 0 to 1",
+        (*address, "--num-processes", "0", "--process-id", "0"): "--num-processes is 0; give at least 1",
+        (
+            "--coordinator-address",
+            "here",
+            "--num-processes",
+            "1",
+            "--process-id",
+            "0",
+        ): "is 'here'; give HOST:PORT",
+        ("--distributed",): "several processes run on one mesh; give its axes, such as --mesh data=2,model=4",
+        (
+            "--distributed",
+            "--heartbeat-timeout-seconds",
+            "0",
+        ): "--heartbeat-timeout-seconds is 0; give at least 1",
+    }.items():
+        assert says in one_error(run, *arguments)
+
+
+def test_options_of_a_command():
+    """Wherever they stand in it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Command:
+        model: ModelOptions
+        more: int = 1
+
+    processes = ProcessOptions(distributed=True)
+    assert options_in(Command(ModelOptions(mesh="model=8", processes=processes))) == (processes, "model=8")
+    assert options_in(Command(ModelOptions())) == (ProcessOptions(), None)
