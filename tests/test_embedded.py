@@ -49,6 +49,23 @@ def test_a_target_brings_prompts_of_its_own_work(target):
         )
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "hydra"])
+def test_a_head_that_comes_along_is_found_and_drafts_well(kind):
+    lm = jaxspec.load("large", dtype="float32")
+    asked = [task.prompt for family in ("code", "facts") for task in tasks.tasks(family, 2)]
+    plain = lm.generate(asked, max_new_tokens=48)
+    drafted = lm.generate(asked, method=kind, max_new_tokens=48)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    counts = [one.statistics for one in drafted]
+    assert sum(one.num_tokens for one in counts) > 1.5 * sum(one.num_rounds for one in counts)
+
+
+def test_the_heads_that_come_along_are_small():
+    for head in (CHECKPOINTS / "heads").iterdir():
+        assert sum(path.stat().st_size for path in head.iterdir()) <= 10e6, head
+        assert (head / "README.md").read_text("utf-8").startswith("# ")
+
+
 def test_a_target_does_what_it_was_trained_for():
     lm = jaxspec.load("small")
     asked = [task for family in ("sums", "code", "edits", "facts") for task in tasks.tasks(family, 6)]
@@ -60,7 +77,9 @@ def test_a_target_does_what_it_was_trained_for():
 
 
 def test_the_models_are_small_enough_to_travel():
-    files = [path for name in embedded.embedded_names() for path in (CHECKPOINTS / name).rglob("*")]
+    files = [
+        path for name in (*embedded.embedded_names(), "heads") for path in (CHECKPOINTS / name).rglob("*")
+    ]
     assert sum(path.stat().st_size for path in files if path.is_file()) <= 72e6
 
 
