@@ -169,6 +169,28 @@ def test_other_options(tmp_path_factory):
     ]
 
 
+def test_other_number_of_processes():
+    """The one that the first does not expect says that they do not find each other."""
+    shared = [
+        "-m",
+        "jaxspec",
+        "generate",
+        PROMPT,
+        "--mesh",
+        "model=8",
+        "--coordinator-address",
+        free_address(),
+    ]
+    first = begun(*shared, "--num-processes", "2", "--process-id", "0")
+    ((status, out, err),) = ended([begun(*shared, "--num-processes", "3", "--process-id", "2")])
+    os.kill(first.pid, signal.SIGKILL)
+    ended([first])
+    assert status != 0
+    assert out == ""
+    assert err.startswith("jaxspec: error: the processes do not find each other, give each the address")
+    assert len(err.splitlines()) == 1
+
+
 OTHERS = """
 import sys
 from pathlib import Path

@@ -152,6 +152,8 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
             f"`distributed`: neither SLURM nor Open MPI nor a TPU pod says which processes there are ({error}); give "
             "`coordinator_address`, `num_processes` and `process_id`"
         ) from None
+    if _Streams.filter is not None:
+        os.write(2, f"{_FOUND}\n".encode())
     if not processes.is_first():
         from jaxspec.io import files
 
@@ -224,7 +226,7 @@ def _filter_libraries(program: str, timeout: int) -> None:
     streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
     reader, writer = os.pipe()
     # It outlives this process, and nobody waits for it.
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout)]
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout), _FOUND]
     _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
     os.close(reader)
     os.dup2(writer, 2)
@@ -235,15 +237,19 @@ def _filter_libraries(program: str, timeout: int) -> None:
     sys.stdout, sys.stderr = streams
 
 
+# Tells the program below that from here on a process is lost that was there.
+_FOUND = "jaxspec: all processes are here"
 _FILTER = r"""
 import re, signal, sys
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-program, timeout = sys.argv[1:]
-ended, lost, skips = False, [], False
+program, timeout, mark = sys.argv[1:]
+ended, lost, skips, found = False, [], False, False
 for line in sys.stdin.buffer:
     text = line.decode(errors="replace")
-    if "Terminating process because the JAX distributed service detected fatal errors" in text:
+    if text.strip() == mark:
+        found = True
+    elif "Terminating process because the JAX distributed service detected fatal errors" in text:
         ended, first = True, "Failed to send RPC to coordination service" in text
     elif ended:
         if re.fullmatch(r"\s*(\S*task:)?\d+\s*", text):
@@ -261,5 +267,8 @@ if ended:
     if first:
         said = "process 0 has ended, or cannot be reached"
     advice = "so this one ends too; see what that one said, and start all again"
+    if not found:
+        said = "the processes do not find each other"
+        advice = "give each the address of process 0 and the same number of processes, and start all at about one time"
     print(f"{program}: error: {said}, {advice}", file=sys.stderr)
 """
