@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from jaxspec import load
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, options_in
+from jaxspec.io.line_log import LineLog
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
 TARGET = dataclasses.replace(CONFIG, vocab_size=304, num_heads=8, num_kv_heads=2)
@@ -78,7 +80,8 @@ def ended(pair: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(pair, said, strict=True)]
 
 
-def command_of_two(*arguments: str) -> list[subprocess.Popen[str]]:
+def command_of_two(*arguments: str, more: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
+    """`more` is given to the second only."""
     shared = [
         "--coordinator-address",
         free_address(),
@@ -87,7 +90,8 @@ def command_of_two(*arguments: str) -> list[subprocess.Popen[str]]:
         "--heartbeat-timeout-seconds",
         "5",
     ]
-    return [begun("-m", "jaxspec", *arguments, *shared, "--process-id", str(one)) for one in range(2)]
+    shared += ["--process-id"]
+    return [begun("-m", "jaxspec", *arguments, *shared, *own) for own in (["0"], ["1", *more])]
 
 
 def test_two_processes_decode_as_one(tmp_path_factory):
@@ -148,6 +152,77 @@ def test_processes_end_together(tmp_path_factory, capsys, number, which):
     )
     assert last.startswith(known), err
     assert "Check failure" not in err
+
+
+def test_other_options(tmp_path_factory):
+    """Each says so in one line; they would wait for each other for ever."""
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    arguments = ["generate", PROMPT, "--model", model, "--mesh", "model=8", "--max-new-tokens", "20"]
+    found = ended(command_of_two(*arguments, more=("--max-new-tokens", "80")))
+    what = (
+        "another process was given another command, and says so",
+        "--max-new-tokens is 80 here and 20 in process 0",
+    )
+    assert found == [
+        (2, "", f"jaxspec: process {one}: error: {said}; give each process the same{' command' * one}\n")
+        for one, said in enumerate(what)
+    ]
+
+
+def test_other_number_of_processes():
+    """The one that the first does not expect says that they do not find each other."""
+    shared = [
+        "-m",
+        "jaxspec",
+        "generate",
+        PROMPT,
+        "--mesh",
+        "model=8",
+        "--coordinator-address",
+        free_address(),
+    ]
+    first = begun(*shared, "--num-processes", "2", "--process-id", "0")
+    ((status, out, err),) = ended([begun(*shared, "--num-processes", "3", "--process-id", "2")])
+    os.kill(first.pid, signal.SIGKILL)
+    ended([first])
+    assert status != 0
+    assert out == ""
+    assert err.startswith("jaxspec: error: the processes do not find each other, give each the address")
+    assert len(err.splitlines()) == 1
+
+
+OTHERS = """
+import sys
+from pathlib import Path
+
+from jaxspec import load
+from jaxspec.console import distributed
+from jaxspec.io.line_log import LineLog
+
+address, number, model, folder = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "model=8", "jaxspec")
+lm = load(model, mesh="model=8")
+try:
+    lm.generate([5, int(number)], max_new_tokens=2)
+except ValueError as error:
+    said = str(error)
+# Only the first one's folder has the log.
+log = LineLog(Path(folder) / number / "log", {"of": "this"}, of="test")
+distributed.complain(f"test: {said}; {log.entries}")
+distributed.leave(0)
+"""
+
+
+def test_other_prompts_and_files(tmp_path_factory, tmp_path):
+    """Other prompts are an error in each; a log is what process 0 finds."""
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    (tmp_path / "0").mkdir()
+    LineLog(tmp_path / "0" / "log", {"of": "this"}, of="test").add({"text": "ä"})
+    address = free_address()
+    found = ended([begun("-c", OTHERS, address, str(one), model, str(tmp_path)) for one in range(2)])
+    said = "the prompts, or options of the texts, are others in process 1 than in process 0; give the same to each"
+    assert found == [(0, "", f"test: process {one}: {said} process; [{{'text': 'ä'}}]\n") for one in range(2)]
 
 
 def test_wrong_processes(capsys, tmp_path_factory):

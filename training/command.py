@@ -58,7 +58,7 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
     Raises:
       ValueError: as `jaxspec.console.distributed.join`.
     """
-    distributed.join(options.processes, options.mesh or "all devices", module)
+    distributed.join(options.processes, options.mesh or "all devices", module, options)
     return dataclasses.replace(options, processes=distributed.ProcessOptions())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import statistics
 import time
@@ -22,7 +23,8 @@ from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.choosing.costs import StepCosts
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import cost_files
+from jaxspec.io import cost_files, processes
+from jaxspec.io.files import written_here
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
 
@@ -50,7 +52,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     every, cut_layers = LayerPlan.skipping(num_layers), num_layers // 4
     rest = range(cut_layers, num_layers)
     timed: dict[str, SubmodelSteps] = {}
-    with jax.default_device(lm.device):
+    with jax.default_device(_here(lm)):
         for rows, batch in POINTS:
             timed[f"{rows} rows of {batch}"] = SubmodelSteps(
                 lm, every, rows, live=max(SHORT[0], rows), capacity=SHORT[1], batch_size=batch
@@ -64,18 +66,20 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
             "lookup": LookupSteps(live=SHORT[1], capacity=2 * SHORT[1]),
         }
         once = {name: functools.partial(steps, 1) for name, steps in timed.items()}
-        _compile(lm.device, [*once.values(), *rounds.values()], on_progress)
+        _compile(lm, [*once.values(), *rounds.values()], on_progress)
         counts = {name: one.rounds for name, one in rounds.items()}
-        took = sum(_ms(rounds[name]) for name in rounds)
+        took = sum(_ms(lm, rounds[name]) for name in rounds)
         for name, run in once.items():
-            one_ms = _ms(run)
+            one_ms = _ms(lm, run)
             counts[name] = min(max(2, round(_CALL_MS / one_ms)), _MOST_STEPS)
             took += counts[name] * one_ms
         turns = min(max(_TURNS[0], int(1e3 * _TIMING_S / took)), _TURNS[1])
         functions: dict[str, Callable[[], Any]] = {
             name: functools.partial(steps, counts[name]) for name, steps in timed.items()
         }
-        taken = interleaved(functions | rounds, turns, lambda turn: on_progress(f"timing steps, {turn}"))
+        taken = interleaved(
+            functions | rounds, turns, lambda turn: on_progress(f"timing steps, {turn}"), lm.mesh
+        )
 
     def each(name: str) -> list[float]:
         return [ms / counts[name] for ms in taken[name]]
@@ -120,19 +124,22 @@ def remembered_step_costs(
       on_warning: called with one line where a file is there and cannot be used.
 
     Returns:
-      the costs, and whether they were measured now.
+      the costs, and whether they were measured now. Of several processes the first one's file counts.
     """
     key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.weights or lm.dtype)
-    path = cost_files.path_of(key)
-    if path is not None and path.is_file() and not fresh:
+    path, found = cost_files.path_of(key), None
+    if path is not None and path.is_file() and not fresh and written_here():
         try:
             found = cost_files.read(path, key)
         except (OSError, ValueError) as error:
             on_warning(f"{error}; the costs are measured again")
-        else:
-            return dataclasses.replace(found, model=lm.name), False
+    if processes.spans_processes(lm.mesh):
+        given = json.loads(processes.of_first(json.dumps(found and dataclasses.asdict(found))))
+        found = None if given is None else cost_files.parse(given, "process 0")
+    if found is not None:
+        return dataclasses.replace(found, model=lm.name), False
     costs = step_costs(lm, on_progress=on_progress)
-    if path is not None:
+    if path is not None and written_here():
         try:
             cost_files.write(path, key, costs)
         except OSError as error:
@@ -140,20 +147,26 @@ def remembered_step_costs(
     return costs, True
 
 
-def _compile(device: jax.Device, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
-    """Runs each once, several at a time: compiling is most of it."""
+def _here(lm: LanguageModel) -> jax.Device:
+    """Where what is put on a mesh begins: the model's first device, if it is of this process."""
+    return lm.device if lm.device.process_index == jax.process_index() else jax.local_devices()[0]
+
+
+def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
+    """Runs each once, several at a time: compiling is most of it. Several processes must run them in one order."""
 
     def first(run: Callable[[], Any]) -> None:
-        with jax.default_device(device):  # which each thread has of its own
+        with jax.default_device(_here(lm)):  # which each thread has of its own
             run()
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    at_once = 1 if processes.spans_processes(lm.mesh) else min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(at_once) as pool:
         for number, done in enumerate(as_completed([pool.submit(first, run) for run in runs]), 1):
             done.result()
             on_progress(f"compiling steps, {number} of {len(runs)}")
 
 
-def _ms(run: Callable[[], Any]) -> float:
+def _ms(lm: LanguageModel, run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
-    return 1e3 * (time.perf_counter() - began)
+    return processes.agreed(lm.mesh, 1e3 * (time.perf_counter() - began))[0]

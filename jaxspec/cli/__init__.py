@@ -84,7 +84,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     quieten()
-    distributed.join(*distributed.options_in(command), "jaxspec")
+    distributed.join(*distributed.options_in(command), "jaxspec", command)
     from jaxspec.engine import compilation_cache
 
     compilation_cache.enable()

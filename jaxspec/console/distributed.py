@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -116,7 +117,7 @@ def _joined() -> bool:
     return jax is not None and jax.distributed.is_initialized() and processes.several()
 
 
-def join(options: ProcessOptions, mesh: str | None, program: str) -> None:
+def join(options: ProcessOptions, mesh: str | None, program: str, command: Any = None) -> None:
     """Joins the other processes, if any are asked for; only then may JAX look for devices.
 
     From here on the first process speaks, the others only complain; the first Ctrl-C in any interrupts all of them
@@ -126,9 +127,10 @@ def join(options: ProcessOptions, mesh: str | None, program: str) -> None:
       options: which they are.
       mesh: over which they run.
       program: what lines of its errors begin with.
+      command: the dataclass of all options, which must be the same in each process; None where there is none.
 
     Raises:
-      ValueError: they are not to be found, or there is no mesh.
+      ValueError: they are not to be found, there is no mesh, or one of them was given another command.
     """
     if not options.asked:
         return
@@ -150,6 +152,8 @@ def join(options: ProcessOptions, mesh: str | None, program: str) -> None:
             f"`distributed`: neither SLURM nor Open MPI nor a TPU pod says which processes there are ({error}); give "
             "`coordinator_address`, `num_processes` and `process_id`"
         ) from None
+    if _Streams.filter is not None:
+        os.write(2, f"{_FOUND}\n".encode())
     if not processes.is_first():
         from jaxspec.io import files
 
@@ -157,6 +161,41 @@ def join(options: ProcessOptions, mesh: str | None, program: str) -> None:
         _Streams.errors = sys.stderr
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     signal.signal(signal.SIGINT, _interrupt)
+    if command is not None:
+        _check_same(command)
+
+
+def _check_same(command: Any) -> None:
+    """Refuses another command than process 0 was given, in all processes: they would wait for each other for ever."""
+    mine = {"command": type(command).__name__} | _options(command)
+    first = json.loads(processes.of_first(json.dumps(mine)))
+    others = [name for name in dict.fromkeys([*first, *mine]) if first.get(name) != mine.get(name)]
+    wrong = processes.any_of(bool(others))
+    if others:
+        raise ValueError(
+            f"`{others[0]}` is {_short(mine.get(others[0]))} here and {_short(first.get(others[0]))} in process 0; "
+            "give each process the same command"
+        )
+    if wrong:
+        raise ValueError("another process was given another command, and says so; give each process the same")
+
+
+def _options(command: Any) -> dict[str, str]:
+    """Every option but those of `ProcessOptions`, by its name."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if isinstance(value, ProcessOptions):
+            continue
+        if dataclasses.is_dataclass(value):
+            found |= _options(value)
+        else:
+            found[field.name] = repr(value)
+    return found
+
+
+def _short(text: str | None) -> str:
+    return "missing" if text is None else text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -187,7 +226,7 @@ def _filter_libraries(program: str, timeout: int) -> None:
     streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
     reader, writer = os.pipe()
     # It outlives this process, and nobody waits for it.
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout)]
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout), _FOUND]
     _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
     os.close(reader)
     os.dup2(writer, 2)
@@ -198,15 +237,19 @@ def _filter_libraries(program: str, timeout: int) -> None:
     sys.stdout, sys.stderr = streams
 
 
+# Tells the program below that from here on a process is lost that was there.
+_FOUND = "jaxspec: all processes are here"
 _FILTER = r"""
 import re, signal, sys
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-program, timeout = sys.argv[1:]
-ended, lost, skips = False, [], False
+program, timeout, mark = sys.argv[1:]
+ended, lost, skips, found = False, [], False, False
 for line in sys.stdin.buffer:
     text = line.decode(errors="replace")
-    if "Terminating process because the JAX distributed service detected fatal errors" in text:
+    if text.strip() == mark:
+        found = True
+    elif "Terminating process because the JAX distributed service detected fatal errors" in text:
         ended, first = True, "Failed to send RPC to coordination service" in text
     elif ended:
         if re.fullmatch(r"\s*(\S*task:)?\d+\s*", text):
@@ -224,5 +267,8 @@ if ended:
     if first:
         said = "process 0 has ended, or cannot be reached"
     advice = "so this one ends too; see what that one said, and start all again"
+    if not found:
+        said = "the processes do not find each other"
+        advice = "give each the address of process 0 and the same number of processes, and start all at about one time"
     print(f"{program}: error: {said}, {advice}", file=sys.stderr)
 """

@@ -556,6 +556,9 @@ class LanguageModel:
         lossy: bool,
     ) -> Iterator[Piece]:
         variants = self.executables.variants
+        processes.check_same(
+            self.mesh, "the prompts, or options of the texts,", repr((requests, stops, rounds))
+        )
         began, waited = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
         rows = [
             Row(

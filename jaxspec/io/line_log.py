@@ -8,12 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxspec.io import processes
 from jaxspec.io.files import parse_json, write_atomic, written_here
 from jaxspec.io.messages import shown
 
 
 class LineLog:
     """A file of JSON lines: first a header, which says what was measured, then whatever is added.
+
+    Of several processes the first reads and writes it, and the others are given what it read.
 
     Args:
       path: the file; what it holds is read, if it belongs to the same measurement.
@@ -34,9 +37,11 @@ class LineLog:
         # As JSON gives it back.
         header = json.loads(json.dumps(header))
         self.entries: list[dict[str, Any]] = []
-        if resume and path.exists():
+        if resume and written_here() and path.exists():
             found, *self.entries = self._read()
             self._check(found, header)
+        if processes.several():
+            self.entries = json.loads(processes.of_first(json.dumps(self.entries)))
         kept = [header, *self.entries]
         # Writes it again in any case: a line that a killed process left half-written goes.
         write_atomic(path, "".join(_line(entry) for entry in kept))

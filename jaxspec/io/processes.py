@@ -6,6 +6,7 @@ or a signal, it decides by what process 0 saw. With one process nothing here doe
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +76,44 @@ def _gathered(*numbers: float) -> np.ndarray:
     # As bits: JAX would make 32 of the 64.
     bits = np.array(numbers, np.float64).view(np.uint32)
     return np.ascontiguousarray(multihost_utils.process_allgather(bits)).view(np.float64)
+
+
+def check_same(mesh: Mesh | None, what: str, content: str) -> None:
+    """Refuses what is another thing in one process: they would wait for each other for ever, or mix two texts.
+
+    Args:
+      mesh: as `agreed`.
+      what: it is, for the message.
+      content: of it, in this process.
+
+    Raises:
+      ValueError: in all processes, where it is not the same in all of them.
+    """
+    if not spans_processes(mesh):
+        return
+    digest = int.from_bytes(hashlib.sha256(content.encode()).digest()[:6])
+    found = _gathered(digest)[:, 0]
+    if other := [str(number) for number, one in enumerate(found) if one != found[0]]:
+        raise ValueError(
+            f"{what} are others in process {', '.join(other)} than in process 0; give the same to each process"
+        )
+
+
+def of_first(content: str) -> str:
+    """The text that process 0 gives, such as what it has read; every process must call this, at the same place."""
+    if not several():
+        return content
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(content.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+    data = np.resize(data, size) if is_first() else np.zeros(size, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(data))).decode() if size else ""
+
+
+def any_of(wrong: bool) -> bool:
+    """Whether any process says so; every process must call this, at the same place."""
+    return bool(_gathered(wrong).any()) if several() else wrong
 
 
 def wait_for_all(where: str) -> None:
