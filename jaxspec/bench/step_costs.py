@@ -64,7 +64,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
             "lookup": LookupSteps(live=SHORT[1], capacity=2 * SHORT[1]),
         }
         once = {name: functools.partial(steps, 1) for name, steps in timed.items()}
-        _compile(lm.device, [*once.values(), *rounds.values()], on_progress)
+        _compile(lm, [*once.values(), *rounds.values()], on_progress)
         counts = {name: one.rounds for name, one in rounds.items()}
         took = sum(_ms(rounds[name]) for name in rounds)
         for name, run in once.items():
@@ -91,7 +91,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     return StepCosts(
         device=lm.device_kind,
         model=lm.name,
-        dtype=lm.dtype,
+        dtype=_dtype(lm),
         num_layers=num_layers,
         live=SHORT[0],
         full_ms=tuple((rows, batch, ms[f"{rows} rows of {batch}"]) for rows, batch in POINTS),
@@ -122,7 +122,7 @@ def remembered_step_costs(
     Returns:
       the costs, and whether they were measured now.
     """
-    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.weights or lm.dtype)
+    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, _dtype(lm))
     path = cost_files.path_of(key)
     if path is not None and path.is_file() and not fresh:
         try:
@@ -140,14 +140,23 @@ def remembered_step_costs(
     return costs, True
 
 
-def _compile(device: jax.Device, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
-    """Runs each once, several at a time: compiling is most of it."""
+def _dtype(lm: LanguageModel) -> str:
+    """What is computed in, and how weights are held where that is another type: both change costs."""
+    return lm.dtype if lm.weights is None else f"{lm.dtype}, {lm.weights} weights"
+
+
+def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
+    """Runs each once, several at a time: compiling is most of it.
+
+    One at a time on a mesh: each device must come to the exchanges of several programs in the same order.
+    """
+    threads = 1 if lm.mesh is not None else min(4, os.cpu_count() or 1)
 
     def first(run: Callable[[], Any]) -> None:
-        with jax.default_device(device):  # which each thread has of its own
+        with jax.default_device(lm.device):  # which each thread has of its own
             run()
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for number, done in enumerate(as_completed([pool.submit(first, run) for run in runs]), 1):
             done.result()
             on_progress(f"compiling steps, {number} of {len(runs)}")

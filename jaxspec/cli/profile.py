@@ -68,6 +68,11 @@ class Profile:
                 "`device_model` predicts for a named shape, on a device that is not here; give it with `shape`, "
                 "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
             )
+        # Each process would time steps by its own clock, and read its own cache.
+        if self.costs and self.model.processes.asked:
+            raise ValueError(
+                "`costs` is measured by one process; leave out `distributed` and `coordinator_address`"
+            )
         if paper and self.shape is None:
             raise ValueError("`device_model` needs a shape; give `shape`, such as 8b")
         wrong = {
