@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -134,7 +135,8 @@ class Parts:
                 self._leave_out(
                     part, "it was running when the time was up" if not number else "the time was up"
                 )
-            self._emit(self._last())
+            with contextlib.suppress(OSError):  # whoever reads may be gone, or the disk full
+                self._emit(self._last())
             self._end()
 
 

@@ -19,6 +19,7 @@ from benchmarks import command
 from jaxspec.bench.profile import SHAPES
 from jaxspec.bench.timing import OnProgress
 from jaxspec.choosing.costs import tokens_per_round
+from jaxspec.deviceless import roofline
 from jaxspec.deviceless.accelerators import Topology, parse_topology
 from jaxspec.model.config import LlamaConfig
 
@@ -71,11 +72,9 @@ class Pass:
 
 def of_model(config: LlamaConfig, share: float = 1.0, head: bool = True) -> Pass:
     """A share of a model's layers, and its head."""
-    width, heads = config.hidden_size, config.num_heads + config.num_kv_heads
-    layer = 2 * heads * config.head_dim * width + 3 * width * config.intermediate_size
+    of_layer, of_head = roofline.weights(config)
     layers = share * config.num_layers
-    beside = config.vocab_size * width if head else 0
-    return Pass(layers * layer + beside, layers, BESIDE if head else 0)
+    return Pass(layers * of_layer + (of_head if head else 0), layers, BESIDE if head else 0)
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import accelerator, dialed
+from benchmarks import accelerator, dialed, stages
 from benchmarks.dialed import Dial
 from benchmarks.parts import LeftOutError, Part, Parts
 from jaxspec.bench.dial import dial_model
@@ -24,6 +24,8 @@ def tiny_shape(monkeypatch):
     monkeypatch.setattr(accelerator, "RATES", (0.8,))
     monkeypatch.setattr(dialed, "SETTINGS", (0.01, 0.8))
     monkeypatch.setattr(dialed, "CORRECTIONS", 1)
+    # Each width of a verification is a program.
+    monkeypatch.setattr(stages, "LONGEST", 2)
 
 
 class Clock:
@@ -96,6 +98,20 @@ def test_what_still_runs_when_the_time_is_up_is_cut_off():
     assert [one.get("part") for one in records] == ["quick", None]
     (left,) = records[-1]["left_out"]
     assert left == {"part": "hangs", "shape": "s", "reason": "it was running when the time was up"}
+
+
+def test_the_process_ends_in_time_although_nobody_reads_what_it_says():
+    ended = threading.Event()
+
+    def gone(record):
+        raise BrokenPipeError
+
+    def hangs(on_progress):
+        ended.wait(3)
+        return {}
+
+    Parts(0.1, gone, began=0.0, clock=lambda: 0.0, end=ended.set).run([Part("hangs", "s", hangs)], print)
+    assert ended.is_set()
 
 
 def test_every_part_measures(tiny_shape, capsys, tmp_path):

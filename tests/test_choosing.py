@@ -169,6 +169,25 @@ def test_rows_together_take_what_is_best_for_all():
     assert (swapped.candidate.tolist(), swapped.length.tolist()) == ([1, 1], [2, 2])
 
 
+def test_an_ended_row_has_no_say_in_what_the_others_do():
+    prior = acceptance.flat_prior(3, 2, strength=1.0)
+    state = chooser.begin(prior, np.array([0, 10**6]))
+    for _ in range(200):  # the free draft is never right in the first row, and always in the second
+        last = np.array([1, 1])
+        state = chooser.after_round(
+            state, TABLE, Choice(last, 2 * last), 2 * last, np.array([0, 2]), np.array([1, 3])
+        )
+        dear = np.array([2, 2])
+        state = chooser.after_round(
+            state, TABLE, Choice(dear, last), last, np.array([0, 1]), np.array([1, 2])
+        )
+    both = {"prior": prior, "exploration": 0.0, "together": True}
+    live, _ = chooser.choose(state, TABLE, remaining=np.array([50, 50]), **both)
+    ended, _ = chooser.choose(state, TABLE, remaining=np.array([50, 0]), **both)
+    assert (live.candidate.tolist(), live.length.tolist()) == ([1, 1], [2, 2])
+    assert (ended.candidate.tolist(), ended.length.tolist()) == ([OFF, OFF], [0, 0])
+
+
 def run_choices(seed, batch=2, rounds=30):
     """What is chosen on counts that depend on the choices alone."""
     prior = acceptance.flat_prior(3, 2)

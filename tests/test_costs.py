@@ -5,16 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench import step_costs as measuring
 from jaxspec.bench.profile import SHAPES
 from jaxspec.choosing.costs import Draft, StepCosts, kinds, predicted_speedup, speedup_table, tokens_per_round
+from jaxspec.cli.options import ModelOptions
+from jaxspec.cli.profile import Profile
+from jaxspec.console.distributed import ProcessOptions
 from jaxspec.deviceless.accelerators import DESCRIBED
 from jaxspec.deviceless.roofline import report, roofline, usual, weights
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import cost_files
+from jaxspec.model import llama
+from jaxspec.model.quantised import quantise
 from tests import caching, tiny
 from tests.commands import called, one_error
 
@@ -111,6 +120,22 @@ def test_a_table_is_measured(lm, measured):
     assert told[-1] == "timing steps, turn 1 of 1"
 
 
+def test_on_a_mesh_one_program_runs_at_a_time(lm):
+    """Programs with exchanges that are started by several threads may wait for each other for ever."""
+    running, most = [], []
+
+    def run():
+        running.append(1)
+        time.sleep(0.01)
+        most.append(len(running))
+        running.pop()
+
+    spread = types.SimpleNamespace(mesh="a mesh", device=lm.device)
+    measuring._compile(spread, [run] * 8, lambda what: None)
+    assert max(most) == 1
+    assert len(most) == 8
+
+
 def test_costs_are_measured_once(lm, measured, tmp_path, monkeypatch):
     found, _ = measured
     calls = []
@@ -128,6 +153,29 @@ def test_costs_are_measured_once(lm, measured, tmp_path, monkeypatch):
         assert (kept.model, new) == ("twin", False)  # weights change no cost
     with caching.user_cache("off"):
         assert measuring.remembered_step_costs(lm) == (found, True)
+
+
+def test_what_weights_are_held_in_and_what_is_computed_in_both_have_files_of_their_own(
+    lm, measured, tmp_path, monkeypatch
+):
+    found, _ = measured
+    monkeypatch.setattr(measuring, "step_costs", lambda lm, on_progress: found)
+    with caching.user_cache(tmp_path):
+        for number, dtype in enumerate(("float32", "bfloat16"), 1):
+            params = quantise(
+                tiny.SMALL, llama.init_params(tiny.SMALL, jax.random.key(0), jnp.dtype(dtype)), 8
+            )
+            held = LanguageModel(tiny.SMALL, params, name="tiny")
+            assert (held.weights, held.dtype) == ("int8", dtype)
+            assert measuring.remembered_step_costs(held)[1]
+            assert len(list((tmp_path / "costs").iterdir())) == number
+        assert measuring.remembered_step_costs(lm)[1]
+
+
+def test_another_processor_has_a_file_of_its_own(lm, monkeypatch):
+    here = cost_files.key(lm.device_kind, "cpu", lm.config, lm.dtype)
+    monkeypatch.setattr(cost_files, "_processor", lambda: "another")
+    assert cost_files.key(lm.device_kind, "cpu", lm.config, lm.dtype) != here
 
 
 @pytest.mark.parametrize(
@@ -180,6 +228,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(lm, measured, tmp_path, monk
     [
         ({"cut_ms": "3"}, "has '3' in `cut_ms`, expected a number"),
         ({"cut_ms": float("nan")}, "has nan in `cut_ms`"),
+        ({"cut_ms": 10**400}, "in `cut_ms`, expected a number"),
         ({"loop_ms": -1}, "has -1 in `loop_ms`"),
         ({"full_ms": [[1, 1]]}, "`full_ms` that is no list"),
         ({"full_ms": [[2, 1, 3.0]]}, "no time above 0 of a step of one row"),
@@ -274,8 +323,8 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
     ("words", "message"),
     [
         (
-            "--device-model a100 --shape 8b",
-            "unknown --device-model 'a100'; give one of v5e, v5p, v6e, h100, h200",
+            "--device-model b200 --shape 8b",
+            "unknown --device-model 'b200'; give one of v5e, v5p, v6e, h100, h200",
         ),
         ("--device-model h100", "--device-model needs a shape; give --shape"),
         ("--device-model h100 --shape 9b", "unknown shape '9b'; give one of"),
@@ -288,3 +337,10 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
 )
 def test_wrong_use_is_one_line(capsys, words, message):
     assert message in one_error(lambda *arguments: called(capsys, *arguments), "profile", *words.split())
+
+
+def test_several_processes_do_not_measure_a_shape():
+    """One would put weights on the other's devices, and the other would wait for it for ever."""
+    joined = ModelOptions(mesh="model=2", processes=ProcessOptions(distributed=True))
+    with pytest.raises(ValueError, match="`shape` is measured by one process; give `model`, or leave out"):
+        Profile(shape="31m", model=joined).run()

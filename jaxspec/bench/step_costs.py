@@ -95,7 +95,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     return StepCosts(
         device=lm.device_kind,
         model=lm.name,
-        dtype=lm.dtype,
+        dtype=_dtype(lm),
         num_layers=num_layers,
         live=SHORT[0],
         full_ms=tuple((rows, batch, ms[f"{rows} rows of {batch}"]) for rows, batch in POINTS),
@@ -126,7 +126,7 @@ def remembered_step_costs(
     Returns:
       the costs, and whether they were measured now. Of several processes the first one's file counts.
     """
-    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.weights or lm.dtype)
+    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, _dtype(lm))
     path, found = cost_files.path_of(key), None
     if path is not None and path.is_file() and not fresh and written_here():
         try:
@@ -147,20 +147,28 @@ def remembered_step_costs(
     return costs, True
 
 
+def _dtype(lm: LanguageModel) -> str:
+    """What is computed in, and how weights are held where that is another type: both change costs."""
+    return lm.dtype if lm.weights is None else f"{lm.dtype}, {lm.weights} weights"
+
+
 def _here(lm: LanguageModel) -> jax.Device:
     """Where what is put on a mesh begins: the model's first device, if it is of this process."""
     return lm.device if lm.device.process_index == jax.process_index() else jax.local_devices()[0]
 
 
 def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
-    """Runs each once, several at a time: compiling is most of it. Several processes must run them in one order."""
+    """Runs each once, several at a time: compiling is most of it.
+
+    One at a time on a mesh: each device, and each process, must come to the exchanges of several programs in one order.
+    """
+    threads = 1 if lm.mesh is not None else min(4, os.cpu_count() or 1)
 
     def first(run: Callable[[], Any]) -> None:
         with jax.default_device(_here(lm)):  # which each thread has of its own
             run()
 
-    at_once = 1 if processes.spans_processes(lm.mesh) else min(4, os.cpu_count() or 1)
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         for number, done in enumerate(as_completed([pool.submit(first, run) for run in runs]), 1):
             done.result()
             on_progress(f"compiling steps, {number} of {len(runs)}")

@@ -235,7 +235,7 @@ def choose(
       chooser: before.
       table, together: as for `best`.
       prior: of the candidates.
-      remaining: int[B], tokens that may still come.
+      remaining: int[B], tokens that may still come; 0 for a row that has ended.
       memory: tokens for which what is known now will hold, at most.
       exploration: see `acceptance.sampled`. It falls with the last tokens, for which a trial is worth less and less.
 
@@ -251,7 +251,11 @@ def choose(
     worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)
     accept, draft = sampled(rng, prior, chooser.estimate, worth[:, None])
     horizon = np.minimum(np.maximum(remaining, 1), memory)
-    choice = best(table, accept, draft, chooser.behind, horizon, together)
+    # Rows that have ended have no say in what the others do.
+    says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)
+    choice = best(table, accept[says], draft[says], chooser.behind[says], horizon[says], together)
+    if together:
+        choice = Choice(*(np.repeat(chosen[:1], len(says)) for chosen in (choice.candidate, choice.length)))
     return choice, dataclasses.replace(chooser, num_choices=chooser.num_choices + 1)
 
 

@@ -68,6 +68,11 @@ class Profile:
                 "`device_model` predicts for a named shape, on a device that is not here; give it with `shape`, "
                 "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
             )
+        # Its random weights are made by each process on devices that it may not have.
+        if self.shape is not None and self.model.processes.asked:
+            raise ValueError(
+                "`shape` is measured by one process; give `model`, or leave out `distributed` and `coordinator_address`"
+            )
         if paper and self.shape is None:
             raise ValueError("`device_model` needs a shape; give `shape`, such as 8b")
         wrong = {

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
+import platform as platform_module
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
       device_kind: as `LanguageModel.device_kind`, the mesh with it.
       platform: cpu, gpu or tpu.
       config: the model's shape.
-      dtype: of its weights; int8 where these are held so.
+      dtype: of what is computed, in words, with that of the weights where these are held otherwise.
 
     Returns:
-      as JSON gives it back. On a CPU, whose kind says nothing, the cores that this process may use are part of it.
+      as JSON gives it back. On a CPU, whose kind says nothing, its name and the cores that this process may use
+      are part of it.
     """
     shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in _TEXT_FIELDS}
     found: dict[str, Any] = {
@@ -49,8 +51,19 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
     if platform == "cpu":
         usable = getattr(os, "sched_getaffinity", None)
         found["cores"] = len(usable(0)) if usable else os.cpu_count()
+        found["processor"] = _processor()
     given: dict[str, Any] = json.loads(json.dumps(found))
     return given
+
+
+def _processor() -> str:
+    """What the CPU is called; where Linux does not say it, what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform_module.processor())
 
 
 def path_of(key: dict[str, Any]) -> Path | None:
@@ -119,7 +132,8 @@ def parse(content: Any, where: str) -> StepCosts:
     numbers = {name: value for name, value in given.items() if name not in (*texts, "full_ms")}
     for name, value in (*numbers.items(), *(("full_ms", value) for point in points for value in point)):
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value < 0:
+        # A whole number may be larger than any float.
+        if not good or not 0 <= value <= sys.float_info.max:
             raise ValueError(f"{where} has {shown(value)} in `{name}`, expected a number from 0 on")
     whole = [given["num_layers"], given["cut_layers"], given["live"], *(n for p in points for n in p[:2])]
     if not all(isinstance(number, int) for number in whole):
