@@ -179,7 +179,7 @@ def test_the_time_of_a_sublayer(lm, monkeypatch):
     """The median of the differences, turn by turn, over steps and layers."""
     calls = []
 
-    def interleaved(functions, repeats):
+    def interleaved(functions, repeats, mesh=None):
         if repeats == 3:  # how many steps make one timing
             calls.append(functions[""].args[-1])
             return {"": [99.0, 99.0, 20.0 if calls[-1] >= 4 else 1.0]}
@@ -200,7 +200,7 @@ def test_nothing_compiles_while_times_are_taken(lm, monkeypatch):
         if event == "/jax/core/compile/backend_compile_duration":
             events.append(duration)
 
-    def interleaved(functions, repeats):
+    def interleaved(functions, repeats, mesh=None):
         events.clear()
         for function in functions.values():
             function()
