@@ -237,7 +237,7 @@ def test_targets_that_have_room_for_other_prompts_are_refused(lm, draft, monkeyp
 
 def test_further_targets_are_spread_over_the_mesh_of_the_first(monkeypatch):
     monkeypatch.setattr(s2d, "load", lambda name, **given: given["mesh"])
-    lm = SimpleNamespace(dtype="float32", platform="cpu", mesh="of the first")
+    lm = SimpleNamespace(dtype="float32", weights=None, platform="cpu", mesh="of the first")
     assert s2d._loaded(SimpleNamespace(lm=lm, on_progress=print), "x") == "of the first"
 
 

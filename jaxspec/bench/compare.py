@@ -79,7 +79,7 @@ def compare(
     return {
         "model": lm.name,
         "device": lm.device_kind,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "results": [_entry(name, results[name], results[BASELINE], sampling) for name in names],
     }
 

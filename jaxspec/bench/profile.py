@@ -124,7 +124,7 @@ def profile(
     return {
         "model": lm.name,
         "device": lm.device_kind,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "weights": lm.weights,
         "floor_bytes": floor_bytes(lm.config, lm.params),
         "floor_ms": min(floors),

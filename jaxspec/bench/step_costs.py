@@ -95,7 +95,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     return StepCosts(
         device=lm.device_kind,
         model=lm.name,
-        dtype=_dtype(lm),
+        dtype=lm.precision,
         num_layers=num_layers,
         live=SHORT[0],
         full_ms=tuple((rows, batch, ms[f"{rows} rows of {batch}"]) for rows, batch in POINTS),
@@ -126,7 +126,7 @@ def remembered_step_costs(
     Returns:
       the costs, and whether they were measured now. Of several processes the first one's file counts.
     """
-    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, _dtype(lm))
+    key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.precision)
     path, found = cost_files.path_of(key), None
     if path is not None and path.is_file() and not fresh and written_here():
         try:
@@ -145,11 +145,6 @@ def remembered_step_costs(
         except OSError as error:
             on_warning(f"the costs cannot be kept: {error}")
     return costs, True
-
-
-def _dtype(lm: LanguageModel) -> str:
-    """What is computed in, and how weights are held where that is another type: both change costs."""
-    return lm.dtype if lm.weights is None else f"{lm.dtype}, {lm.weights} weights"
 
 
 def _here(lm: LanguageModel) -> jax.Device:

@@ -185,7 +185,7 @@ class Suite:
         return {
             "format": FORMAT,
             "model": self._lm.fingerprint,
-            "dtype": self._lm.dtype,
+            "dtype": self._lm.precision,
             "device": self._lm.device_kind,
             "runs": {name: str(method) for name, method in self._methods.items()},
             # What the options do not say: the draft, plan, thresholds or probe that lay where a method looks.

@@ -47,7 +47,7 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
     return {
         "model": lm.name,
         "device": lm.device_kind,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "header": header,
         "law": law_name(**{name: header[name] for name in ("temperature", "top_k", "top_p", "min_p")}),

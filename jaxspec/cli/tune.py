@@ -72,7 +72,7 @@ class Tune:
         report = {
             "model": lm.name,
             "device": lm.device_kind,
-            "dtype": lm.dtype,
+            "dtype": lm.precision,
             "method": self.method,
             **report,
             "output": str(output),
@@ -135,7 +135,7 @@ class Tune:
             "prompts": len(prompts),
             "max_new_tokens": self.sweep.max_new_tokens,
             "device": lm.device_kind,
-            "dtype": lm.dtype,
+            "dtype": lm.precision,
             **about,
             **best,
         }

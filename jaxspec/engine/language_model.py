@@ -204,6 +204,14 @@ class LanguageModel:
         return None if bits is None else f"int{bits}"
 
     @property
+    def precision(self) -> str:
+        """What a report says of the numbers: the dtype, and what the weights are held as where that is not it.
+
+        Such as float32, or "float32, int8 weights".
+        """
+        return self.dtype if self.weights is None else f"{self.dtype}, {self.weights} weights"
+
+    @property
     def platform(self) -> str:
         """The platform that the model runs on: cpu, gpu or tpu."""
         platform: str = self.device.platform

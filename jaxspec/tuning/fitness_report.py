@@ -51,7 +51,7 @@ def measure(
         "format": FORMAT,
         "model": lm.fingerprint,
         "num_layers": lm.config.num_layers,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "kinds": {kind: fitness.summary(texts, read_exits(lm, texts)) for kind, texts in kinds.items()},
         "write_rms": fitness.write_rms(lm.params),
     }

@@ -102,7 +102,7 @@ def inspect_model(
     return {
         "model": lm.name,
         "device": lm.device_kind,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "num_layers": lm.config.num_layers,
         **dataclasses.asdict(asd),
         "similarity": {name: _summary(mean[:, kind]) for kind, name in enumerate(SUBLAYERS)},

@@ -176,7 +176,7 @@ def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: Search
     return {
         "format": FORMAT,
         "model": lm.fingerprint,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         "device": lm.device_kind,
         "objective": options.objective,
         "skip_ratio": options.skip_ratio,
@@ -281,7 +281,7 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
     return {
         "model": lm.name,
         "device": lm.device_kind,
-        "dtype": lm.dtype,
+        "dtype": lm.precision,
         **_chosen(options),
         "num_masks": space.size,
         "budget": found.budget,

@@ -90,7 +90,9 @@ def _sorted_target(first: Workbench) -> Workbench | None:
 def _loaded(first: Workbench, name: str) -> LanguageModel:
     first.on_progress(f"loading {name}")
     lm = first.lm
-    return load(name, dtype=lm.dtype, device=lm.platform, mesh=lm.mesh, compilation_cache=False)
+    return load(
+        name, dtype=lm.dtype, weights=lm.weights, device=lm.platform, mesh=lm.mesh, compilation_cache=False
+    )
 
 
 def _bench(first: Workbench, target: LanguageModel, below: str) -> Workbench:

@@ -293,7 +293,7 @@ class Workbench:
         header = {
             "format": f"{FORMAT}/{name}",
             "model": self.lm.fingerprint,
-            "dtype": self.lm.dtype,
+            "dtype": self.lm.precision,
             "device": self.lm.device_kind,
             "all_prompts": hashlib.sha256(json.dumps(prompts_read).encode()).hexdigest()[:16],
             **{field: getattr(self.options, field) for field in ("limit", "max_new_tokens", "seed")},
@@ -313,7 +313,7 @@ class Workbench:
             paper,
             lm.name,
             lm.device_kind,
-            lm.dtype,
+            lm.precision,
             failed,
             dict(self._prompts),
             {name: getattr(self.options, name) for name in ("max_new_tokens", "repeats", "seed")},
