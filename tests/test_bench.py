@@ -44,7 +44,7 @@ class Fake:
     def __init__(
         self, speeds: dict[str, list[float]], tokens: dict[str, list[int]], **defaults: float
     ) -> None:
-        self.name, self.dtype, self.defaults = "fake", "float32", defaults
+        self.name, self.precision, self.defaults = "fake", "float32", defaults
         self.device_kind = "abacus"
         self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
         self.calls: list = []

@@ -13,6 +13,7 @@ import pytest
 import jaxspec
 from jaxspec.engine import loading
 from jaxspec.io import huggingface, memory
+from jaxspec.io.line_log import LineLog
 from jaxspec.model import llama
 from jaxspec.model.numerics import linear
 from jaxspec.model.quantised import is_quantised, quantise, quantised
@@ -21,6 +22,8 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing import contracts, reference
 from jaxspec.testing.contracts import BUDGETS, FOUR, PROMPTS
+from jaxspec.tuning.options import SearchOptions
+from jaxspec.tuning.search import _header
 from tests import gguf_files, tiny
 
 BITS = (8, 4)
@@ -166,6 +169,15 @@ def test_memory_is_asked_for_what_is_held(stored, monkeypatch):
         ValueError, match="the draft does not fit: a copy of the weights in int4 with its cache"
     ):
         plain.generate([3, 4], method="quantised", draft_bits=4)
+
+
+def test_what_was_measured_with_other_weights_is_not_gone_on_with(stored, tmp_path):
+    """The fingerprint and the dtype are the same, the figures are not."""
+    plain, small = (jaxspec.load(stored, weights=held, compilation_cache=False) for held in (None, "int8"))
+    path, options = tmp_path / "log.jsonl", SearchOptions(trials=1)
+    LineLog(path, _header(plain, [[3, 4]], options), of="search")
+    with pytest.raises(ValueError, match="its dtype is 'float32', now 'float32, int8 weights'"):
+        LineLog(path, _header(small, [[3, 4]], options), of="search")
 
 
 def test_one_line_for_what_cannot_be(stored, tmp_path):

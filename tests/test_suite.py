@@ -53,7 +53,7 @@ class Fake:
     """
 
     def __init__(self, stopped_at: int | None = None, context: int = 1000, chats: bool = False) -> None:
-        self.name, self.dtype, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
+        self.name, self.precision, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
         self.device_kind = "abacus"
         self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
         self.config = SimpleNamespace(context_length=context)
