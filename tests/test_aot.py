@@ -25,7 +25,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "autoregressive": ({}, 0),
     "ngram": ({}, 0),
     "suffix": ({}, 0),
-    "token-recycling": ({}, 8),  # each buffer once, where the accepted path is moved together
+    "token-recycling": ({}, 0),
     "hybrid": ({"exit_layer": E}, 0),
     "draft-model": ({"draft_exit": E}, 0),
     "quantised": ({}, 0),
