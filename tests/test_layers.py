@@ -37,7 +37,7 @@ LAYERS = (
     "jaxspec.bench",
     "jaxspec.tuning",
     "jaxspec.deviceless",
-    "jaxspec.bench.papers",
+    "jaxspec.papers",
     "jaxspec.cli",
     "jaxspec.__main__",
     "training.data",
@@ -67,6 +67,7 @@ SHARED = (
     *(
         "jaxspec.tuning",
         "jaxspec.deviceless",
+        "jaxspec.papers",
         "jaxspec.cli",
         "training.data",
         "training.losses",
@@ -97,7 +98,7 @@ HOST = (
         "jaxspec.testing",
         "jaxspec.bench",
     ),
-    *("jaxspec.tuning.search", "jaxspec.tuning.figures", "jaxspec.cli"),
+    *("jaxspec.tuning.search", "jaxspec.tuning.figures", "jaxspec.papers", "jaxspec.cli"),
     *("jaxspec.tuning.fitness_report", "jaxspec.__main__"),
     *("jaxspec.deviceless.stand_ins", "jaxspec.deviceless.programs", "jaxspec.deviceless.report"),
 )

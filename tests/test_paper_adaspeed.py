@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxspec.bench import papers, prompts, rules
-from jaxspec.bench.papers import adaspeed, baselines
-from jaxspec.bench.papers import adaspeed_counts as counts
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.workbench import Workbench
+from jaxspec import papers
+from jaxspec.bench import prompts, rules
 from jaxspec.bench.rules import Case, Rounds
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import method_files
 from jaxspec.model import llama
+from jaxspec.papers import adaspeed, baselines
+from jaxspec.papers import adaspeed_counts as counts
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.workbench import Workbench
 from jaxspec.testing.models import DEEP, TARGET, engine_config, params, tokenizer
 from tests import tiny
 

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxspec.bench import papers, prompts, speed
-from jaxspec.bench.papers import accuracy, baselines, s2d, s2d_average, s2d_runs, s2d_targets
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell
-from jaxspec.bench.papers.workbench import Workbench
+from jaxspec import papers
+from jaxspec.bench import prompts, speed
 from jaxspec.bench.prompt_files import Task
 from jaxspec.bench.suite import Suite
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import huggingface
 from jaxspec.methods import S2D, DraftModel, DraftVerify
+from jaxspec.papers import accuracy, baselines, s2d, s2d_average, s2d_runs, s2d_targets
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import Cell
+from jaxspec.papers.workbench import Workbench
 from jaxspec.testing.models import TARGET, params
 from tests import tiny
 

@@ -7,15 +7,16 @@ import json
 
 import pytest
 
-from jaxspec.bench import papers, prompts
-from jaxspec.bench.papers import asd_runs, baselines, sampling
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
-from jaxspec.bench.papers.workbench import Column, Workbench, speeds
+from jaxspec import papers
+from jaxspec.bench import prompts
 from jaxspec.cli import bench_paper, main
 from jaxspec.console import terminal
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import DraftModel, LayerSkip, NGram
+from jaxspec.papers import asd_runs, baselines, sampling
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
+from jaxspec.papers.workbench import Column, Workbench, speeds
 from jaxspec.tuning import fitness_report, inspect, search
 from jaxspec.tuning.costs import Costs
 from jaxspec.tuning.options import ASDGrid

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.bench.papers import PaperName
-from jaxspec.bench.papers.options import TargetOptions
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.cli.options import (
     MethodOptions,
@@ -24,6 +22,8 @@ from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
 from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import given_options
+from jaxspec.papers import PaperName
+from jaxspec.papers.options import TargetOptions
 
 if TYPE_CHECKING:
     from jaxspec.bench.prompt_files import Task

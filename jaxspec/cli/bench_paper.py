@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.bench.papers import TAKES, PaperName, find
-from jaxspec.bench.papers.options import PaperOptions, TargetOptions
 from jaxspec.bench.suite_options import Amount
 from jaxspec.cli.runs import parse_run
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
+from jaxspec.papers import TAKES, PaperName, find
+from jaxspec.papers.options import PaperOptions, TargetOptions
 
 if TYPE_CHECKING:
-    from jaxspec.bench.papers.tables import Report, Table
     from jaxspec.cli.bench import Bench
+    from jaxspec.papers.tables import Report, Table
 
 REPORT = "report.json"
 # The options that every paper leaves to the user; others stand in `TAKES`.
@@ -132,7 +132,7 @@ def _rows(table: Table) -> Any:
     from rich.table import Table as Drawn
     from rich.text import Text
 
-    from jaxspec.bench.papers.tables import Cell, number
+    from jaxspec.papers.tables import Cell, number
 
     made = Drawn(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
     made.add_column("", min_width=14)

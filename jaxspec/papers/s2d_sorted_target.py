@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxspec.bench.papers import accuracy
-from jaxspec.bench.papers.accuracy import Accuracies
-from jaxspec.bench.papers.baselines import ORACLE
-from jaxspec.bench.papers.s2d_printed import TABLE_1
-from jaxspec.bench.papers.s2d_runs import UNTRAINED, Draft, Served
-from jaxspec.bench.papers.tables import Cell, Claim, Row, Table, more_than
 from jaxspec.bench.speed import spread
+from jaxspec.papers import accuracy
+from jaxspec.papers.accuracy import Accuracies
+from jaxspec.papers.baselines import ORACLE
+from jaxspec.papers.s2d_printed import TABLE_1
+from jaxspec.papers.s2d_runs import UNTRAINED, Draft, Served
+from jaxspec.papers.tables import Cell, Claim, Row, Table, more_than
 
 TIMES = "× plain"
 # The plain target and the sorted one, among the accuracies.

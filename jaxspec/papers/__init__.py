@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
-    from jaxspec.bench.papers.options import PaperOptions
-    from jaxspec.bench.papers.tables import Report
     from jaxspec.bench.timing import OnProgress
     from jaxspec.engine.language_model import LanguageModel
+    from jaxspec.papers.options import PaperOptions
+    from jaxspec.papers.tables import Report
 
 # The modules of this package that measure a paper.
 PaperName = Literal["asd", "adaspeed", "s2d", "sampling"]
@@ -40,7 +40,7 @@ def find(name: str) -> Measure:
 
     Examples:
       >>> find("sampling").__module__
-      'jaxspec.bench.papers.sampling'
+      'jaxspec.papers.sampling'
     """
     if name not in PAPERS:
         raise ValueError(f"unknown paper {name!r}; give one of {', '.join(PAPERS)}")

@@ -15,15 +15,15 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from jaxspec.bench.papers import s2d_average, s2d_runs, s2d_sorted_target, s2d_targets
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.s2d_printed import TARGETS, printed
-from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED, TEMPERATURES, UNTRAINED, Served
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
-from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.embedded import embedded_names
+from jaxspec.papers import s2d_average, s2d_runs, s2d_sorted_target, s2d_targets
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.s2d_printed import TARGETS, printed
+from jaxspec.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SORTED, TEMPERATURES, UNTRAINED, Served
+from jaxspec.papers.tables import Cell, Claim, Report, Row, Table, more_than
+from jaxspec.papers.workbench import Workbench
 
 PAPER = "S2D: Sorted Speculative Decoding (Kavehzadeh et al. 2024, arXiv:2407.01955)"
 # The embedded draft, which is taken where none is given.

@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.bench import rules
-from jaxspec.bench.papers import adaspeed_counts, baselines
-from jaxspec.bench.papers.adaspeed_counts import Counted
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, more_than
-from jaxspec.bench.papers.workbench import Measured, Workbench
 from jaxspec.bench.rules import Case
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.method_files import law_name
 from jaxspec.methods import Method
+from jaxspec.papers import adaspeed_counts, baselines
+from jaxspec.papers.adaspeed_counts import Counted
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import Cell, Claim, Report, Row, Table, more_than
+from jaxspec.papers.workbench import Measured, Workbench
 
 PAPER = "AdaSPEED: Adaptive Self-Speculative Early-Exit Decoding (Liu et al.)"
 # How LayerSkip's own evaluations draw, and AdaSPEED's after them.

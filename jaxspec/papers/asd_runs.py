@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.oracle import Oracle
-from jaxspec.bench.papers import baselines
-from jaxspec.bench.papers.workbench import Measured, Workbench, law
 from jaxspec.drafting.asd import ASD as Drafting
 from jaxspec.drafting.asd import admg
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.method_files import write_plan
 from jaxspec.methods import ASD, DraftVerify, Method
+from jaxspec.papers import baselines
+from jaxspec.papers.workbench import Measured, Workbench, law
 from jaxspec.protocol import Drafter
 from jaxspec.tuning.agreement import proposed
 from jaxspec.tuning.asd import ablation, tune_asd

@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
 from jaxspec.bench.records import Record
 from jaxspec.bench.speed import Taken
@@ -26,6 +24,8 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.line_log import LineLog
 from jaxspec.methods import Method
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.tuning import fitness_report
 
 SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")

@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.papers import baselines
-from jaxspec.bench.papers.workbench import Measured, Workbench, law
 from jaxspec.io import method_files
 from jaxspec.methods import S2D, DraftModel, LayerSkip, Method
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.papers import baselines
+from jaxspec.papers.workbench import Measured, Workbench, law
 from jaxspec.tuning.s2d import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
 # What a draft stands for in the paper's tables; `UNTRAINED` stands in none.

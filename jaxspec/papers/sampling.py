@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import cast
 
-from jaxspec.bench.papers import baselines
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than, shown
-from jaxspec.bench.papers.workbench import Column, Measured, Workbench, law, speeds
 from jaxspec.bench.speed import every_text
 from jaxspec.bench.timing import OnProgress
 from jaxspec.choosing.costs import tokens_per_round
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
+from jaxspec.papers import baselines
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than, shown
+from jaxspec.papers.workbench import Column, Measured, Workbench, law, speeds
 
 PAPER = (
     "Speculative sampling and n-gram decoding (Chen et al. 2023, arXiv:2302.01318; Saxena 2023; Yang et al. 2023, "

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.bench.papers.s2d_printed import AVERAGE
-from jaxspec.bench.papers.s2d_runs import SFT, TEMPERATURES, UNTRAINED, Draft, Served
-from jaxspec.bench.papers.tables import Cell, Claim, Row, Table, all_hold, more_than
 from jaxspec.bench.speed import spread
+from jaxspec.papers.s2d_printed import AVERAGE
+from jaxspec.papers.s2d_runs import SFT, TEMPERATURES, UNTRAINED, Draft, Served
+from jaxspec.papers.tables import Cell, Claim, Row, Table, all_hold, more_than
 
 # The average over all temperatures, as the paper's.
 BOTH = "both"

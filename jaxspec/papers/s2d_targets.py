@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.papers import accuracy
-from jaxspec.bench.papers.accuracy import Accuracies
-from jaxspec.bench.papers.s2d_printed import TABLE_5
-from jaxspec.bench.papers.s2d_runs import Served
-from jaxspec.bench.papers.tables import Cell, Claim, Row, Table, more_than
 from jaxspec.bench.speed import spread, tokens_per_second
+from jaxspec.papers import accuracy
+from jaxspec.papers.accuracy import Accuracies
+from jaxspec.papers.s2d_printed import TABLE_5
+from jaxspec.papers.s2d_runs import Served
+from jaxspec.papers.tables import Cell, Claim, Row, Table, more_than
 
 SPEED, SINGLE, MINE = "plain, tokens/s", "best exit", "S2D"
 SAYS = "A sorted draft speeds a target up more that was trained on the task than one that was not (1.53 against 1.38)."

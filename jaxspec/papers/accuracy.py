@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.papers.tables import Cell, Claim, more_than
-from jaxspec.bench.papers.workbench import Measured, Workbench
 from jaxspec.bench.speed import indices, spread
+from jaxspec.papers.tables import Cell, Claim, more_than
+from jaxspec.papers.workbench import Measured, Workbench
 from jaxspec.tuning.fitness_report import FITNESS_NAME
 
 COLUMN = "right, %"

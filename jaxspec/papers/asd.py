@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.papers import asd_runs, baselines
-from jaxspec.bench.papers.asd_runs import (
+from jaxspec.bench.timing import OnProgress
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.asd_numbers import ASDNumbers
+from jaxspec.io.extras import require
+from jaxspec.papers import asd_runs, baselines
+from jaxspec.papers.asd_runs import (
     AS_PRINTED,
     CALIBRATED,
     ELSEWHERE,
@@ -24,13 +28,9 @@ from jaxspec.bench.papers.asd_runs import (
     TUNED,
     Found,
 )
-from jaxspec.bench.papers.options import PaperOptions
-from jaxspec.bench.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
-from jaxspec.bench.papers.workbench import Column, Measured, Workbench, speeds
-from jaxspec.bench.timing import OnProgress
-from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.asd_numbers import ASDNumbers
-from jaxspec.io.extras import require
+from jaxspec.papers.options import PaperOptions
+from jaxspec.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
+from jaxspec.papers.workbench import Column, Measured, Workbench, speeds
 from jaxspec.tuning.inspect import SUBLAYERS
 
 PAPER = "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity (Metel et al. 2024)"

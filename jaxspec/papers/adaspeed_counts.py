@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jaxspec.bench import rules
-from jaxspec.bench.papers.tables import Cell
-from jaxspec.bench.papers.workbench import Workbench
 from jaxspec.bench.prices import fixed_length, round_prices
 from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.rules import Case, Rounds
@@ -15,6 +13,8 @@ from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import llama
+from jaxspec.papers.tables import Cell
+from jaxspec.papers.workbench import Workbench
 
 # Lengths at which rounds are priced, of a rule with a threshold (one program) and of constant K (a program each);
 # between them on straight lines.

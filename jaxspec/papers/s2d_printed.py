@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.bench.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SMALL, SORTED
+from jaxspec.papers.s2d_runs import FIRST, LAST, MIDDLE, SFT, SMALL, SORTED
 
 # Table 1, Llama-2-13B on GSM8K: speed-up and the percentage of right answers.
 TABLE_1 = {"plain": (1.0, 48.97), "sorted target": (1.21, 33.51), "sorted draft": (1.53, 48.97)}

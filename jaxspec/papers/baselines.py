@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxspec.bench.oracle import oracle
-from jaxspec.bench.papers.workbench import Workbench, law
 from jaxspec.bench.suite import Peer
 from jaxspec.drafting.draft_model import DraftModel as SeparateDraft
 from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
@@ -17,6 +16,7 @@ from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.methods import DraftModel, LayerSkip, Method
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.papers.workbench import Workbench, law
 from jaxspec.protocol import Drafter
 from jaxspec.tuning import fitness_report
 
