@@ -49,7 +49,7 @@ def test_a_target_brings_prompts_of_its_own_work(target):
         )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "hydra", "kangaroo"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra", "kangaroo", "medusa"])
 def test_a_head_that_comes_along_is_found_and_drafts_well(kind):
     lm = jaxspec.load("large", dtype="float32")
     asked = [task.prompt for family in ("code", "facts") for task in tasks.tasks(family, 2)]
