@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.choosing import acceptance, chooser
-from jaxspec.choosing.chooser import OFF, Choice, Prices
+from jaxspec.choosing.chooser import OFF, Prices
 from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import Chosen, Expected
 from jaxspec.io.choice_file import ChoiceFile, Entry
 
-# Rounds until a choice is made again; as long as it stays the same, twice as many each time.
-ROUNDS = 8
+# Rounds until a choice is made again; as long as it stays the same, twice as many each time, up to a limit.
+ROUNDS, MOST_ROUNDS = 8, 32
 # What is expected of drafts of which nothing is known, and how often a lookup then finds one.
 _ACCEPTANCE, _STRENGTH, _FOUND = 0.5, 2.0, 0.5
 # The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
 # does not run takes over of plain decoding's in a choice, so that a slow moment does not rule it out for good.
 _LEARNING, _FADING = 0.3, 0.02
+# Of the time that a program takes to compile, what has to be lost without it first: it is compiled beside the rounds.
+_SHARE = 0.5
 # Live tokens between two tables of prices.
 _LIVE = 256
 
@@ -32,10 +36,12 @@ class Known:
     Attributes:
       missed_ms: by candidate, what was lost so far for want of its programs.
       ratios: by candidate and rows of the batch, observed over expected times of its rounds.
+      shapes: of drafters' states, see `switching.Switching`.
     """
 
     missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     ratios: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    shapes: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
 class Choices:
@@ -72,12 +78,20 @@ class Choices:
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
         self._patience, self._round = ROUNDS, 0
         self._last: tuple[int, int] | None = None
+        # Of rows, what lookup would have drafted; None before a row's first tokens.
+        self._lookups: list[ReplayedLookup | None] = [None] * batch
+        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.lookup]
+        # Candidates that have drafted in this batch.
+        self._played: set[int] = set()
         self.expected: tuple[Expected, ...] = ()
         self.chosen: list[Chosen] = []
 
-    def forget_row(self, row: int) -> None:
-        """Another text has taken a row."""
+    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+        """A text has taken a row: its prompt and its first token."""
         self._chooser = chooser.with_new_row(self._chooser, row)
+        if self._looked_up:
+            most = max(self._longest[at - 1] for at in self._looked_up)
+            self._lookups[row] = ReplayedLookup(most, tokens)
 
     def next(
         self,
@@ -111,8 +125,10 @@ class Choices:
             self._chooser, dataclasses.replace(table, round_ms=known), self._prior, remaining, together=True
         )
         candidate, length = int(choice.candidate[0]), int(choice.length[0])
+        if self._last is None:  # says what a step takes here, and what would have been found, for little
+            candidate, length = OFF, 0
         same = self._last is not None and candidate == self._last[0]
-        self._patience = 2 * self._patience if same else ROUNDS
+        self._patience = min(2 * self._patience, MOST_ROUNDS) if same else ROUNDS
         self._last = candidate, length
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))
@@ -123,8 +139,8 @@ class Choices:
     ) -> list[int]:
         """The candidates whose programs are worth compiling, the most promising first.
 
-        A program is bought once what was lost without it, and what is expected to be lost in the texts at hand, is more
-        than it costs: then it is never more than twice as dear as it would have been to know the future.
+        A program is bought once as much may well have been lost without it, in earlier texts and those at hand, as it
+        costs: so the price of not knowing the future is at most what it would have been worth.
 
         Args:
           lengths, remaining, ready: as of `next`.
@@ -133,20 +149,22 @@ class Choices:
         if self._ratio(OFF) is None:  # costs may be guessed: milliseconds mean nothing yet
             return []
         table = self._corrected(lengths)
-        speed, plain_ms = self._speedups(table, remaining)[0], table.round_ms[OFF, 0]
-        best = max(speed[at] for at in range(len(speed)) if at == OFF or ready(at))
+        speed, plain_ms = self._speedups(table, remaining, deviations=1.0)[0], table.round_ms[OFF, 0]
+        expected = self._speedups(table, remaining)[0]
+        best = max(expected[at] for at in range(len(speed)) if at == OFF or ready(at))
         worth = []
         for at in range(1, len(speed)):
             lost = remaining.max() * plain_ms * (1 / best - 1 / speed[at]) + self._known.missed_ms.get(
                 self.names[at], 0.0
             )
-            if speed[at] > best and lost > compile_ms and not ready(at):
+            if speed[at] > best and lost > _SHARE * compile_ms and not ready(at):
                 worth.append(at)
         return sorted(worth, key=lambda at: -speed[at])
 
     def learn(
         self,
         rounds: Sequence[Sequence[tuple[int, int]]],
+        tokens: Sequence[Sequence[int]],
         lengths: np.ndarray,
         took_ms: float,
         fair: bool,
@@ -156,6 +174,7 @@ class Choices:
 
         Args:
           rounds: by row, (drafted, accepted) of each round that it had.
+          tokens: by row, what it gained.
           lengths: as of `next`, before those rounds.
           took_ms: how long they took.
           fair: whether that says what they cost: nothing else was done meanwhile.
@@ -166,32 +185,51 @@ class Choices:
         count = max((len(of_row) for of_row in rounds), default=0)
         table = self._table(lengths)
         corrected = self._corrected(lengths)
-        speed = self._speedups(corrected, np.ones(self._batch))[0]
-        choice = Choice(np.full(self._batch, candidate), np.full(self._batch, length))
-        expected, tokens = 0.0, 0
-        for at in range(count):
-            played = [of_row[at] if at < len(of_row) else None for of_row in rounds]
-            drafted, accepted = (np.array([0 if one is None else one[n] for one in played]) for n in (0, 1))
-            committed = np.array([0 if one is None else one[1] + 1 for one in played])
-            tokens += int(committed.sum())
-            self._chooser = chooser.after_round(self._chooser, table, choice, drafted, accepted, committed)
-            longest = 0 if candidate == OFF else min(int(drafted.max()), self._longest[candidate - 1])
-            expected += float(table.round_ms[candidate, longest])
+        speed = self._speedups(corrected, np.ones(self._batch), deviations=1.0)[0]
+        best = max(
+            one
+            for at, one in enumerate(self._speedups(corrected, np.ones(self._batch))[0])
+            if at == OFF or ready(at)
+        )
+        estimate = acceptance.observed_rounds(self._chooser.estimate, candidate, rounds)
+        self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
+        # A round takes as long as its longest draft.
+        drafted = np.zeros(count, np.int64)
+        for of_row in rounds:
+            drafted[: len(of_row)] = np.maximum(drafted[: len(of_row)], [one for one, _ in of_row])
+        most = 0 if candidate == OFF else self._longest[candidate - 1]
+        expected = float(table.round_ms[candidate, np.minimum(drafted, most)].sum())
+        num_tokens = sum(map(len, tokens))
+        self._played.add(candidate)
+        self._look_up(tokens, candidate)
         hindered = 1.0 if (ratio := self._ratio(candidate)) is None else ratio
         self.chosen.append(
-            Chosen(self._round, self.names[candidate], length, count, tokens, expected * hindered, took_ms)
+            Chosen(
+                self._round, self.names[candidate], length, count, num_tokens, expected * hindered, took_ms
+            )
         )
         self._round += count
         if not count or not fair:
             return
         self._observe(candidate, took_ms / expected)
-        best = max(speed[at] for at in range(len(speed)) if at == OFF or ready(at))
         for at in range(1, len(speed)):
             if speed[at] > best and not ready(at):
                 name = self.names[at]
                 self._known.missed_ms[name] = self._known.missed_ms.get(name, 0.0) + took_ms * (
                     1 - best / speed[at]
                 )
+
+    def _look_up(self, tokens: Sequence[Sequence[int]], candidate: int) -> None:
+        """Lets candidates that look up learn from rounds of others, until they have drafted themselves."""
+        would = [
+            [] if lookup is None else lookup.played(of_row)
+            for lookup, of_row in zip(self._lookups, tokens, strict=True)
+        ]
+        for at in self._looked_up:
+            if at == candidate or (at in self._played and self.names[at] != "ngram"):
+                continue
+            estimate = acceptance.observed_rounds(self._chooser.estimate, at, would, forgetting=1.0)
+            self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
 
     def _again(self, entries: Sequence[Entry]) -> tuple[int, int, int]:
         """What the file says for this round, until the round of its next entry."""
@@ -231,11 +269,12 @@ class Choices:
         )
 
     def _speedups(
-        self, table: Prices, remaining: np.ndarray
+        self, table: Prices, remaining: np.ndarray, deviations: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """By candidate, over live rows: expected speed-up, best length, first acceptance, milliseconds of a round."""
         live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
-        accept, draft = (of_rows[live] for of_rows in acceptance.mean(self._prior, self._chooser.estimate))
+        known = acceptance.hoped(self._prior, self._chooser.estimate, deviations)
+        accept, draft = (of_rows[live] for of_rows in known)
         tokens = chooser.tokens_of_rounds(accept, draft).mean(axis=0)
         times = chooser.times_of_rounds(table, draft).max(axis=0)
         times[1:, 0] = np.inf

@@ -180,7 +180,7 @@ class Session:
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_rounds(state)  # beside the prefill
         self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
-        updates = self._updates(emitted, range(len(first)))
+        updates = self._updates(emitted, range(len(first)), begins=True)
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
             self._executables.compiled(
@@ -266,13 +266,11 @@ class Session:
             )
             self._rows[row] = held
             self._halt[row] = False
-            if self.switching is not None:
-                self.switching.forget(row)
         # A row that has ended keeps some law: whatever it draws is thrown away.
         some = next(iter(rows.values()))
         self._parts = self._parts_of([(held or some)[1] for held in self._rows])
         self._rows_changed = True
-        return self._updates(emitted, list(rows))
+        return self._updates(emitted, list(rows), begins=True)
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
@@ -408,7 +406,8 @@ class Session:
     def _put(self, tree: Any) -> Any:
         return put(tree, self._device)
 
-    def _updates(self, emitted: Emitted, rows: Sequence[int]) -> list[Update]:
+    def _updates(self, emitted: Emitted, rows: Sequence[int], begins: bool = False) -> list[Update]:
+        """What rows gained; `begins`: by their prefills."""
         host = fetched(emitted)
         self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
@@ -417,8 +416,11 @@ class Session:
             if held is None:
                 continue
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
+            tokens = _tokens_of(host, at)
+            if self.switching is not None and begins:
+                self.switching.begin_row(row, [*held[1].prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
-            updates.append(Update(held[0], row, _tokens_of(host, at), done, broken, stats))
+            updates.append(Update(held[0], row, tokens, done, broken, stats))
             if done:
                 self._end(row)
         return updates

@@ -21,7 +21,7 @@ from jaxspec.engine.results import Chosen, Expected, Token, played_rounds
 from jaxspec.io.choice_file import ChoiceFile
 from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Weights
+from jaxspec.protocol import Weights, kinds_of
 
 # What a further row of a step costs where nothing is measured, as a share of a step of one.
 _ROW_CPU, _ROW = 0.15, 0.01
@@ -100,7 +100,6 @@ class Switching:
         self._there: set[tuple[int, int]] = set()
         self._asked: set[tuple[int, int]] = set()
         self._fair = True
-        self._states: dict[tuple[int, int], Any] = {}
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -112,11 +111,14 @@ class Switching:
         """What was chosen so far; () if nobody asked."""
         return tuple(self._choices.chosen) if self._plan.explain else ()
 
-    def forget(self, row: int | None = None) -> None:
-        """The state that a candidate keeps is of no use any more; `row`: another text has taken it."""
+    def forget(self) -> None:
+        """The state that a candidate keeps is of no use any more."""
         self._at, self._held = 0, None
-        if row is not None:
-            self._choices.forget_row(row)
+
+    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+        """A text has taken a row: its prompt and its first token."""
+        self.forget()
+        self._choices.begin_row(row, tokens)
 
     def next(
         self,
@@ -169,6 +171,7 @@ class Switching:
         capacity = state.capacity
         self._choices.learn(
             [played_rounds(row) for row in rows],
+            [[token.id for token in row] for row in rows],
             lengths,
             took_ms,
             self._fair and not blocked,
@@ -195,12 +198,13 @@ class Switching:
         return {"config": self._config, "chunk_size": min(size, state.capacity)}
 
     def _state_shape(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> Any:
-        key = at, state.capacity
-        if key not in self._states:
-            make = functools.partial(decoding.take_up, **self._take_up_static(state))
-            config = make.keywords.pop("config")
-            self._states[key] = jax.eval_shape(functools.partial(make, config), params, parts, state)
-        return self._states[key]
+        drafter, known = self._plan.candidates[at - 1].drafter, self._plan.known.shapes
+        key = jax.tree.structure(drafter), kinds_of(drafter), state.tokens.shape, self._platform
+        if key not in known:
+            static = self._take_up_static(state)
+            make = functools.partial(decoding.take_up, static["config"], chunk_size=static["chunk_size"])
+            known[key] = jax.eval_shape(make, params, parts, state)
+        return known[key]
 
     def _programs(
         self, at: int, params: Weights, parts: Parts, state: DecodeState

@@ -96,7 +96,8 @@ class Auto(DraftingMethod):
         """Returns its own options and those that the methods of `among` read."""
         named = given.get("among") or ()
         among = (named,) if isinstance(named, str) else tuple(named)
-        return super().known(given).union(*(registry.find(name).known(given) for name in among))
+        kinds = [kind for kind in map(registry.find, among) if not kind.composite]
+        return super().known(given).union(*(kind.known(given) for kind in kinds))
 
     def methods(self) -> tuple[Method, ...]:
         """Returns the methods that `among` names, with their options; () where it names none."""
