@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import Draft, StepCosts
-from jaxspec.cli.generate import explained
+from jaxspec.cli.generate import explained, slower
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.engine import choices
 from jaxspec.engine.choices import ROUNDS, Choices, Known
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
-from jaxspec.methods import Auto
+from jaxspec.methods import Auto, Autoregressive, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
 from tests import tiny
@@ -115,6 +115,19 @@ def test_a_sampled_text_follows_the_law_whatever_is_chosen():
     assert tiny.chi_square(texts, tiny.text_law(next_probs, budget)) > 1e-3
 
 
+@pytest.mark.parametrize("name", [1, 2, 4])
+def test_drafts_are_as_long_as_was_chosen(model, name):
+    """By data: the same program drafts one token, and two."""
+    lengths, compiled = [], []
+    for most in (1, 2):
+        with forced([(name, most, 3)]):
+            (row,) = auto(model, [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+        lengths.append(max(drafted for drafted, _ in played_rounds(row.token_records)))
+        compiled.append(model.executables.num_compilations)
+    assert lengths == [1, 2]
+    assert compiled[0] == compiled[1]
+
+
 @pytest.mark.parametrize("kind", ["cache", "head"])
 def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
     """A draft that is always right stays so after others' rounds, a refill and a growth of the cache."""
@@ -149,7 +162,7 @@ def played(lm, prompt, **options):
 def test_what_pays_is_chosen_and_nothing_else(costs, chosen):
     """The tiny model's greedy texts repeat themselves."""
     lm = tiny.language_model()
-    lm._costs, lm._known.missed_ms["ngram"] = costs, 1e9
+    lm.step_costs, lm._known.missed_ms["ngram"] = costs, 1e9
     with pytest.MonkeyPatch.context() as patch:  # the times of a machine are not those of the table
         patch.setattr(
             Choices, "_observe", lambda self, candidate, ratio: self._known.ratios.update({("off", 1): 1.0})
@@ -308,7 +321,20 @@ def test_explain_says_what_was_expected_and_what_was_chosen(model):
     row = dataclasses.replace(row, expected=model.generate([5], method="auto", explain=True).expected)
     lines = explained(row).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["candidate", *(one.name for one in row.expected[:2])]
-    assert "off was expected to be the fastest: nothing else pays" in lines
+    assert "of those that are ready off was expected to be the fastest: nothing else pays" in lines
+
+
+def test_a_named_method_that_cannot_pay_gets_a_line():
+    lm = tiny.language_model()
+    assert slower(lm, NGram()) is None
+    lm.step_costs = DEAR
+    assert slower(lm, NGram()) == (
+        "method ngram is expected to reach 0.90 times plain decoding's speed here, where 80% of its drafts are "
+        "accepted; method auto chooses what pays"
+    )
+    assert slower(lm, Autoregressive()) is None
+    lm.step_costs = FREE
+    assert slower(lm, NGram()) is None
 
 
 # The method

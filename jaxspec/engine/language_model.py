@@ -552,10 +552,10 @@ class LanguageModel:
             return None
         names = ["off", *(candidate.name for candidate in candidates)]
         file = None if method.choices is None else ChoiceFile(Path(method.choices), names, longest)
-        return Plan(candidates, self._costs, known=self._known, file=file, explain=method.explain)
+        return Plan(candidates, self.step_costs, known=self._known, file=file, explain=method.explain)
 
     @functools.cached_property
-    def _costs(self) -> StepCosts | None:
+    def step_costs(self) -> StepCosts | None:
         """The costs of steps that were measured for such a model on such a device; None where none were."""
         key = cost_files.key(self.device_kind, self.platform, self.config, self.precision)
         path = cost_files.path_of(key)
