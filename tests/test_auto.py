@@ -138,7 +138,7 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
         drafter, target, own = tiny.exact_head("eagle")
     lm = LanguageModel(tiny.TARGET, target)
     exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3))
-    with forced([(0, 0, 5), (1, tiny.K, 2)], (exact,)), pytest.MonkeyPatch.context() as patch:
+    with forced([(0, 0, 3), *[(1, tiny.K, 1)] * 9], (exact,)), pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
         rows = auto(lm, max_new_tokens=[40, 12, 30], max_batch=2, ignore_eos=True)
     for row in rows:
