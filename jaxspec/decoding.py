@@ -32,7 +32,9 @@ from jaxspec.protocol import (
     TappedDrafter,
     View,
     Weights,
+    drafts_trees,
     kinds_of,
+    rising_widths,
     taps_of,
 )
 from jaxspec.sampling import Law, is_finite
@@ -46,6 +48,7 @@ class Parts:
       drafter, acceptor, law: the parts.
       one_width: whether every verification has the drafter's widest width, static: for the platforms of which
         `model.control.narrowest` compiles no other, so that the others are not traced for nothing.
+      longest: int32 scalar, the most tokens of a draft where that changes from call to call; None for always K.
       kinds: their classes, see `protocol.kinds_of`; set here, whatever is given.
     """
 
@@ -53,10 +56,20 @@ class Parts:
     acceptor: Acceptor
     law: Law
     one_width: bool = struct.field(pytree_node=False, default=False)
+    longest: jax.Array | None = None
     kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.law)))
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The numbers of rows for which a verification is compiled, rising."""
+        widths = self.drafter.verify_widths
+        if self.one_width:
+            return widths[-1:]
+        # A draft that ends early by `longest` has no use for the others' rows.
+        return widths if self.longest is None or drafts_trees(self.drafter) else rising_widths(widths[-1] - 1)
 
 
 @struct.dataclass
@@ -251,11 +264,7 @@ def end_prefill(
     done = ~sound | _is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
     tokens = _put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
-    absorbed, tapped = fed.absorbed, tapped_drafter(parts)
-    if tapped is not None and fed.feature is not None:
-        last = fed.feature[:, None]
-        absorbed = tapped.absorb(params, absorbed, last, token[:, None], request.length - 1, count)
-    ended = Prefill(hidden, similarities, chunk_size, absorbed)
+    fed = dataclasses.replace(fed, similarities=similarities)
     zero = jnp.zeros(batch, jnp.int32)
     histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
     state = DecodeState(
@@ -267,7 +276,7 @@ def end_prefill(
         done=done,
         broken=~sound,
         cache=cache,
-        drafter_state=parts.drafter.init(params, view, ended),
+        drafter_state=_begun(params, parts, fed, view, request.length, chunk_size),
         stats=Stats(zero, zero, zero, zero, histogram),
     )
     emitted = Emitted(
@@ -282,6 +291,48 @@ def end_prefill(
         stats=state.stats,
     )
     return state, emitted
+
+
+def take_up(
+    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, chunk_size: int
+) -> State:
+    """The drafter's state after a text for which others have drafted so far, as if it had been there from the start.
+
+    A drafter with taps is fed the whole text by one more pass of the target, in a cache of that pass's own; one with a
+    cache of its own feeds that. What only a prompt's pass gives (`Prefill.hidden`, `similarities`) is zero.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method that goes on.
+      state: of the text; what it holds as `drafter_state` is another drafter's.
+      chunk_size: positions fed at once, static, a divisor of the capacity.
+    """
+    batch, length = state.length.shape[0], state.length - 1
+    view = View(
+        state.tokens, state.length, state.cache, jnp.where(state.done, 0, state.limit - state.length - 1)
+    )
+    request = Request(state.tokens, length, state.limit, state.eos_ids, state.keys)
+    tapped = tapped_drafter(parts)
+    if tapped is None:
+        hidden = jnp.zeros((batch, config.hidden_size), params.target["embed"].dtype)
+        fed = llama.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
+    else:
+        fed = start_prefill(config, params, request, tapped, merged=state.cache.merged)
+        stop = (jnp.max(length) + chunk_size - 1) // chunk_size
+        fed = feed(config, params, request, fed, jnp.int32(0), stop, tapped, chunk_size=chunk_size)
+    return _begun(params, parts, fed, view, length, chunk_size)
+
+
+def _begun(
+    params: Weights, parts: Parts, fed: llama.Prefilling, view: View, length: jax.Array, chunk_size: int
+) -> State:
+    """The drafter's state after texts of which int32[B] `length` tokens were fed, the pending one not among them."""
+    absorbed, tapped = fed.absorbed, tapped_drafter(parts)
+    if tapped is not None and fed.feature is not None:
+        last, pending = fed.feature[:, None], view.pending[:, None]
+        absorbed = tapped.absorb(params, absorbed, last, pending, length - 1, view.length - length)
+    return parts.drafter.init(params, view, Prefill(fed.hidden, fed.similarities, chunk_size, absorbed))
 
 
 def run_rounds(
@@ -364,6 +415,8 @@ def decode_round(
     keys = _fold_in(state.keys, state.length)
     # The token after the drafts is always committed, so the last of the budget is never a draft's.
     room = jnp.where(live, state.limit - state.length - 1, 0)
+    if parts.longest is not None:
+        room = jnp.minimum(room, parts.longest)
     view = View(state.tokens, state.length, state.cache, room)
     proposal, drafter_state, cache = parts.drafter.propose(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
@@ -375,9 +428,17 @@ def decode_round(
         rounds = state.length[:, None] + jnp.arange(depth + 1)
         own = jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
     view = dataclasses.replace(view, cache=cache)
-    widths = drafter.verify_widths[-1:] if parts.one_width else drafter.verify_widths
     verified = verification.verify(
-        config, params, drafter, parts.acceptor, parts.law, own, view, proposal, widths, log_probs
+        config,
+        params,
+        drafter,
+        parts.acceptor,
+        parts.law,
+        own,
+        view,
+        proposal,
+        parts.verify_widths,
+        log_probs,
     )
     acceptance, sound, features = verified.acceptance, verified.sound, verified.features
 

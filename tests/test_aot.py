@@ -23,6 +23,7 @@ SMALL = LlamaConfig(2048, 256, 768, L, 8, 4, 64)
 # Of each method its options, and how many caches it is known to copy in a round.
 METHODS: dict[str, tuple[dict, int]] = {
     "autoregressive": ({}, 0),
+    "auto": ({}, 0),
     "ngram": ({}, 0),
     "suffix": ({}, 0),
     "token-recycling": ({}, 0),

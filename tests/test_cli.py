@@ -468,7 +468,7 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--method", "draft-model"], "needs a draft; give --draft DIR"),
         (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
         (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "no option --gamma"),
-        (["--method", "guess"], "the methods are adaspeed, adaspeed-probe, asd, autoregressive"),
+        (["--method", "guess"], "the methods are adaspeed, adaspeed-probe, asd, auto, autoregressive"),
         (["--stop-rule", "constant"], "method autoregressive has no option --stop-rule;"),
         (["--stop-rule", "never"], r"'never'.*'constant'"),
         (["--stop", ""], "a stop string is empty"),

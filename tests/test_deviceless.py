@@ -205,6 +205,7 @@ def here() -> Place:
 
 METHODS = {
     "autoregressive": {},
+    "auto": {},
     "ngram": {},
     "suffix": {},
     "token-recycling": {},

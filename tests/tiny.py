@@ -419,6 +419,9 @@ DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
         lambda config, rule: (Autoregressive(), None), ("autoregressive",), has_rule=False
     ),
+    "autoregressive-in-turns": Case(
+        lambda config, rule: (Autoregressive(K), None), ("auto",), family="autoregressive", has_rule=False
+    ),
     "ngram": _ngram(methods=("ngram",)),
     "ngram-earliest": _ngram("earliest"),
     "ngram-longest": _ngram("longest"),

@@ -18,6 +18,7 @@ All functions are pure: NumPy arrays in, new ones out. A row is one text. M: can
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -190,6 +191,36 @@ def observed(
     return Estimate(accept, draft)
 
 
+def observed_rounds(
+    estimate: Estimate, candidate: int, rounds: Sequence[Sequence[tuple[int, int]]], forgetting: float = 0.995
+) -> Estimate:
+    """As `observed` for several rounds of one candidate, of which all count alike: for the host between two calls.
+
+    Args:
+      estimate: before.
+      candidate: which one drafted in all of them.
+      rounds: by row, (drafted, accepted) of each.
+      forgetting: what is left of all counts after a round.
+
+    Examples:
+      >>> seen = observed_rounds(nothing_seen(flat_prior(1, 2), 1), 0, [[(2, 1), (2, 2), (0, 0)]])
+      >>> seen.accept[0, 0].tolist(), seen.draft[0, 0].tolist()
+      ([[2.0, 0.0], [1.0, 1.0]], [2.0, 1.0])
+    """
+    kept = forgetting ** np.array([len(of_row) for of_row in rounds])
+    accept = estimate.accept * kept[:, None, None, None]
+    draft = estimate.draft * kept[:, None, None]
+    at = np.arange(accept.shape[2])
+    for row, of_row in enumerate(rounds):
+        if of_row:
+            drafted, accepted = np.array(of_row).T[..., None]
+            wrong = (at == accepted) & (accepted < drafted)
+            accept[row, candidate] += np.stack([(at < accepted).sum(axis=0), wrong.sum(axis=0)], axis=-1)
+            found = int((drafted > 0).sum())
+            draft[row, candidate] += (found, len(of_row) - found)
+    return Estimate(accept, draft)
+
+
 def mean(prior: Prior, estimate: Estimate) -> tuple[np.ndarray, np.ndarray]:
     """The expected acceptance by position, float[B, M, K], and share of rounds with a draft, float[B, M].
 
@@ -201,7 +232,18 @@ def mean(prior: Prior, estimate: Estimate) -> tuple[np.ndarray, np.ndarray]:
       >>> mean(prior, seen)[0].round(2).tolist()  # of second tokens none was seen
       [[[0.05, 0.1]]]
     """
-    level = np.zeros(estimate.draft.shape[:2])
+    return hoped(prior, estimate, deviations=0.0)
+
+
+def hoped(prior: Prior, estimate: Estimate, deviations: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """As `mean`, with levels so many standard deviations of their Beta laws above it: what may well be.
+
+    Examples:
+      >>> prior = flat_prior(1, 1, acceptance=0.5)
+      >>> hoped(prior, nothing_seen(prior, 1))[0].round(2).tolist()
+      [[[0.79]]]
+    """
+    level = np.full(estimate.draft.shape[:2], deviations)
     return _at(prior, estimate, level, level)
 
 

@@ -294,6 +294,21 @@ def after_round(
     return dataclasses.replace(chooser, estimate=estimate, behind=behind)
 
 
+def with_new_row(chooser: Chooser, row: int) -> Chooser:
+    """The chooser once another text has taken a row: nothing is known of it.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> seen = begin(flat_prior(2, 4), np.array([30, 40]))
+      >>> seen.estimate.draft[:] = 1
+      >>> with_new_row(seen, 1).estimate.draft.sum(axis=(1, 2)).tolist()
+      [4.0, 0.0]
+    """
+    accept, draft = chooser.estimate.accept.copy(), chooser.estimate.draft.copy()
+    accept[row], draft[row] = 0, 0
+    return dataclasses.replace(chooser, estimate=Estimate(accept, draft))
+
+
 def explained(
     chooser: Chooser, table: Prices, prior: Prior, row: int = 0
 ) -> list[tuple[str, int, float, float, float]]:

@@ -92,6 +92,35 @@ class StepCosts:
         return on_line(batch, batches, at_batches)
 
 
+def guessed(num_layers: int, row: float) -> StepCosts:
+    """Costs in proportion to a step of one row, for a device of which nothing has been measured.
+
+    Observed times correct them, so they need only be of the right order.
+
+    Args:
+      num_layers: of the model.
+      row: what each further row of a step costs, as a share of a step of one.
+
+    Examples:
+      >>> guessed(10, row=0.1).step_ms(rows=6), round(guessed(10, row=0.1).step_ms(layers=5), 2)
+      (1.5, 0.55)
+    """
+    share = 0.1  # of embedding, norm and head; a search is small beside a layer
+    full = ((1, 1, 1.0), (33, 1, 1.0 + 32 * row), (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
+    return StepCosts(
+        *("unknown", "unknown", "unknown"),
+        num_layers=num_layers,
+        live=0,
+        full_ms=full,
+        cut_layers=0,
+        cut_ms=share,
+        live_token_ms=0.0,
+        loop_ms=0.0,
+        lookup_ms=0.02,
+        absorb_ms=(1.0 + 32 * row) / 33,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """A kind of draft, by what it makes a device do.
@@ -103,6 +132,8 @@ class Draft:
       shares: whether verification spares the layers that the draft ran: an early exit.
       lookup: whether a draft is looked up.
       absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
+      widths: the numbers of rows for which a verification is compiled, rising, of which the narrowest runs that fits;
+        () for all of them.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
@@ -116,18 +147,20 @@ class Draft:
     shares: bool = False
     lookup: bool = False
     absorb_layers: float = 0.0
+    widths: tuple[int, ...] = ()
 
     def round_ms(self, costs: StepCosts, length: int, live: int | None = None, batch: int = 1) -> float:
         """Time of a round that drafts and verifies `length` tokens of each text; 0 verifies nothing."""
         search = costs.lookup_ms if self.lookup else 0.0
+        rows = next((width for width in self.widths if width > length), length + 1)
         if not length:
-            return search + costs.step_ms(live=live, batch=batch) + costs.loop_ms
+            return search + costs.step_ms(rows, live=live, batch=batch) + costs.loop_ms
         drafting = 0.0
         if self.layers:
             one = costs.step_ms(layers=self.layers, live=live, batch=batch, head=self.head)
             drafting = one if self.once else length * one
         verified = costs.num_layers - self.layers if self.shares else None
-        verifying = costs.step_ms(length + 1, verified, live, batch)
+        verifying = costs.step_ms(rows, verified, live, batch)
         if self.shares:  # the last draft token has run through no layer yet
             verifying += costs.step_ms(layers=self.layers, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
-from jaxspec.methods import registry
+from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import usable_methods
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
-    from jaxspec.engine.results import Piece, Statistics
+    from jaxspec.engine.results import Piece, Result, Statistics
     from jaxspec.engine.text import RowText
+
+
+# A share of accepted drafts that is rarely exceeded.
+_OFTEN = 0.8
 
 
 def _method_field() -> str:
@@ -55,8 +59,42 @@ class Generate(TextOptions):
             progress("loading the model")
             lm = self.load()
             pieces = lm.stream(prompt, method=self.method, **self.generation(), **self.method_options())
+            if warning := slower(lm, registry.make(self.method, self.method_options())):
+                print(f"jaxspec: warning: {warning}", file=sys.stderr)
             progress("compiling")
             return _Output(self, prompt, lm, progress).write(pieces)
+
+
+def slower(lm: LanguageModel, method: Method) -> str | None:
+    """One line where a method is expected to be slower than plain decoding even if most of its drafts are accepted.
+
+    It needs the costs of steps that `jaxspec profile --costs` has measured here; without them it says nothing.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip
+      >>> from jaxspec.testing import language_model
+      >>> slower(language_model(), LayerSkip(exit_layer=1)) is None
+      True
+    """
+    from jaxspec.choosing.costs import predicted_speedup
+
+    if lm.step_costs is None:
+        return None
+    try:
+        drafter, params = lm.drafter(method)
+    except (ValueError, OSError):  # a file that this law has not, say
+        return None
+    kind = method.kind(lm.loaded, drafter, params)
+    if kind is None:
+        return None
+    kind = dataclasses.replace(kind, widths=drafter.verify_widths)
+    predicted = predicted_speedup(_OFTEN, kind, lm.step_costs, drafter.num_draft_tokens)
+    if predicted.speedup >= 1:
+        return None
+    return (
+        f"method {method.name} is expected to reach {predicted.speedup:.2f} times plain decoding's speed here, where "
+        f"{_OFTEN:.0%} of its drafts are accepted; method auto chooses what pays"
+    )
 
 
 class _Output:
@@ -82,6 +120,7 @@ class _Output:
         self._statistics: Statistics | None = None
         self._error: str | None = None
         self._lossy = False
+        self._result: Result | None = None
 
     def write(self, pieces: Iterator[Piece]) -> int:
         """Takes all the pieces, or those that come before an interruption; returns the exit status."""
@@ -106,6 +145,8 @@ class _Output:
             return 1
         if not self._options.json:
             print(_summary(self._statistics, self._lossy), file=sys.stderr)
+            if self._result is not None and self._result.choices:
+                print(explained(self._result), file=sys.stderr)
         return 0
 
     def _take(self, piece: Piece) -> str | None:
@@ -123,6 +164,7 @@ class _Output:
             self._progress(f"generating: {len(self._tokens)} tokens")
         if piece.result is None:
             return None
+        self._result = piece.result
         self._error, self._lossy = piece.result.error, piece.result.lossy
         return piece.result.finish_reason
 
@@ -135,6 +177,14 @@ class _Output:
             "finish_reason": reason,
             "lossy": self._lossy,
             "statistics": _as_json(self._statistics),
+        } | self._explanation()
+
+    def _explanation(self) -> dict[str, Any]:
+        """What was expected and chosen, where that was asked for."""
+        if self._result is None or not self._result.choices:
+            return {}
+        return {
+            name: [one._asdict() for one in getattr(self._result, name)] for name in ("expected", "choices")
         }
 
 
@@ -177,6 +227,47 @@ def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
         "draft_acceptance_rate": statistics.draft_acceptance_rate,
         "tokens_per_second": statistics.tokens_per_second,
     }
+
+
+def explained(result: Result) -> str:
+    """The tables of `--explain`: what was expected of each candidate before the text, and what was chosen when.
+
+    Examples:
+      >>> from jaxspec.engine.results import Chosen, Expected, Result, Statistics
+      >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
+      >>> expected = (Expected("ngram", 4, 0.5, 11.0, 1.2, True), Expected("off", 0, 0.5, 9.0, 1.0, True))
+      >>> chosen = (Chosen(0, "off", 0, 8, 8, 72.0, 80.0), Chosen(8, "ngram", 4, 8, 16, 90.0, 80.0))
+      >>> print(explained(Result("Hi", [], "length", statistics, expected=expected, choices=chosen)))
+      candidate     drafts  acceptance  ms/round  speed-up  programs
+      ngram              4        0.50     11.00      1.20  ready
+      off                0        0.50      9.00      1.00  ready
+      of those that are ready ngram was expected to be the fastest: 1.20 times plain decoding's speed
+      <BLANKLINE>
+      round     chosen        drafts  rounds  tokens  ms expected  ms taken
+      0         off                0       8       8         72.0      80.0
+      8         ngram              4       8      16         90.0      80.0
+    """
+    lines = []
+    if result.expected:  # of choices that a file says, nothing
+        lines.append(f"{'candidate':<12}  drafts  acceptance  ms/round  speed-up  programs")
+    for one in result.expected:
+        ready = "ready" if one.ready else "not compiled"
+        lines.append(
+            f"{one.name:<12}  {one.length:>6}  {one.acceptance:>10.2f}  {one.round_ms:>8.2f}  {one.speedup:>8.2f}  "
+            f"{ready}"
+        )
+    for best in [one for one in result.expected if one.ready][:1]:
+        gain = (
+            "nothing else pays" if best.name == "off" else f"{best.speedup:.2f} times plain decoding's speed"
+        )
+        lines += [f"of those that are ready {best.name} was expected to be the fastest: {gain}", ""]
+    lines += [f"{'round':<8}  {'chosen':<12}  drafts  rounds  tokens  ms expected  ms taken"]
+    for turn in result.choices:
+        lines.append(
+            f"{turn.round:<8}  {turn.name:<12}  {turn.length:>6}  {turn.num_rounds:>6}  {turn.num_tokens:>6}  "
+            f"{turn.expected_ms:>11.1f}  {turn.took_ms:>8.1f}"
+        )
+    return "\n".join(lines)
 
 
 def _summary(statistics: Statistics | None, lossy: bool) -> str:

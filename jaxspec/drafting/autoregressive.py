@@ -13,10 +13,16 @@ from jaxspec.sampling import Law
 
 @struct.dataclass
 class Autoregressive(StatelessDrafter):
-    """K = 0: each round feeds the pending token and yields one."""
+    """Each round feeds the pending token and yields one.
+
+    Attributes:
+      num_draft_tokens: 0; or the K of those with which it takes turns, so that counts and caches have room for theirs.
+    """
+
+    num_draft_tokens: int = struct.field(pytree_node=False, default=0)
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_nodes(self) -> int:
         """Nothing is drafted."""
         return 0
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from jaxspec import decoding
+from jaxspec import decoding, protocol
 from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets
 from jaxspec.model.cache import KVCache
@@ -146,6 +146,14 @@ def run_rounds(
         config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
     )
     return constrained(mesh, state), emitted
+
+
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
+def take_up(
+    params: Weights, parts: Parts, state: DecodeState, *, config: LlamaConfig, chunk_size: int
+) -> protocol.State:
+    """See `decoding.take_up`."""
+    return decoding.take_up(config, params, parts, state, chunk_size=chunk_size)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")

@@ -45,6 +45,7 @@ class Executables:
     Attributes:
       num_compilations: how many executables were built, background ones included.
       compile_ms: how long that took in all, milliseconds.
+      longest_ms: how long the slowest of them took, milliseconds.
       blocked_ms: how long callers had to wait for it, milliseconds.
       variants: how specialised ones fared.
     """
@@ -52,6 +53,7 @@ class Executables:
     def __init__(self) -> None:
         self.num_compilations = 0
         self.compile_ms = 0.0
+        self.longest_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
         self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
@@ -85,6 +87,18 @@ class Executables:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
         self._pool.submit(_as_here(self._compile), key, future, function, args, static)
+
+    def ready(self, function: Callable[..., Any], *args: Any, **static: Any) -> bool:
+        """Whether `call` with such arguments would have to wait for nothing; arrays may be `jax.ShapeDtypeStruct`s."""
+        with self._lock:
+            future = self._futures.get(_key(function, args, static))
+        return future is not None and future.done() and future.exception() is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being compiled, or waits for it."""
+        with self._lock:
+            return any(not future.done() for future in (*self._futures.values(), *self._variants.values()))
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
         """The executable for such arguments if it is there; else it is compiled in the background.
@@ -158,9 +172,11 @@ class Executables:
             if not isinstance(error, Exception):
                 raise
             return
+        spent_ms = 1e3 * (time.perf_counter() - began)
         with self._lock:
             self.num_compilations += 1
-            self.compile_ms += 1e3 * (time.perf_counter() - began)
+            self.compile_ms += spent_ms
+            self.longest_ms = max(self.longest_ms, spent_ms)
         future.set_result(compiled)
 
 

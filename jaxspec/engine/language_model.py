@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.choosing.costs import StepCosts
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.buckets import START_CAPACITY, bucket
+from jaxspec.engine.choices import Known
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.loading import (
@@ -45,15 +47,18 @@ from jaxspec.engine.requests import (
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import Session
+from jaxspec.engine.switching import Plan
 from jaxspec.engine.text import RowText
-from jaxspec.io import checkpoint, memory, processes
+from jaxspec.io import checkpoint, cost_files, memory, processes
 from jaxspec.io.arguments import flag, whole
+from jaxspec.io.choice_file import ChoiceFile
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import Sampled, law_name
 from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
+from jaxspec.methods.auto import Auto
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
@@ -459,7 +464,8 @@ class LanguageModel:
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         accept = build_acceptor(acceptor, needs_sampling(requests))
-        drafter, weights = self._method(method, options, laws, self.directory)
+        method = self._made(method, options)
+        drafter, weights = self._parts(method, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
         session = Session(
             self.executables,
@@ -472,6 +478,7 @@ class LanguageModel:
             log_probs=logprobs,
             mesh=self.mesh,
             device=self.device,
+            plan=self._plan(method, laws, drafter.num_draft_tokens),
         )
         lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
@@ -499,7 +506,7 @@ class LanguageModel:
           (10, None)
         """
         directory = self.directory if beside else None
-        drafter, weights = self._method(method, method_options, laws, directory)
+        drafter, weights = self._parts(self._made(method, method_options), laws, directory)
         return drafter, weights.drafter
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
@@ -513,32 +520,61 @@ class LanguageModel:
                 self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
             )
 
-    def _method(
-        self,
-        method: AnyMethod,
-        options: Mapping[str, Any],
-        laws: tuple[str, ...],
-        directory: Path | None,
-    ) -> tuple[Drafter, Weights]:
-        """Returns the drafter of a method, a name with options or a drafter, and the parameters of the loop."""
+    def _made(self, method: AnyMethod, options: Mapping[str, Any]) -> AnyMethod:
+        """Returns a method; one that is given by its name made with these options."""
         if isinstance(method, str):
-            method = registry.make(method, options, _ARGUMENTS)
-        elif options:
+            return registry.make(method, options, _ARGUMENTS)
+        if options:
             raise ValueError(
                 f"{min(options)} belongs to a method's name; {type(method).__name__} carries its own options"
             )
-        if isinstance(method, Method):
-            drafts = self._drafts
-            resources = Resources(
-                drafts.load,
-                self.encode,
-                directory,
-                laws,
-                self.platform,
-                drafts.load_head,
-                drafts.quantised,
+        return method
+
+    def _resources(self, laws: tuple[str, ...], directory: Path | None) -> Resources:
+        drafts = self._drafts
+        return Resources(
+            *(drafts.load, self.encode, directory, laws, self.platform, drafts.load_head, drafts.quantised)
+        )
+
+    def _plan(self, method: AnyMethod, laws: tuple[str, ...], longest: int) -> Plan | None:
+        """Returns what a text may change between; None for a method of one drafter, and where nothing can be."""
+        if not isinstance(method, Auto):
+            return None
+        if self.mesh is not None:
+            warnings.warn(
+                "method auto chooses nothing on a mesh: texts are decoded plainly",
+                RuntimeWarning,
+                stacklevel=4,
             )
-            drafter, params = method.build(self.loaded, resources)
+            return None
+        candidates = method.candidates(self.loaded, self._resources(laws, self.directory))
+        if not candidates:
+            return None
+        names = ["off", *(candidate.name for candidate in candidates)]
+        file = None if method.choices is None else ChoiceFile(Path(method.choices), names, longest)
+        return Plan(candidates, self.step_costs, known=self._known, file=file, explain=method.explain)
+
+    @functools.cached_property
+    def step_costs(self) -> StepCosts | None:
+        """The costs of steps that were measured for such a model on such a device; None where none were."""
+        key = cost_files.key(self.device_kind, self.platform, self.config, self.precision)
+        path = cost_files.path_of(key)
+        try:
+            return None if path is None or not path.is_file() else cost_files.read(path, key)
+        except (OSError, ValueError):
+            return None
+
+    @functools.cached_property
+    def _known(self) -> Known:
+        return Known()
+
+    def _parts(
+        self, method: AnyMethod, laws: tuple[str, ...], directory: Path | None
+    ) -> tuple[Drafter, Weights]:
+        """Returns the drafter of a method, or the one that is given, and the parameters of the loop."""
+        drafter: Any
+        if isinstance(method, Method):
+            drafter, params = method.build(self.loaded, self._resources(laws, directory))
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
         if not hasattr(drafter, "propose"):
@@ -583,7 +619,8 @@ class LanguageModel:
             for update in updates:
                 counts = self.executables.variants - variants
                 gamma = functools.partial(session.gamma, update.row)
-                piece = rows[update.index].take(update, now, blocked_ms - waited, counts, gamma)
+                blocked = blocked_ms - waited
+                piece = rows[update.index].take(update, now, blocked, counts, gamma, session.switching)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
                 yield piece

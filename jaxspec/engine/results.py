@@ -113,6 +113,55 @@ class Statistics:
         return 1e3 * (self.num_tokens - 1) / running if self.num_tokens > 1 and running > 0 else None
 
 
+class Expected(NamedTuple):
+    """What `auto` expected of a candidate before a batch's first round.
+
+    Attributes:
+      name: of the candidate, `off` for plain decoding.
+      length: of the drafts that would give the most tokens per millisecond.
+      acceptance: the share of first draft tokens that are accepted.
+      round_ms: of a round.
+      speedup: over plain decoding.
+      ready: whether its programs were there.
+
+    Examples:
+      >>> Expected("ngram", 4, 0.5, 11.0, 1.2, True).name
+      'ngram'
+    """
+
+    name: str
+    length: int
+    acceptance: float
+    round_ms: float
+    speedup: float
+    ready: bool
+
+
+class Chosen(NamedTuple):
+    """What `auto` chose for some rounds of a batch, and what came of it.
+
+    Attributes:
+      round: how many rounds of the batch were over.
+      name: of the candidate, `off` for plain decoding.
+      length: of its drafts at most.
+      num_rounds, num_tokens: until the next choice, of all rows.
+      expected_ms: by the costs of its steps, for the drafts that there were.
+      took_ms: as the host saw it.
+
+    Examples:
+      >>> Chosen(8, "ngram", 4, 8, 20, 80.0, 84.0).num_tokens
+      20
+    """
+
+    round: int
+    name: str
+    length: int
+    num_rounds: int
+    num_tokens: int
+    expected_ms: float
+    took_ms: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One generated text.
@@ -128,6 +177,8 @@ class Result:
         before the host found a stop string have moved it too.
       lossy: whether the text follows another law than the model's: it was drawn at random, and its drafts were accepted
         by an acceptor that changes the law (`acceptor="typical"`).
+      expected, choices: with `method="auto"` and `explain`, what was expected of each candidate, the fastest first, and
+        what was chosen, of the whole batch up to this text's end; else ().
 
     Examples:
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
@@ -141,6 +192,8 @@ class Result:
     statistics: Statistics
     gamma: float | None = None
     lossy: bool = False
+    expected: tuple[Expected, ...] = ()
+    choices: tuple[Chosen, ...] = ()
 
     @property
     def tokens(self) -> list[int]:

@@ -13,6 +13,7 @@ from jaxspec.engine.executables import VariantCounts
 from jaxspec.engine.requests import RowRequest
 from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
 from jaxspec.engine.session import Update
+from jaxspec.engine.switching import Switching
 from jaxspec.engine.text import RowText
 
 
@@ -38,11 +39,12 @@ class Row:
         blocked_ms: float,
         variants: VariantCounts,
         gamma: Callable[[], float | None],
+        switching: Switching | None = None,
     ) -> Piece:
         """One update becomes one piece; the last one carries the result.
 
         `now`: as `began`; `blocked_ms`: how long the batch has waited for programs since it began; `gamma`: reads
-        `Result.gamma`.
+        `Result.gamma`; `switching`: knows `Result.choices`.
         """
         if self._first is None:
             self._first = (now, blocked_ms)
@@ -71,6 +73,8 @@ class Row:
         )
         text = self._text.text if self._text.has_text else None
         result = Result(text, self._tokens, reason, statistics, gamma(), self._lossy)
+        if switching is not None:
+            result = dataclasses.replace(result, expected=switching.expected, choices=switching.chosen)
         return Piece(update.index, gained, tokens, statistics, result)
 
 

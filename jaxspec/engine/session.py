@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,6 +20,7 @@ from jaxspec.engine import buckets, compiled
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
+from jaxspec.engine.switching import Plan, Switching
 from jaxspec.io import processes
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Prefilling
@@ -79,6 +81,7 @@ class Session:
       log_probs: whether to report them.
       mesh: where params live; None for one device.
       device: that one device.
+      plan: what may draft in place of `drafter`, which then is plain decoding; None for nothing. On one device alone.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Session:
         log_probs: bool = False,
         mesh: Mesh | None = None,
         device: jax.Device | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._executables = executables
         self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
@@ -114,6 +118,8 @@ class Session:
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
         self._halt = np.zeros(0, bool)
+        self._plan = plan
+        self.switching: Switching | None = None
 
     @property
     def done(self) -> bool:
@@ -162,13 +168,19 @@ class Session:
         self._halt = np.zeros(len(first), bool)
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
+        if self._plan is not None:
+            self.switching = Switching(
+                self._plan,
+                *(self._executables, self._config, self._log_probs, self._device, self._platform),
+                batch=len(first),
+            )
         capacity = buckets.start_capacity(requests, self._drafter.reach)
         arguments, static = self._prefill_arguments(requests, capacity, self._parts)
         if self._mesh is None and any(request.max_new_tokens > 1 for request in requests):
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_rounds(state)  # beside the prefill
         self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
-        updates = self._updates(emitted, range(len(first)))
+        updates = self._updates(emitted, range(len(first)), begins=True)
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
             self._executables.compiled(
@@ -258,7 +270,7 @@ class Session:
         some = next(iter(rows.values()))
         self._parts = self._parts_of([(held or some)[1] for held in self._rows])
         self._rows_changed = True
-        return self._updates(emitted, list(rows))
+        return self._updates(emitted, list(rows), begins=True)
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
@@ -267,6 +279,8 @@ class Session:
             self._grow(2 * self.capacity)
         elif self._mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next()
+        if self.switching is not None:
+            return self._take_turn(self.switching, max_rounds)
         arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
         # When a program is compiled in the background is another matter in each of several processes.
         if (
@@ -284,6 +298,29 @@ class Session:
         else:
             self._state, emitted = self._executables.call(compiled.run_rounds, *arguments, **static)
         return self._updates(emitted, range(len(self._rows)))
+
+    def _take_turn(self, switching: Switching, max_rounds: int) -> list[Update]:
+        """Runs rounds of what drafts next."""
+        assert self._state is not None
+        lengths, rows = self._lengths.copy(), list(self._rows)
+        limits = [len(held[1].prompt) + held[1].max_new_tokens if held else 0 for held in rows]
+        remaining = np.maximum(np.array(limits) - lengths, 0)
+        blocked_ms = self._executables.blocked_ms
+        params, parts, state, most = switching.next(
+            self._params, self._parts, self._state, lengths, remaining, max_rounds
+        )
+        began = time.perf_counter()
+        static = compiled.rounds_static(self._config, parts.drafter, self._log_probs, None)
+        numbers = self._put((np.int32(most), self._halt))
+        state, emitted = self._executables.call(compiled.run_rounds, params, parts, state, *numbers, **static)
+        updates = self._updates(emitted, range(len(rows)))
+        took_ms = 1e3 * (time.perf_counter() - began)
+        gained: list[list[Token]] = [[] for _ in rows]
+        for update in updates:
+            gained[update.row] = update.tokens
+        blocked = self._executables.blocked_ms > blocked_ms
+        self._state = switching.learn(state, gained, lengths, took_ms, blocked)
+        return updates
 
     def _specialise(self) -> None:
         """Finds out whether all rows have one mask."""
@@ -328,6 +365,8 @@ class Session:
 
     def _grow(self, capacity: int) -> None:
         self._state = self._executables.call(compiled.grow, self._state, capacity=capacity, mesh=self._mesh)
+        if self.switching is not None:
+            self.switching.forget()
 
     def _unfinished(self) -> list[RowRequest]:
         return [
@@ -367,7 +406,8 @@ class Session:
     def _put(self, tree: Any) -> Any:
         return put(tree, self._device)
 
-    def _updates(self, emitted: Emitted, rows: Sequence[int]) -> list[Update]:
+    def _updates(self, emitted: Emitted, rows: Sequence[int], begins: bool = False) -> list[Update]:
+        """What rows gained; `begins`: by their prefills."""
         host = fetched(emitted)
         self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
@@ -376,8 +416,11 @@ class Session:
             if held is None:
                 continue
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
+            tokens = _tokens_of(host, at)
+            if self.switching is not None and begins:
+                self.switching.begin_row(row, [*held[1].prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
-            updates.append(Update(held[0], row, _tokens_of(host, at), done, broken, stats))
+            updates.append(Update(held[0], row, tokens, done, broken, stats))
             if done:
                 self._end(row)
         return updates

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec.methods.adaspeed import AdaSPEED, AdaSPEEDProbe
 from jaxspec.methods.asd import ASD
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.chain import ChainMethod
@@ -37,6 +38,7 @@ __all__ = [
     "S2D",
     "AdaSPEED",
     "AdaSPEEDProbe",
+    "Auto",
     "Autoregressive",
     "CLaSp",
     "ChainMethod",

@@ -20,6 +20,7 @@ from jaxspec.io.messages import shown
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxspec.choosing.costs import Draft
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.heads import AnyHead
     from jaxspec.model.llama import Params
@@ -208,6 +209,28 @@ class Resources:
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
 
 
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What a text may change to between two calls of the loop.
+
+    Attributes:
+      name: as reports call it.
+      drafter, params: as of `Method.build`.
+      kind: what its drafts make a device do.
+
+    Examples:
+      >>> from jaxspec.choosing.costs import Draft
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> Candidate("ngram", NGram(), None, Draft(lookup=True)).kind.lookup
+      True
+    """
+
+    name: str
+    drafter: Drafter
+    params: Any
+    kind: Draft
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """The base of every method: a frozen dataclass whose fields are the method's options.
@@ -222,6 +245,7 @@ class Method:
       name: of the method, as `--method` takes it.
       needs: what a user must have before the method can run, "" for nothing; `jaxspec compare` leaves out such a
         method unless its options are given.
+      composite: whether it is made of other methods, whose options stand beside its own.
 
     Examples:
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +258,7 @@ class Method:
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""
+    composite: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]
@@ -310,6 +335,35 @@ class Method:
         """
         raise NotImplementedError
 
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns what of this method `auto` chooses among where nobody says: what needs no option and may well pay.
+
+        Args:
+          target, resources: as of `build`.
+        """
+        return ()
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
+        """Returns what drafts make a device do, by which `auto` knows their price; None for what it cannot choose.
+
+        Args:
+          target: the model that verifies.
+          drafter, params: what `build` made.
+        """
+        return None
+
+    def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
+        """Returns what a text may change to from what `build` makes; () for a method of one drafter.
+
+        Args:
+          target, resources: as of `build`.
+
+        Raises:
+          ValueError, FileNotFoundError: as `build`.
+        """
+        return ()
+
     def __init_subclass__(cls) -> None:
         # Else each dataclass would show all its options, most of them not given.
         if "__repr__" not in vars(cls):
@@ -361,6 +415,19 @@ def option(default: T, *, metavar: str) -> T:
       ...     exit_layer: int | None = option(None, metavar="E")
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar})
+
+
+def size_of(params: Any) -> int:
+    """Returns how many numbers parameters are.
+
+    Examples:
+      >>> import numpy as np
+      >>> size_of({"one": np.zeros(3), "two": [np.zeros((2, 2))]})
+      7
+    """
+    import jax
+
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def plain_type(hint: Any) -> Any:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, ModelLike, Resources, option
+from jaxspec.methods.base import LoadedModel, ModelLike, Resources, option, size_of
 from jaxspec.methods.chain import ChainMethod
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 
@@ -54,3 +55,10 @@ class DraftModel(ChainMethod):
         rule, length = self.stopping()
         drafter = Drafting(draft.config, rule, length, pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns as many layers as are of the draft's size, in a cache of its own."""
+        from jaxspec.choosing.costs import Draft
+
+        layers = target.config.num_layers * size_of(params["layers"]) / size_of(target.params["layers"])
+        return Draft(layers=layers, head="vocabulary" not in params, absorb_layers=layers)

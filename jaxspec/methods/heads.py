@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Resources, option
+from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Method, Resources, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import found
 
@@ -52,6 +52,14 @@ class HeadMethod(ChainMethod):
         head = self._head(target, resources)
         drafter = self.drafter(target, head.config)
         return drafter, self._params(head, target, resources)
+
+    @classmethod
+    def beside(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method, where there is a head of its kind for the model without naming it; else nothing."""
+        from jaxspec.io.heads import embedded_head, head_name
+
+        found_beside = found(None, target, resources, head_name(cls.name)) is not None
+        return (cls(),) if found_beside or embedded_head(cls.name, target.fingerprint) is not None else ()
 
     def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
         """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import LoadedModel, Method, Resources, option
+from jaxspec.methods.base import LoadedModel, Method, Resources, option, size_of
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
@@ -35,6 +35,7 @@ class Hybrid(Method):
     """
 
     name: ClassVar[str] = "hybrid"
+    composite: ClassVar[bool] = True
 
     first: str | Method | None = option(None, metavar="METHOD")
     second: str | Method | None = option(None, metavar="METHOD")
@@ -74,8 +75,7 @@ class Hybrid(Method):
     @classmethod
     def readers(cls) -> tuple[type[Method], ...]:
         """Returns this method and all that draft, whose options may stand beside its own."""
-        drafting = (method for method in registry.available()[0].values() if method.options())
-        return (cls, *(method for method in drafting if method is not cls))
+        return (cls, *registry.parts())
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
@@ -130,7 +130,7 @@ def _kind(role: str, name: str) -> type[Method]:
 
 def _check(role: str, kind: type[Method]) -> None:
     """Raises a ValueError where a method cannot be a part."""
-    if kind.readers() != (kind,) or not kind.options():
+    if kind.composite or not kind.options():
         raise ValueError(f"{role} is {kind.name!r}; give a method that drafts, and no hybrid")
 
 
@@ -142,23 +142,18 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
 
 def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
     """Returns what a draft token costs, by what the draft has of the target."""
-    import jax
-
     from jaxspec.drafting.lookup import LookupDrafter
     from jaxspec.drafting.tapped import ParallelChain
-
-    def size(params: Any) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     if isinstance(drafter, LookupDrafter):
         return 0.0
     shared = (getattr(drafter, "exit_layer", None) or 0) / target.config.num_layers
     if isinstance(drafter, ParallelChain):  # one pass drafts all tokens
-        return size(own) / size(target.params) / drafter.num_draft_tokens
+        return size_of(own) / size_of(target.params) / drafter.num_draft_tokens
     if own is not None and "heads" in own:  # of which each drafts one token
-        return size(own) / size(target.params) / len(own["heads"])
+        return size_of(own) / size_of(target.params) / len(own["heads"])
     if own is not None and "layers" in own:
-        return shared + size(own) / size(target.params)
+        return shared + size_of(own) / size_of(target.params)
     if shared:
         return shared
     layers = max(getattr(drafter, "exits", ()), default=None)

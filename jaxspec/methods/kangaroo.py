@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, option
+from jaxspec.methods.base import LoadedModel, Method, Resources, option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.heads import HeadMethod
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 # The most draft tokens of the authors' code.
@@ -64,3 +65,16 @@ class Kangaroo(HeadMethod):
                 f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}"
             )
         return Drafting(target.config, head, exit_layer, *self.stopping(usual=_USUAL))
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method, where there is an adapter for the model."""
+        return cls.beside(target, resources)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns an early exit; to take in a text the target runs once more over it."""
+        from jaxspec.choosing.costs import Draft
+
+        exit_layer: int = getattr(drafter, "exit_layer")  # noqa: B009
+        head = "vocabulary" not in params
+        return Draft(layers=exit_layer, head=head, shares=True, absorb_layers=target.config.num_layers + 1)

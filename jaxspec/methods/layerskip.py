@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedModel, Resources, option
+from jaxspec.methods.base import FilePath, LoadedModel, Method, Resources, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import directories, file_of
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
     from jaxspec.stopping import Probe
 
@@ -62,6 +63,21 @@ class LayerSkip(ChainMethod):
             )
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
         return Drafting(target.config, exit_layer, rule, length), self.params(target, resources)
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns an early exit after each number of layers that the model was trained for; of the others hardly any
+        drafts are accepted."""
+        if cls is not LayerSkip:
+            return ()
+        return tuple(cls(exit_layer=layers) for layers in target.exits if layers < target.config.num_layers)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns an early exit."""
+        from jaxspec.choosing.costs import Draft
+
+        exit_layer: int = getattr(drafter, "exit_layer")  # noqa: B009
+        return Draft(layers=exit_layer, head=params is None, shares=True)
 
     def _probe(self, exit_layer: int, target: LoadedModel, resources: Resources) -> Probe:
         """Reads the probe of an exit for the law of this batch."""

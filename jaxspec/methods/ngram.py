@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Resources, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Method, Resources, option
 from jaxspec.methods.files import read_reference
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 Match = Literal["latest", "earliest", "longest", "random"]
@@ -63,3 +64,14 @@ class NGram(DraftingMethod):
             num_draft_tokens=self.length(10 if reference is None else 20),
         )
         return drafter, None
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method itself: it needs nothing."""
+        return (cls(),)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns a lookup."""
+        from jaxspec.choosing.costs import Draft
+
+        return Draft(lookup=True)

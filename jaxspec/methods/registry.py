@@ -97,6 +97,16 @@ def available() -> tuple[dict[str, type[Method]], list[str]]:
     return found, problems
 
 
+def parts() -> tuple[type[Method], ...]:
+    """Returns the methods that draft and are not made of others: what others can be made of.
+
+    Examples:
+      >>> {"ngram", "layerskip"} <= {method.name for method in parts()}
+      True
+    """
+    return tuple(method for method in available()[0].values() if method.options() and not method.composite)
+
+
 def _loaded(point: EntryPoint) -> type[Method]:
     origin = f"method {point.name!r} of the entry point {point.value}"
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Resources, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Method, Resources, option
 from jaxspec.methods.files import read_reference
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 
@@ -62,3 +63,14 @@ class Suffix(DraftingMethod):
             num_draft_tokens=self.length(Drafting.num_draft_tokens),
         )
         return drafter, None
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method itself: it needs nothing."""
+        return (cls(),)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns a lookup."""
+        from jaxspec.choosing.costs import Draft
+
+        return Draft(lookup=True)

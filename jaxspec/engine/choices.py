@@ -1,0 +1,321 @@
+"""Which candidate drafts the next rounds of a batch: prices, estimates, observed times, and what is worth compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.choosing import acceptance, chooser
+from jaxspec.choosing.chooser import OFF, Prices
+from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.engine.replayed_lookup import ReplayedLookup
+from jaxspec.engine.results import Chosen, Expected
+from jaxspec.io.choice_file import ChoiceFile, Entry
+
+# Rounds until a choice is made again; as long as it stays the same, twice as many each time, up to a limit.
+ROUNDS, MOST_ROUNDS = 8, 32
+# What is expected of drafts of which nothing is known, and how often a lookup then finds one.
+_ACCEPTANCE, _STRENGTH, _FOUND = 0.5, 2.0, 0.5
+# The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
+# does not run takes over of plain decoding's in a choice, so that a slow moment does not rule it out for good.
+_LEARNING, _FADING = 0.3, 0.02
+# Of the time that a program takes to compile, what has to be lost without it first: it is compiled beside the rounds.
+_SHARE = 0.5
+# Live tokens between two tables of prices.
+_LIVE = 256
+
+
+@dataclasses.dataclass
+class Known:
+    """What the texts of a model have found out about this machine: facts of programs and times, not of texts.
+
+    Attributes:
+      missed_ms: by candidate, what was lost so far for want of its programs.
+      ratios: by candidate and rows of the batch, observed over expected times of its rounds.
+      shapes: of drafters' states, see `switching.Switching`.
+    """
+
+    missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    ratios: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    shapes: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+class Choices:
+    """Makes the choices of one batch, and learns from what became of them.
+
+    Args:
+      names: of the candidates; plain decoding, `off`, stands before them.
+      kinds: of their drafts, with the widths of their verifications.
+      longest: K of each.
+      costs: of steps.
+      batch: rows.
+      seed: of what is drawn.
+      known: from earlier batches; brought up to date.
+      file: where choices are read from, or written to.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[Draft],
+        longest: Sequence[int],
+        costs: StepCosts,
+        batch: int,
+        *,
+        seed: int = 0,
+        known: Known | None = None,
+        file: ChoiceFile | None = None,
+    ) -> None:
+        self.names = ("off", *names)
+        self._kinds, self._longest, self._costs, self._batch = tuple(kinds), tuple(longest), costs, batch
+        self._known = Known() if known is None else known
+        self._file = file
+        self._prior = _prior(kinds, max(longest))
+        self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
+        self._patience, self._round = ROUNDS, 0
+        self._last: tuple[int, int] | None = None
+        # Of rows, what lookup would have drafted; None before a row's first tokens.
+        self._lookups: list[ReplayedLookup | None] = [None] * batch
+        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.lookup]
+        # Candidates that have drafted in this batch.
+        self._played: set[int] = set()
+        self.expected: tuple[Expected, ...] = ()
+        self.chosen: list[Chosen] = []
+
+    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+        """A text has taken a row: its prompt and its first token."""
+        self._chooser = chooser.with_new_row(self._chooser, row)
+        if self._looked_up:
+            most = max(self._longest[at - 1] for at in self._looked_up)
+            self._lookups[row] = ReplayedLookup(most, tokens)
+
+    def next(
+        self,
+        lengths: np.ndarray,
+        remaining: np.ndarray,
+        most_rounds: int,
+        held: int | None,
+        ready: Callable[[int], bool],
+    ) -> tuple[int, int, int]:
+        """The candidate that drafts next, how long its drafts are at most, and for how many rounds.
+
+        Args:
+          lengths: int[B], tokens of each row.
+          remaining: int[B], tokens that may still come; 0 in rows that have ended.
+          most_rounds: the host is wanted after so many.
+          held: the candidate whose own state is there; None if none is.
+          ready: whether the programs of a candidate are there.
+        """
+        if self._file is not None and self._file.entries is not None:
+            return self._again(self._file.entries)
+        table = self._corrected(lengths)
+        usable = [at == OFF or ready(at) for at in range(len(self.names))]
+        behind = np.repeat(lengths[:, None], len(self.names), axis=1)
+        if held is not None:
+            behind[:, held] = 0
+        self._chooser = dataclasses.replace(self._chooser, behind=behind)
+        if not self.expected:
+            self.expected = self._expectations(table, remaining, usable)
+        known = np.where(np.array(usable)[:, None], table.round_ms, np.inf)
+        choice, self._chooser = chooser.choose(
+            self._chooser, dataclasses.replace(table, round_ms=known), self._prior, remaining, together=True
+        )
+        candidate, length = int(choice.candidate[0]), int(choice.length[0])
+        if self._last is None:  # says what a step takes here, and what would have been found, for little
+            candidate, length = OFF, 0
+        same = self._last is not None and candidate == self._last[0]
+        self._patience = min(2 * self._patience, MOST_ROUNDS) if same else ROUNDS
+        self._last = candidate, length
+        if self._file is not None:
+            self._file.add(Entry(self._round, self.names[candidate], length))
+        return candidate, length, min(self._patience, most_rounds)
+
+    def wanted(
+        self, lengths: np.ndarray, remaining: np.ndarray, compile_ms: float, ready: Callable[[int], bool]
+    ) -> list[int]:
+        """The candidates whose programs are worth compiling, the most promising first.
+
+        A program is bought once as much may well have been lost without it, in earlier texts and those at hand, as it
+        costs: so the price of not knowing the future is at most what it would have been worth.
+
+        Args:
+          lengths, remaining, ready: as of `next`.
+          compile_ms: how long it takes to compile one.
+        """
+        if self._ratio(OFF) is None:  # costs may be guessed: milliseconds mean nothing yet
+            return []
+        table = self._corrected(lengths)
+        speed, plain_ms = self._speedups(table, remaining, deviations=1.0)[0], table.round_ms[OFF, 0]
+        expected = self._speedups(table, remaining)[0]
+        best = max(expected[at] for at in range(len(speed)) if at == OFF or ready(at))
+        worth = []
+        for at in range(1, len(speed)):
+            lost = remaining.max() * plain_ms * (1 / best - 1 / speed[at]) + self._known.missed_ms.get(
+                self.names[at], 0.0
+            )
+            if speed[at] > best and lost > _SHARE * compile_ms and not ready(at):
+                worth.append(at)
+        return sorted(worth, key=lambda at: -speed[at])
+
+    def learn(
+        self,
+        rounds: Sequence[Sequence[tuple[int, int]]],
+        tokens: Sequence[Sequence[int]],
+        lengths: np.ndarray,
+        took_ms: float,
+        fair: bool,
+        ready: Callable[[int], bool],
+    ) -> None:
+        """Takes in what became of the last choice.
+
+        Args:
+          rounds: by row, (drafted, accepted) of each round that it had.
+          tokens: by row, what it gained.
+          lengths: as of `next`, before those rounds.
+          took_ms: how long they took.
+          fair: whether that says what they cost: nothing else was done meanwhile.
+          ready: as of `next`.
+        """
+        assert self._last is not None
+        candidate, length = self._last
+        count = max((len(of_row) for of_row in rounds), default=0)
+        table = self._table(lengths)
+        corrected = self._corrected(lengths)
+        speed = self._speedups(corrected, np.ones(self._batch), deviations=1.0)[0]
+        best = max(
+            one
+            for at, one in enumerate(self._speedups(corrected, np.ones(self._batch))[0])
+            if at == OFF or ready(at)
+        )
+        estimate = acceptance.observed_rounds(self._chooser.estimate, candidate, rounds)
+        self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
+        # A round takes as long as its longest draft.
+        drafted = np.zeros(count, np.int64)
+        for of_row in rounds:
+            drafted[: len(of_row)] = np.maximum(drafted[: len(of_row)], [one for one, _ in of_row])
+        most = 0 if candidate == OFF else self._longest[candidate - 1]
+        expected = float(table.round_ms[candidate, np.minimum(drafted, most)].sum())
+        num_tokens = sum(map(len, tokens))
+        self._played.add(candidate)
+        self._look_up(tokens, candidate)
+        hindered = 1.0 if (ratio := self._ratio(candidate)) is None else ratio
+        self.chosen.append(
+            Chosen(
+                self._round, self.names[candidate], length, count, num_tokens, expected * hindered, took_ms
+            )
+        )
+        self._round += count
+        if not count or not fair:
+            return
+        self._observe(candidate, took_ms / expected)
+        for at in range(1, len(speed)):
+            if speed[at] > best and not ready(at):
+                name = self.names[at]
+                self._known.missed_ms[name] = self._known.missed_ms.get(name, 0.0) + took_ms * (
+                    1 - best / speed[at]
+                )
+
+    def _look_up(self, tokens: Sequence[Sequence[int]], candidate: int) -> None:
+        """Lets candidates that look up learn from rounds of others, until they have drafted themselves."""
+        would = [
+            [] if lookup is None else lookup.played(of_row)
+            for lookup, of_row in zip(self._lookups, tokens, strict=True)
+        ]
+        for at in self._looked_up:
+            if at == candidate or (at in self._played and self.names[at] != "ngram"):
+                continue
+            estimate = acceptance.observed_rounds(self._chooser.estimate, at, would, forgetting=1.0)
+            self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
+
+    def _again(self, entries: Sequence[Entry]) -> tuple[int, int, int]:
+        """What the file says for this round, until the round of its next entry."""
+        over = [entry for entry in entries if entry.round <= self._round]
+        later = [entry.round for entry in entries if entry.round > self._round]
+        candidate, length = (self.names.index(over[-1].candidate), over[-1].length) if over else (OFF, 0)
+        self._last = candidate, length
+        return candidate, length, later[0] - self._round if later else ROUNDS
+
+    def _observe(self, candidate: int, ratio: float) -> None:
+        ratios, own = self._known.ratios, (self.names[candidate], self._batch)
+        before = ratios.get(own, ratio)
+        ratios[own] = before * (ratio / before) ** _LEARNING
+        plain = self._ratio(OFF)
+        for name in {*self.names[1:]} - {own[0]}:
+            other = ratios.get((name, self._batch))
+            if other is not None and plain is not None:
+                ratios[name, self._batch] = other * (plain / other) ** _FADING
+
+    def _ratio(self, candidate: int) -> float | None:
+        """Of a candidate that has not run, plain decoding's; None before the first observation."""
+        plain = self._known.ratios.get((self.names[OFF], self._batch))
+        return self._known.ratios.get((self.names[candidate], self._batch), plain)
+
+    def _table(self, lengths: np.ndarray) -> Prices:
+        live = int(lengths.mean()) // _LIVE * _LIVE + _LIVE // 2
+        return _prices(self._costs, self.names[1:], self._kinds, self._longest, live, self._batch)
+
+    def _corrected(self, lengths: np.ndarray) -> Prices:
+        table = self._table(lengths)
+        ratios = np.array([1.0 if (one := self._ratio(at)) is None else one for at in range(len(self.names))])
+        return dataclasses.replace(
+            table,
+            round_ms=table.round_ms * ratios[:, None],
+            start_ms=table.start_ms * ratios,
+            absorb_ms=table.absorb_ms * ratios,
+        )
+
+    def _speedups(
+        self, table: Prices, remaining: np.ndarray, deviations: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """By candidate, over live rows: expected speed-up, best length, first acceptance, milliseconds of a round."""
+        live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
+        known = acceptance.hoped(self._prior, self._chooser.estimate, deviations)
+        accept, draft = (of_rows[live] for of_rows in known)
+        tokens = chooser.tokens_of_rounds(accept, draft).mean(axis=0)
+        times = chooser.times_of_rounds(table, draft).max(axis=0)
+        times[1:, 0] = np.inf
+        speed = tokens / times * table.round_ms[OFF, 0]
+        lengths = speed.argmax(axis=1)
+        each = np.arange(len(speed))
+        return speed[each, lengths], lengths, accept[:, :, 0].mean(axis=0), times[each, lengths]
+
+    def _expectations(
+        self, table: Prices, remaining: np.ndarray, usable: Sequence[bool]
+    ) -> tuple[Expected, ...]:
+        columns = self._speedups(table, remaining)
+        rows = zip(self.names, *(column.tolist() for column in columns), usable, strict=True)
+        expected = [
+            Expected(name, length, first, took, speed, ready)
+            for name, speed, length, first, took, ready in rows
+        ]
+        return tuple(sorted(expected, key=lambda one: -one.speedup))
+
+
+def _prior(kinds: Sequence[Draft], longest: int) -> acceptance.Prior:
+    prior = acceptance.flat_prior(1 + len(kinds), longest, _ACCEPTANCE, _STRENGTH)
+    draft = prior.draft.copy()
+    for at, kind in enumerate(kinds, 1):
+        if kind.lookup:
+            draft[at] = _STRENGTH * np.array([_FOUND, 1 - _FOUND])
+    return dataclasses.replace(prior, draft=draft)
+
+
+@functools.lru_cache(maxsize=64)
+def _prices(
+    costs: StepCosts,
+    names: tuple[str, ...],
+    kinds: tuple[Draft, ...],
+    longest: tuple[int, ...],
+    live: int,
+    batch: int,
+) -> Prices:
+    """The prices of all lengths that each candidate has."""
+    lengths = range(1, max(longest) + 1)
+    table = chooser.prices(costs, list(zip(names, kinds, strict=True)), lengths, live, batch)
+    for at, most in enumerate(longest, 1):
+        table.round_ms[at, most + 1 :] = np.inf
+    return table

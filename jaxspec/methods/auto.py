@@ -1,0 +1,143 @@
+"""No method but the choice between methods: what gives the most tokens per millisecond drafts next, or nothing does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods import registry
+from jaxspec.methods.base import Candidate, DraftingMethod, FilePath, LoadedModel, Method, Resources, option
+
+if TYPE_CHECKING:
+    from jaxspec.protocol import Drafter
+
+# Longer drafts are rarely accepted whole, and each verification is compiled for them.
+_USUAL = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto(DraftingMethod):
+    """What drafts, and how long, follows what is accepted and what it costs; where nothing pays, nothing is drafted.
+
+    A text begins with plain decoding. Between calls of the compiled loop the choice is made again, by estimates of what
+    is accepted (Thompson sampling) and the costs of steps, which `jaxspec profile --costs` measures; without them they
+    are guessed, and observed times correct both. A candidate's programs are compiled in the background, once it
+    promises to gain what they take. On a mesh nothing is chosen, and texts are decoded plainly.
+
+    Attributes:
+      among: methods to choose among, plain decoding always with them; their options stand beside this one. Default:
+        ngram, suffix, early exits that the model was trained for, and heads that lie beside it or come with jaxspec.
+      choices: a file of choices: where it is there, its choices are made again, with which a seed gives the same text
+        again; else what is chosen is written to it.
+      explain: report what was expected and what was chosen, see `Result.choices`; the command line writes it to
+        standard error after the text.
+
+    Examples:
+      >>> Auto(among=("ngram", "suffix"))
+      Auto(among=('ngram', 'suffix'))
+    """
+
+    name: ClassVar[str] = "auto"
+    composite: ClassVar[bool] = True
+
+    # Of names; `of` makes methods of them, with the options that stand beside.
+    among: tuple[str, ...] = option((), metavar="METHOD")
+    choices: FilePath | None = option(None, metavar="FILE")
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.among:
+            kind = registry.find(name)
+            if kind not in registry.parts():
+                raise ValueError(f"among names {name!r}; give methods that draft and are not made of others")
+
+    @classmethod
+    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
+        """Returns that it is run only where it is named: a race is between methods."""
+        return False
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns what is done where an option is left out, by option."""
+        return {"num_draft_tokens": str(_USUAL)}
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Auto:
+        """Makes the method, with options of those that `among` names.
+
+        Raises:
+          ValueError: none of them has an option, or one does not fit; one line.
+
+        Examples:
+          >>> Auto.of({"among": ("ngram", "layerskip"), "exit_layer": 3}).methods()
+          (NGram(), LayerSkip(exit_layer=3))
+        """
+        own = {name: given[name] for name in cls.options() if name in given}
+        made = cls(**own)
+        rest = {name: value for name, value in given.items() if name not in own}
+        kinds = [registry.find(name) for name in made.among]
+        if unread := sorted(name for name in rest if all(name not in kind.options() for kind in kinds)):
+            raise ValueError(made.refusal([f"`{name}`" for name in unread]))
+        parts = tuple(
+            kind.of({name: value for name, value in rest.items() if name in kind.options()}) for kind in kinds
+        )
+        object.__setattr__(made, "_methods", parts)
+        return made
+
+    @classmethod
+    def readers(cls) -> tuple[type[Method], ...]:
+        """Returns this method and all that draft, whose options may stand beside its own."""
+        return (cls, *registry.parts())
+
+    @classmethod
+    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
+        """Returns its own options and those that the methods of `among` read."""
+        named = given.get("among") or ()
+        among = (named,) if isinstance(named, str) else tuple(named)
+        kinds = [kind for kind in map(registry.find, among) if not kind.composite]
+        return super().known(given).union(*(kind.known(given) for kind in kinds))
+
+    def methods(self) -> tuple[Method, ...]:
+        """Returns the methods that `among` names, with their options; () where it names none."""
+        made: tuple[Method, ...] | None = getattr(self, "_methods", None)
+        return tuple(registry.find(name)() for name in self.among) if made is None else made
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes what a text begins with: plain decoding, with room for the others' drafts."""
+        from jaxspec.drafting.autoregressive import Autoregressive as Drafting
+
+        return Drafting(self.length(_USUAL)), None
+
+    def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
+        """Makes what may be chosen, each with this method's K where it is given none.
+
+        Raises:
+          ValueError, FileNotFoundError: one that is named in `among` cannot be built, or not be chosen; one line.
+        """
+        methods = self.methods()
+        if not methods:
+            kinds = registry.built_in().values()
+            methods = tuple(one for kind in kinds for one in kind.offered(target, resources))
+        return tuple(self._candidate(method, target, resources) for method in methods)
+
+    def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
+        from jaxspec.protocol import drafts_trees
+
+        longest = self.length(_USUAL)
+        if isinstance(method, DraftingMethod) and method.num_draft_tokens is None:
+            method = dataclasses.replace(method, num_draft_tokens=longest)
+        drafter, params = method.build(target, resources)
+        kind = method.kind(target, drafter, params)
+        if kind is None or drafts_trees(drafter):
+            raise ValueError(
+                f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"
+            )
+        if drafter.num_draft_tokens > longest:
+            raise ValueError(
+                f"{method.name} drafts up to {drafter.num_draft_tokens} tokens; give auto num_draft_tokens="
+                f"{drafter.num_draft_tokens} or more"
+            )
+        layers = getattr(drafter, "exit_layer", None)
+        return Candidate(method.name if layers is None else f"{method.name} {layers}", drafter, params, kind)

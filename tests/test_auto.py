@@ -1,0 +1,378 @@
+"""`method="auto"`: texts that change their drafter on the way are plain decoding's, or follow its law."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.cli.generate import explained, slower
+from jaxspec.drafting.draft_model import DraftModel
+from jaxspec.engine import choices
+from jaxspec.engine.choices import ROUNDS, Choices, Known
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.replayed_lookup import ReplayedLookup
+from jaxspec.engine.results import played_rounds
+from jaxspec.methods import Auto, Autoregressive, NGram
+from jaxspec.methods.base import Candidate
+from jaxspec.testing import reference
+from tests import tiny
+
+PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2], [3, 4, 3])
+# Of each kind: copied from text, an early exit, with a cache of its own, with a head that is fed the text again.
+CANDIDATES = ("ngram", "layerskip", "draft-model", "eagle")
+# A row as dear as a step, and one that is free.
+DEAR, FREE = (
+    StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, last)), 1, 5.0, 0.0)
+    for last in (99.0, 9.0)
+)
+
+
+def tiny_candidate(name, config=None):
+    drafter, params = tiny.drafter_of(name, "constant", config or tiny.engine_config())
+    return Candidate(name, drafter, params, Draft(layers=1, absorb_layers=1))
+
+
+@contextlib.contextmanager
+def forced(turns, candidates=None):
+    """What is chosen is what is given, (candidate, length, rounds), over and over."""
+    given = itertools.cycle(turns)
+    made = tuple(map(tiny_candidate, CANDIDATES)) if candidates is None else candidates
+
+    def forced_next(self, lengths, remaining, most_rounds, held, ready):
+        *self._last, rounds = next(given)
+        return (*self._last, rounds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Choices, "next", forced_next)
+        patch.setattr(Choices, "wanted", lambda self, *given: [])
+        patch.setattr(Auto, "candidates", lambda self, *given: made)
+        yield
+
+
+def auto(lm, prompts=PROMPTS, **options):
+    return lm.generate(list(prompts), method="auto", num_draft_tokens=tiny.K, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Of this module, so that each program is compiled once."""
+    return tiny.language_model()
+
+
+# Exactness
+
+TURNS = st.lists(
+    st.tuples(st.integers(0, len(CANDIDATES)), st.integers(1, tiny.K), st.integers(1, 3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(turns=TURNS, budgets=st.lists(st.integers(1, 40), min_size=3, max_size=3))
+def test_a_greedy_text_is_plain_decodings_whatever_is_chosen(model, turns, budgets):
+    """Rows that have ended make room for others meanwhile, and caches grow."""
+    with forced(turns), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
+        rows = auto(model, max_new_tokens=budgets, max_batch=2, ignore_eos=True)
+    for prompt, budget, row in zip(PROMPTS, budgets, rows, strict=True):
+        assert row.tokens == tiny.greedy(tuple(prompt), budget)
+        assert row.statistics.num_tokens == 1 + row.statistics.num_rounds + row.statistics.num_accepted_tokens
+        assert len(row.statistics.acceptance_histogram) == tiny.K + 1
+
+
+FOUR = dataclasses.replace(
+    tiny.TARGET, vocab_size=4, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=1
+)
+
+
+def test_a_sampled_text_follows_the_law_whatever_is_chosen():
+    """Against every text that there is."""
+    many, budget, prompt = 1_500, 4, (1, 3)
+    lm = LanguageModel(FOUR, tiny.params(FOUR))
+    candidates = tuple(tiny_candidate(name, FOUR) for name in CANDIDATES)
+    with forced([(4, 2, 1), (2, 1, 1), (0, 0, 1), (1, 3, 1)], candidates):
+        rows = auto(
+            lm, [prompt] * many, max_new_tokens=budget, temperature=1.0, max_batch=many, ignore_eos=True
+        )
+    assert sum(row.statistics.num_accepted_tokens for row in rows) > 0
+
+    def next_probs(prefix):
+        return tiny.warp(reference.forward(FOUR, tiny.params(FOUR), [*prompt, *prefix])[-1])
+
+    texts = [tuple(row.tokens) for row in rows]
+    assert tiny.chi_square(texts, tiny.text_law(next_probs, budget)) > 1e-3
+
+
+@pytest.mark.parametrize("name", [1, 2, 4])
+def test_drafts_are_as_long_as_was_chosen(model, name):
+    """By data: the same program drafts one token, and two."""
+    lengths, compiled = [], []
+    for most in (1, 2):
+        with forced([(name, most, 3)]):
+            (row,) = auto(model, [PROMPTS[1]], max_new_tokens=24, ignore_eos=True)
+        lengths.append(max(drafted for drafted, _ in played_rounds(row.token_records)))
+        compiled.append(model.executables.num_compilations)
+    assert lengths == [1, 2]
+    assert compiled[0] == compiled[1]
+
+
+@pytest.mark.parametrize("kind", ["cache", "head"])
+def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
+    """A draft that is always right stays so after others' rounds, a refill and a growth of the cache."""
+    if kind == "cache":
+        target = tiny.params(tiny.TARGET)
+        drafter, own = DraftModel(tiny.TARGET, num_draft_tokens=tiny.K), target
+    else:
+        drafter, target, own = tiny.exact_head("eagle")
+    lm = LanguageModel(tiny.TARGET, target)
+    exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3))
+    with forced([(0, 0, 3), *[(1, tiny.K, 1)] * 9], (exact,)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
+        rows = auto(lm, max_new_tokens=[40, 12, 30], max_batch=2, ignore_eos=True)
+    for row in rows:
+        rounds = [(drafted, accepted) for drafted, accepted in played_rounds(row.token_records) if drafted]
+        assert len(rounds) > 1
+        assert all(drafted == accepted for drafted, accepted in rounds)
+
+
+# The choice
+
+
+def played(lm, prompt, **options):
+    """A text by costs that are given, once every program is there."""
+    for _ in range(3):
+        result = lm.generate(prompt, method="auto", among="ngram", explain=True, **options)
+        lm.executables.wait()
+    return result
+
+
+@pytest.mark.parametrize(("costs", "chosen"), [(FREE, {"off", "ngram"}), (DEAR, {"off"})])
+def test_what_pays_is_chosen_and_nothing_else(costs, chosen):
+    """The tiny model's greedy texts repeat themselves."""
+    lm = tiny.language_model()
+    lm.step_costs, lm._known.missed_ms["ngram"] = costs, 1e9
+    with pytest.MonkeyPatch.context() as patch:  # the times of a machine are not those of the table
+        patch.setattr(
+            Choices, "_observe", lambda self, candidate, ratio: self._known.ratios.update({("off", 1): 1.0})
+        )
+        result = played(lm, [7, 1, 7, 1], max_new_tokens=120, ignore_eos=True)
+    assert result.tokens == tiny.greedy((7, 1, 7, 1), 120)
+    assert {turn.name for turn in result.choices} == chosen
+    assert sum(turn.num_tokens for turn in result.choices) == 119
+    assert result.choices[0].name == "off"
+
+
+def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
+    lm = tiny.language_model()
+    lm.generate([7, 1, 7, 1], method="auto", max_new_tokens=12, ignore_eos=True)
+    before = lm.executables.num_compilations
+    lm.generate([7, 1, 7, 1], method="auto", max_new_tokens=12, ignore_eos=True)
+    lm.executables.wait()
+    assert lm.executables.num_compilations == before
+
+
+def make(costs=FREE, known=None, batch=1):
+    return Choices(["ngram"], [Draft(lookup=True)], [4], costs, batch, known=known)
+
+
+def learn(one, rounds, took_ms, fair=True, ready=True):
+    tokens = [0] * sum(1 + accepted for _, accepted in rounds)
+    one.learn([rounds], [tokens], np.array([9]), took_ms, fair, lambda at: ready)
+
+
+def turn(one, ready=True):
+    return one.next(np.array([9]), np.array([500]), 64, None, lambda at: ready)
+
+
+def test_observed_times_end_what_a_wrong_table_began():
+    """By the table rows are free; in truth a round of a draft takes ten times as long."""
+    one = make()
+    one.begin_row(0, [1, 2, 3])
+    for _ in range(40):
+        candidate, _, rounds = turn(one)
+        learn(one, [(4, 2) if candidate else (0, 0)] * rounds, rounds * (90.0 if candidate else 9.0))
+    late = [chosen.name for chosen in one.chosen[-20:]]
+    assert one.chosen[1].name == "ngram"
+    assert late.count("off") >= 15
+
+
+def test_times_that_are_not_fair_teach_nothing():
+    one = make()
+    turn(one)
+    learn(one, [(0, 0)] * 8, 800.0, fair=False)
+    assert not one._known.ratios
+    learn(one, [(0, 0)] * 8, 72.0)
+    assert one._known.ratios == {("off", 1): pytest.approx(1.0)}
+
+
+def test_a_program_is_wanted_once_enough_was_missed():
+    known = Known()
+    rows = np.array([9]), np.array([10])
+    wanted = []
+    for _ in range(50):
+        one = make(known=known)
+        turn(one, ready=False)
+        learn(one, [(0, 0)] * 8, 72.0, ready=False)
+        wanted.append(one.wanted(*rows, 1e3, lambda at: False))
+    assert wanted[0] == []
+    assert wanted[-1] == [1]
+    assert one.wanted(*rows, 1e3, lambda at: True) == []
+
+
+def test_a_choice_that_stays_is_made_less_often():
+    one = make(DEAR)
+    rounds = [turn(one, ready=False)[2] for _ in range(4)]
+    assert rounds == [ROUNDS, 2 * ROUNDS, choices.MOST_ROUNDS, choices.MOST_ROUNDS]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    parts=st.lists(st.integers(1, 9), max_size=12),
+)
+def test_replayed_lookup_plays_the_rounds_that_lookup_has(model, prompt, parts):
+    """In whatever pieces the text comes; the last round may be cut by the budget."""
+    result = model.generate(
+        prompt, method="ngram", num_draft_tokens=tiny.K, max_new_tokens=40, ignore_eos=True
+    )
+    lookup, rounds = ReplayedLookup(tiny.K, [*prompt, result.tokens[0]]), []
+    text = result.tokens[1:]
+    for size in [*parts, len(text)]:
+        rounds += lookup.played(text[:size])
+        text = text[size:]
+    true = played_rounds(result.token_records)
+    # Near the budget's end drafts are cut short; what is not decided yet is not told.
+    sure = max(0, len(true) - tiny.K - 1)
+    assert len(rounds) >= sure
+    assert rounds[:sure] == true[:sure]
+
+
+# The file of choices, and --explain
+
+LINES = [(0, "off", 0), (3, "ngram", 2), (5, "ngram", 3), (9, "off", 0)]
+
+
+def written(path, lines=LINES, **changes):
+    header = {"format": "jaxspec.choices/1", "candidates": ["off", "ngram"], "num_draft_tokens": tiny.K}
+    entries = [dict(zip(("round", "candidate", "length"), line, strict=True)) for line in lines]
+    path.write_text("".join(json.dumps(one) + "\n" for one in (header | changes, *entries)), encoding="utf-8")
+    return path
+
+
+def test_choices_that_were_written_are_made_again(model, tmp_path):
+    path = tmp_path / "choices.jsonl"
+    text = functools.partial(
+        auto, model, [[7, 1, 7, 1, 7], [3]], among="ngram", max_new_tokens=60, temperature=1.0, seed=3,
+        ignore_eos=True, explain=True, choices=path,
+    )  # fmt: skip
+    first = text()
+    lines = path.read_text(encoding="utf-8")
+    again = text()
+    assert [row.tokens for row in again] == [row.tokens for row in first]
+    assert [turn[:5] for turn in again[0].choices] == [turn[:5] for turn in first[0].choices]
+    assert path.read_text(encoding="utf-8") == lines
+    written(path)
+    other = text()
+    assert [turn[:3] for turn in other[0].choices][: len(LINES)] == LINES
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no file of choices"),
+        ('{"format": "jaxspec.plan/1"}\n', "its first line has no format"),
+        ({"candidates": ["off", "suffix"]}, "has the candidates"),
+        ({"num_draft_tokens": 9}, "has the num draft tokens 9"),
+        ([(0, "off", -1)], "line 2 of .* expected a round, a candidate and a length from 0 to 3"),
+        ([(0, "guess", 1)], "line 2 of"),
+        ([(0.5, "ngram", 1)], "line 2 of"),
+        ([(0, "ngram", 4)], "line 2 of"),
+    ],
+)
+def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message):
+    path = tmp_path / "choices.jsonl"
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        written(path, **({"lines": content} if isinstance(content, list) else content))
+    with pytest.raises(ValueError, match=message) as error:
+        auto(model, among="ngram", choices=path)
+    assert "\n" not in str(error.value)
+
+
+def test_explain_says_what_was_expected_and_what_was_chosen(model):
+    with forced([(0, 0, 3), (1, 2, 3)]):
+        (row,) = auto(model, PROMPTS[:1], max_new_tokens=9, ignore_eos=True, explain=True)
+        (silent,) = auto(model, PROMPTS[:1], max_new_tokens=9, ignore_eos=True)
+    assert (silent.expected, silent.choices) == ((), ())
+    assert [turn[:3] for turn in row.choices][:2] == [(0, "off", 0), (3, "ngram", 2)]
+    row = dataclasses.replace(row, expected=model.generate([5], method="auto", explain=True).expected)
+    lines = explained(row).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["candidate", *(one.name for one in row.expected[:2])]
+    assert "of those that are ready off was expected to be the fastest: nothing else pays" in lines
+
+
+def test_a_named_method_that_cannot_pay_gets_a_line():
+    lm = tiny.language_model()
+    assert slower(lm, NGram()) is None
+    lm.step_costs = DEAR
+    assert slower(lm, NGram()) == (
+        "method ngram is expected to reach 0.74 times plain decoding's speed here, where 80% of its drafts are "
+        "accepted; method auto chooses what pays"
+    )
+    assert slower(lm, Autoregressive()) is None
+    lm.step_costs = FREE
+    assert slower(lm, NGram()) is None
+
+
+# The method
+
+
+def test_among_takes_options_of_its_methods():
+    made = Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 1})
+    assert [str(one) for one in made.methods()] == ["layerskip exit_layer=1", "ngram"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"among": "hybrid"}, "among names 'hybrid'; give methods that draft"),
+        ({"among": "auto"}, "among names 'auto'"),
+        ({"among": "autoregressive"}, "among names 'autoregressive'"),
+        ({"exit_layer": 1}, "method auto has no option `exit_layer`"),
+        ({"among": "asd"}, "among names asd, whose rounds have no price yet"),
+        ({"among": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
+    ],
+)
+def test_what_cannot_be_chosen_is_one_line(model, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        model.generate([5], method="auto", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_offers_what_it_was_trained_for():
+    lm = tiny.language_model()
+    trained = LanguageModel(lm.config, lm.params, exits=(1, 2))
+    names = [one.name for one in Auto().candidates(trained.loaded, trained._resources(("greedy",), None))]
+    assert names == ["layerskip 1", "ngram", "suffix"]
+
+
+def test_on_a_mesh_nothing_is_chosen_and_one_line_says_so():
+    lm, axes = tiny.language_model(), ("data", "model")
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), axes)
+    spread = LanguageModel(lm.config, lm.params, mesh=mesh)
+    with pytest.warns(RuntimeWarning, match="method auto chooses nothing on a mesh"):
+        result = spread.generate([5], method="auto", max_new_tokens=6, ignore_eos=True)
+    assert result.tokens == tiny.greedy((5,), 6)
