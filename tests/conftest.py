@@ -27,7 +27,7 @@ def pytest_configure(config):
             flags += KNOWN_IN_0_10
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     # Tracing makes millions of objects that live, which the collector would walk every few hundred.
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(50_000, 10, 10)
     # Tests leave nothing in the user's cache; those that try it name a directory.
     os.environ["JAXSPEC_CACHE"] = "off"
     # Nor do they read or write the user's data; those that do name a directory.
