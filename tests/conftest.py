@@ -26,6 +26,8 @@ def pytest_configure(config):
         if importlib.metadata.version("jaxlib").startswith("0.10."):
             flags += KNOWN_IN_0_10
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    # Tracing makes millions of objects that live, which the collector would walk every few hundred.
+    gc.set_threshold(50_000, 10, 10)
     # Tests leave nothing in the user's cache; those that try it name a directory.
     os.environ["JAXSPEC_CACHE"] = "off"
     # Nor do they read or write the user's data; those that do name a directory.
@@ -33,6 +35,12 @@ def pytest_configure(config):
     # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection needs to walk it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,13 @@ from tests import tiny
 
 PROMPTS = ["c", "dabababc"]
 BUDGET = 24
-each_method = pytest.mark.parametrize("method", tiny.METHODS)
+# Text is made of the tokens of a round, whatever drafted them: one of each way to draft runs always, the
+# others in the slow tier. Through the engine itself `tests/test_session.py` runs every method.
+ORDINARY = ("autoregressive", "ngram", "token-recycling", "draft-model")
+each_method = pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=[] if one in ORDINARY else [pytest.mark.slow]) for one in tiny.METHODS],
+)
 
 
 def generate(lm, prompts, method="autoregressive", **options):

@@ -131,6 +131,16 @@ def stored(request, tmp_path_factory):
     return gguf_files.write(directory / "model.gguf", config, tiny.params())
 
 
+@pytest.fixture
+def quick_collections():
+    """What lives already is not walked again by each collection: in a long run that takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collections")
 def test_weights_are_quantised_while_loading(stored, monkeypatch):
     """Of the matrices one is in memory as it was, beside the embedding; and the model keeps its name in files."""
     plain = jaxspec.load(stored, compilation_cache=False)

@@ -33,6 +33,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     return directory / "target", directory / "draft"
 
 
+@pytest.mark.usefixtures("fast_compile")
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_way(capsys, models, temperature):
     target, draft = models

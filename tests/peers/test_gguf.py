@@ -26,7 +26,6 @@ from jaxspec.testing import reference  # noqa: E402
 from tests.gguf_files import CONVERSATION, TEXTS, byte_level, sentencepiece, write  # noqa: E402
 from tests.test_gguf import CONFIGS, WIDE  # noqa: E402
 
-torch.set_num_threads(1)  # its threads would wait for those of XLA on a small machine
 pytestmark = pytest.mark.peers
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "models" / "smollm2-135m-instruct"

@@ -16,7 +16,6 @@ from jaxspec.io import huggingface  # noqa: E402
 from jaxspec.io.tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
 
-torch.set_num_threads(1)  # its threads would wait for those of XLA on a small machine
 pytestmark = pytest.mark.peers
 
 MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
