@@ -165,7 +165,6 @@ def test_a_training_step_on_sixteen_chips(capsys):
     assert record["state_bytes_per_device"] < record["argument_bytes_per_device"]
     # Each layer's four matrices are gathered where they are used, at least once.
     assert record["collectives"]["all-gather"] >= 4 * draft.num_layers
-    assert record["temporary_bytes_per_device"] > 0
     training_compile.show(record, Console(width=100))
     shown = capsys.readouterr().out
     assert re.search(r"fits the memory of a chip\W+yes", shown)
