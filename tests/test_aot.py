@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 
 import pytest
+from rich.console import Console
 
 from jaxspec.console.environment import compile_only
 from jaxspec.deviceless.accelerators import mesh_axes, parse_topology
@@ -145,3 +147,26 @@ def test_a_topology_that_the_compiler_does_not_know(capsys):
     err = capsys.readouterr().err
     assert err.startswith("jaxspec: error: libtpu cannot compile for v5e:3x3: ")
     assert err.count("\n") == 1
+
+
+def test_a_training_step_on_sixteen_chips(capsys):
+    """The state is divided over all chips: float32 weights and AdamW's two moments, a sixteenth each."""
+    from jaxspec.model.llama import num_params
+    from training import compile as training_compile
+
+    given = "--topology v5e:4x4 --shape 31m --exits 1 2 --window 64 --batch 16 --remat --json"
+    assert training_compile.main(given.split()) == 0
+    record = json.loads(capsys.readouterr().out)
+    draft = SMALL.truncated(2)
+    assert record["mesh"] == {"data": 16, "model": 1}
+    assert record["fits"] is True
+    assert record["parameters"] == num_params(draft)
+    share = 12 * record["parameters"] / 16
+    assert share <= record["state_bytes_per_device"] < 1.02 * share  # norms and biases are whole
+    assert record["state_bytes_per_device"] < record["argument_bytes_per_device"]
+    # Each layer's four matrices are gathered where they are used, at least once.
+    assert record["collectives"]["all-gather"] >= 4 * draft.num_layers
+    training_compile.show(record, Console(width=100))
+    shown = capsys.readouterr().out
+    assert re.search(r"fits the memory of a chip\W+yes", shown)
+    assert re.search(rf"all-gather in a step\W+{record['collectives']['all-gather']}\b", shown)

@@ -22,6 +22,7 @@ from jaxspec import cli
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
+from training import compile as training_compile
 from training import export, layerskip, own_text, parsing, plots, probe, sft, soft, throughput
 from training import run as run_record
 from training.data import conversations, packing, reading, sources, tokenizer
@@ -662,9 +663,33 @@ def test_the_command_line_is_refused_in_one_line(capsys):
     ):
         assert sft.main(given) == 2
         assert said in one_error(capsys)
-    for command in (export, plots, throughput):
+    for command in (export, plots, throughput, training_compile):
         assert command.main(["--nonsense"]) == 2
         assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--topology h100", "topology is 'h100'; give KIND:CHIPS"),
+        ("--shape 2b", "unknown shape '2b'; give one of 31m, "),
+        ("--exits 4 99", "--exits is (4, 99), and 1b has 22 layers; give numbers of layers from 1 to 22"),
+        ("--exits 4 2", "--exits is (4, 2), and 1b has 22 layers; give numbers of layers from 1 to 22"),
+        (
+            "--batch 24",
+            "--batch is 24, and its rows are divided over 16 places along data; give a multiple of 16",
+        ),
+        ("--window 0", "--window is 0; give at least 1"),
+        (
+            "--mesh data=2,model=4",
+            "--mesh is 'data=2,model=4', which has 8 places, and the topology has 16 chips",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_compiled_says_so(capsys, given, said):
+    options = [*["--topology", "v5e:4x4", "--shape", "1b"], *given.split()]
+    assert training_compile.main(options) == 1
+    assert said in one_error(capsys, "training.compile")
 
 
 def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):

@@ -96,9 +96,27 @@ def place_batch(mesh: Mesh, batch: Any, rows_axis: int) -> Any:
                 f"a batch of {array.shape[rows_axis]} rows cannot be divided over {count} devices; "
                 f"give --batch a multiple of {count}"
             )
-        logical: list[str | None] = [None] * array.ndim
-        logical[rows_axis] = "batch"
-        array_on_mesh: jax.Array = put(array, placed(mesh, tuple(logical), array.shape))
+        array_on_mesh: jax.Array = put(array, _rows_sharding(mesh, array.shape, rows_axis))
         return array_on_mesh
 
     return jax.tree.map(place, batch)
+
+
+def batch_shapes(mesh: Mesh, rows: int, window: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The batch of a step with one micro-batch, [1, B, T], as shapes that lie where `place_batch` puts them.
+
+    Examples:
+      >>> mesh = jax.sharding.AbstractMesh((4, 1), AXES)
+      >>> batch_shapes(mesh, 8, 32)["tokens"].sharding.shard_shape((1, 8, 32))
+      (1, 2, 32)
+    """
+    shape = (1, rows, window)
+    place = _rows_sharding(mesh, shape, 1)
+    dtypes = {"tokens": np.int32, "segments": np.int32, "positions": np.int32, "learn": np.bool_}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()}
+
+
+def _rows_sharding(mesh: Mesh, shape: tuple[int, ...], rows_axis: int) -> NamedSharding:
+    logical: list[str | None] = [None] * len(shape)
+    logical[rows_axis] = "batch"
+    return placed(mesh, tuple(logical), shape)
