@@ -61,6 +61,7 @@ class Choices:
       seed: of what is drawn.
       known: from earlier batches; brought up to date.
       file: where choices are read from, or written to.
+      measured: whether the costs are milliseconds of this machine, or only guessed in proportion.
     """
 
     def __init__(
@@ -74,15 +75,17 @@ class Choices:
         seed: int = 0,
         known: Known | None = None,
         file: ChoiceFile | None = None,
+        measured: bool = True,
     ) -> None:
         self.names = ("off", *names)
         self._kinds, self._longest, self._costs, self._batch = tuple(kinds), tuple(longest), costs, batch
         self._known = Known() if known is None else known
-        self._file = file
+        self._file, self._measured = file, measured
         self._prior = _prior(kinds, max(longest))
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
         # How long the last choice holds, and how many of those rounds are still to come.
         self._patience, self._left, self._round = ROUNDS, 0, 0
+        self._chosen_at = 0
         self._last: tuple[int, int] | None = None
         # Of rows, what lookup would have drafted; None before a row's first tokens.
         self._lookups: list[ReplayedLookup | None] = [None] * batch
@@ -146,7 +149,7 @@ class Choices:
             candidate, length = OFF, 0
         same = self._last is not None and candidate == self._last[0]
         self._patience = min(2 * self._patience, MOST_ROUNDS) if same else ROUNDS
-        self._last, self._left = (candidate, length), self._patience
+        self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))
         return candidate, length, min(self._left, most_rounds)
@@ -216,12 +219,12 @@ class Choices:
         num_tokens = sum(map(len, tokens))
         self._played.add(candidate)
         self._look_up(tokens, candidate)
-        hindered = 1.0 if (ratio := self._ratio(candidate)) is None else ratio
-        self.chosen.append(
-            Chosen(
-                self._round, self.names[candidate], length, count, num_tokens, expected * hindered, took_ms
-            )
-        )
+        ratio = self._ratio(candidate)
+        known_ms = expected * (1.0 if ratio is None else ratio) if self._timed else None
+        turn = Chosen(self._round, self.names[candidate], length, count, num_tokens, known_ms, took_ms)
+        if self.chosen and self.chosen[-1].round >= self._chosen_at:  # the host looked in between
+            turn = _joined(self.chosen.pop(), turn)
+        self.chosen.append(turn)
         self._round += count
         self._left -= count
         if not count or not fair:
@@ -247,7 +250,7 @@ class Choices:
         over = [entry for entry in entries if entry.round <= self._round]
         later = [entry.round for entry in entries if entry.round > self._round]
         candidate, length = (self.names.index(over[-1].candidate), over[-1].length) if over else (OFF, 0)
-        self._last = candidate, length
+        self._last, self._chosen_at = (candidate, length), over[-1].round if over else 0
         return candidate, length, later[0] - self._round if later else ROUNDS
 
     def _observe(self, candidate: int, ratio: float) -> None:
@@ -264,6 +267,11 @@ class Choices:
         """Of a candidate that has not run, plain decoding's; None before the first observation."""
         plain = self._known.ratios.get((self.names[OFF], self._batch))
         return self._known.ratios.get((self.names[candidate], self._batch), plain)
+
+    @property
+    def _timed(self) -> bool:
+        """Whether milliseconds are known, of the table or of rounds."""
+        return self._measured or self._ratio(OFF) is not None
 
     def _table(self, lengths: np.ndarray) -> Prices:
         live = int(lengths.mean()) // _LIVE * _LIVE + _LIVE // 2
@@ -300,10 +308,23 @@ class Choices:
         columns = self._speedups(table, remaining)
         rows = zip(self.names, *(column.tolist() for column in columns), usable, strict=True)
         expected = [
-            Expected(name, length, first, took, speed, ready)
+            Expected(
+                name, length, None if name == "off" else first, took if self._timed else None, speed, ready
+            )
             for name, speed, length, first, took, ready in rows
         ]
         return tuple(sorted(expected, key=lambda one: -one.speedup))
+
+
+def _joined(one: Chosen, other: Chosen) -> Chosen:
+    """Two calls of the loop by one choice, as one."""
+    known = one.expected_ms is not None and other.expected_ms is not None
+    return one._replace(
+        num_rounds=one.num_rounds + other.num_rounds,
+        num_tokens=one.num_tokens + other.num_tokens,
+        expected_ms=one.expected_ms + other.expected_ms if known else None,  # type: ignore[operator]
+        took_ms=one.took_ms + other.took_ms,
+    )
 
 
 def _prior(kinds: Sequence[Draft], longest: int) -> acceptance.Prior:

@@ -94,6 +94,7 @@ class Switching:
             seed=plan.seed,
             known=plan.known,
             file=plan.file,
+            measured=plan.costs is not None,
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None
