@@ -23,6 +23,8 @@ from jaxspec.engine.choices import ROUNDS, Choices, Known
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
+from jaxspec.engine.switching import Switching
+from jaxspec.io.choice_file import ChoiceFile
 from jaxspec.methods import Auto, Autoregressive, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
@@ -51,6 +53,7 @@ def forced(turns, candidates=None):
 
     def forced_next(self, lengths, remaining, most_rounds, held, ready):
         *self._last, rounds = next(given)
+        self._chosen_at = self._round
         return (*self._last, rounds)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -183,13 +186,13 @@ def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
     assert lm.executables.num_compilations == before
 
 
-def make(costs=FREE, known=None, batch=1):
-    return Choices(["ngram"], [Draft(lookup=True)], [4], costs, batch, known=known)
+def make(costs=FREE, known=None, batch=1, file=None):
+    return Choices(["ngram"], [Draft(lookup=True)], [4], costs, batch, known=known, file=file)
 
 
-def learn(one, rounds, took_ms, fair=True, ready=True):
+def learn(one, rounds, took_ms, fair=True):
     tokens = [0] * sum(1 + accepted for _, accepted in rounds)
-    one.learn([rounds], [tokens], np.array([9]), took_ms, fair, lambda at: ready)
+    one.learn([rounds], [tokens], np.array([9]), took_ms, fair)
 
 
 def turn(one, ready=True):
@@ -223,8 +226,9 @@ def test_a_program_is_wanted_once_enough_was_missed():
     wanted = []
     for _ in range(50):
         one = make(known=known)
+        one.wanted(*rows, 1e3, lambda at: False)
         turn(one, ready=False)
-        learn(one, [(0, 0)] * 8, 72.0, ready=False)
+        learn(one, [(0, 0)] * 8, 72.0)
         wanted.append(one.wanted(*rows, 1e3, lambda at: False))
     assert wanted[0] == []
     assert wanted[-1] == [1]
@@ -232,9 +236,75 @@ def test_a_program_is_wanted_once_enough_was_missed():
 
 
 def test_a_choice_that_stays_is_made_less_often():
-    one = make(DEAR)
-    rounds = [turn(one, ready=False)[2] for _ in range(4)]
-    assert rounds == [ROUNDS, 2 * ROUNDS, choices.MOST_ROUNDS, choices.MOST_ROUNDS]
+    one, rounds = make(DEAR), []
+    for _ in range(5):
+        rounds.append(turn(one, ready=False)[2])
+        learn(one, [(0, 0)] * rounds[-1], 9.0 * rounds[-1])
+    assert rounds == [ROUNDS, 2 * ROUNDS, 4 * ROUNDS, choices.MOST_ROUNDS, choices.MOST_ROUNDS]
+
+
+def test_a_choice_outlasts_polls_of_the_host(tmp_path):
+    """A stream asks after every few rounds; it pays for no more choices than a quiet text."""
+    path = tmp_path / "choices.jsonl"
+    one = make(DEAR, file=ChoiceFile(path, ["off", "ngram"], 4))
+    for _ in range(7):
+        assert one.next(np.array([9]), np.array([500]), ROUNDS, None, lambda at: True) == (0, 0, ROUNDS)
+        learn(one, [(0, 0)] * ROUNDS, 72.0)
+    rounds = [entry.round for entry in ChoiceFile(path, ["off", "ngram"], 4).entries]
+    assert rounds == [0, ROUNDS, 3 * ROUNDS]
+    assert [(turn.round, turn.num_rounds) for turn in one.chosen] == [
+        (0, ROUNDS),
+        (ROUNDS, 2 * ROUNDS),
+        (3 * ROUNDS, 4 * ROUNDS),
+    ]
+    assert one.chosen[1].took_ms == 144.0
+    one.begin_row(0, [1, 2, 3])  # another text: nothing holds for it
+    assert one.wanted(np.array([9]), np.array([500]), 1e3, lambda at: False) == []
+    one.next(np.array([9]), np.array([500]), ROUNDS, None, lambda at: True)
+    assert len(ChoiceFile(path, ["off", "ngram"], 4).entries) == 4
+
+
+def test_choices_of_a_file_leave_the_host_its_polls(tmp_path):
+    path = written(tmp_path / "choices.jsonl", [(0, "off", 0), (50, "off", 0)], num_draft_tokens=4)
+    one = make(DEAR, file=ChoiceFile(path, ["off", "ngram"], 4))
+    assert turn(one)[2] == 50
+    assert one.next(np.array([9]), np.array([500]), ROUNDS, None, lambda at: True)[2] == ROUNDS
+
+
+@pytest.mark.parametrize(("row_ms", "chosen"), [(0.05, {"off"}), (-0.6, {"off", "ngram"})])
+def test_a_gain_that_is_hardly_one_is_not_chased(row_ms, chosen):
+    """Half of first drafts are right, no other, in rounds that take 1.5 plain ones: 1 % is gained, or 6 %."""
+    costs = dataclasses.replace(FREE, full_ms=((1, 1, 9.0), (2, 1, 13.3 + row_ms), (11, 1, 90.0)))
+    one = make(costs)
+    rounds = [(1, 1), (1, 0)] * 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "_look_up", lambda *given: None)
+        estimate = one._chooser.estimate
+        estimate.accept[0, 1, 0] = (len(rounds) / 2, len(rounds) / 2)
+        estimate.accept[0, 1, 1] = (0, len(rounds))
+        estimate.draft[0, 1] = (len(rounds), 0)
+        names = set()
+        for _ in range(30):
+            candidate, _, played = turn(one)
+            names.add(one.names[candidate])
+            learn(one, ([(1, 1), (1, 0)] if candidate else [(0, 0)] * 2) * (played // 2), 0.0, fair=False)
+    assert names == chosen
+
+
+def test_programs_that_are_not_there_are_described_once(model):
+    """Their shapes are many: at every choice they would cost as much as the choice."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        programs = Switching._programs
+        patch.setattr(
+            Switching, "_programs", lambda self, at, *given: asked.append(at) or programs(self, at, *given)
+        )
+        patch.setattr(Choices, "wanted", lambda self, lengths, remaining, ms, ready: [ready(1), ready(2)][:0])
+        auto(
+            model, [[9, 1, 2]], among=("suffix", "ngram"), max_new_tokens=41, ignore_eos=True,
+            logprobs=True,
+        )  # fmt: skip
+    assert sorted(asked) == [1, 2]
 
 
 @settings(max_examples=30, deadline=None)
@@ -321,7 +391,27 @@ def test_explain_says_what_was_expected_and_what_was_chosen(model):
     row = dataclasses.replace(row, expected=model.generate([5], method="auto", explain=True).expected)
     lines = explained(row).splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["candidate", *(one.name for one in row.expected[:2])]
-    assert "of those that are ready off was expected to be the fastest: nothing else pays" in lines
+    off, ngram = (next(one for one in row.expected if one.name == name) for name in ("off", "ngram"))
+    best = "of those that are ready off was expected to be the fastest: "
+    for first, why in ((off, "nothing else pays"), (ngram, "what pays more is not compiled")):
+        rest = [one for one in (off, ngram) if one != first]
+        unready = [one._replace(ready=one.name == "off") for one in (first, *rest)]
+        assert best + why in explained(dataclasses.replace(row, expected=tuple(unready))).splitlines()
+
+
+def test_what_is_guessed_is_no_milliseconds(model):
+    """Before the first time costs are ratios alone, and explain shows no times."""
+    result = tiny.language_model().generate(
+        [5], method="auto", max_new_tokens=30, among="ngram", explain=True
+    )
+    assert {one.round_ms for one in result.expected} == {None}
+    assert [one.acceptance is None for one in result.expected] == [
+        one.name == "off" for one in result.expected
+    ]
+    assert result.choices[0].expected_ms is None
+    assert "no time was measured yet: costs are guessed; jaxspec profile --costs measures them" in explained(
+        result
+    )
 
 
 def test_a_named_method_that_cannot_pay_gets_a_line():

@@ -255,7 +255,7 @@ def sampled(
     Args:
       rng: what draws.
       prior, estimate: of B rows.
-      exploration: by which deviations are multiplied, a number or float[B, 1]; 0 for the mean.
+      exploration: by which deviations are multiplied, a number or float[B, 1] or float[B, M]; 0 for the mean.
 
     Examples:
       >>> prior = flat_prior(1, 1, acceptance=0.5)

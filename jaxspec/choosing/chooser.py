@@ -226,7 +226,7 @@ def choose(
     prior: Prior,
     remaining: np.ndarray,
     memory: float = 200.0,
-    exploration: float = 0.5,
+    exploration: float | np.ndarray = 0.5,
     together: bool = False,
 ) -> tuple[Choice, Chooser]:
     """The next choice, and the chooser after it.
@@ -237,7 +237,8 @@ def choose(
       prior: of the candidates.
       remaining: int[B], tokens that may still come; 0 for a row that has ended.
       memory: tokens for which what is known now will hold, at most.
-      exploration: see `acceptance.sampled`. It falls with the last tokens, for which a trial is worth less and less.
+      exploration: see `acceptance.sampled`, a number or float[M]. It falls with the last tokens, for which a trial is
+        worth less and less.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -248,8 +249,8 @@ def choose(
       ([1], [1])
     """
     rng = np.random.default_rng([chooser.seed, chooser.num_choices])
-    worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)
-    accept, draft = sampled(rng, prior, chooser.estimate, worth[:, None])
+    worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)[:, None]
+    accept, draft = sampled(rng, prior, chooser.estimate, worth)
     horizon = np.minimum(np.maximum(remaining, 1), memory)
     # Rows that have ended have no say in what the others do.
     says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)

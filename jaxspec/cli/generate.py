@@ -235,12 +235,12 @@ def explained(result: Result) -> str:
     Examples:
       >>> from jaxspec.engine.results import Chosen, Expected, Result, Statistics
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
-      >>> expected = (Expected("ngram", 4, 0.5, 11.0, 1.2, True), Expected("off", 0, 0.5, 9.0, 1.0, True))
+      >>> expected = (Expected("ngram", 4, 0.5, 11.0, 1.2, True), Expected("off", 0, None, 9.0, 1.0, True))
       >>> chosen = (Chosen(0, "off", 0, 8, 8, 72.0, 80.0), Chosen(8, "ngram", 4, 8, 16, 90.0, 80.0))
       >>> print(explained(Result("Hi", [], "length", statistics, expected=expected, choices=chosen)))
       candidate     drafts  acceptance  ms/round  speed-up  programs
       ngram              4        0.50     11.00      1.20  ready
-      off                0        0.50      9.00      1.00  ready
+      off                0           –      9.00      1.00  ready
       of those that are ready ngram was expected to be the fastest: 1.20 times plain decoding's speed
       <BLANKLINE>
       round     chosen        drafts  rounds  tokens  ms expected  ms taken
@@ -253,21 +253,27 @@ def explained(result: Result) -> str:
     for one in result.expected:
         ready = "ready" if one.ready else "not compiled"
         lines.append(
-            f"{one.name:<12}  {one.length:>6}  {one.acceptance:>10.2f}  {one.round_ms:>8.2f}  {one.speedup:>8.2f}  "
-            f"{ready}"
+            f"{one.name:<12}  {one.length:>6}  {_number(one.acceptance, 2):>10}  {_number(one.round_ms, 2):>8}  "
+            f"{one.speedup:>8.2f}  {ready}"
         )
+    if any(one.round_ms is None for one in result.expected):
+        lines.append("no time was measured yet: costs are guessed; jaxspec profile --costs measures them")
     for best in [one for one in result.expected if one.ready][:1]:
-        gain = (
-            "nothing else pays" if best.name == "off" else f"{best.speedup:.2f} times plain decoding's speed"
-        )
+        gain = f"{best.speedup:.2f} times plain decoding's speed"
+        if best.name == "off":
+            gain = "nothing else pays" if best == result.expected[0] else "what pays more is not compiled"
         lines += [f"of those that are ready {best.name} was expected to be the fastest: {gain}", ""]
     lines += [f"{'round':<8}  {'chosen':<12}  drafts  rounds  tokens  ms expected  ms taken"]
     for turn in result.choices:
         lines.append(
             f"{turn.round:<8}  {turn.name:<12}  {turn.length:>6}  {turn.num_rounds:>6}  {turn.num_tokens:>6}  "
-            f"{turn.expected_ms:>11.1f}  {turn.took_ms:>8.1f}"
+            f"{_number(turn.expected_ms, 1):>11}  {turn.took_ms:>8.1f}"
         )
     return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _summary(statistics: Statistics | None, lossy: bool) -> str:

@@ -16,8 +16,13 @@ from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import Chosen, Expected
 from jaxspec.io.choice_file import ChoiceFile, Entry
 
-# Rounds until a choice is made again; as long as it stays the same, twice as many each time, up to a limit.
-ROUNDS, MOST_ROUNDS = 8, 32
+# Rounds until a choice is made again; as long as it stays the same, twice as many each time, up to a limit: a choice
+# takes the host about as long as a round of a small model takes.
+ROUNDS, MOST_ROUNDS = 8, 64
+# What a draft has to promise to gain over plain decoding: of several uncertain promises the largest is rarely kept.
+_GAIN = 0.03
+# How much of its uncertainty a candidate is tried for; of one whose rounds are known without running it, none.
+_EXPLORATION = 0.5
 # What is expected of drafts of which nothing is known, and how often a lookup then finds one.
 _ACCEPTANCE, _STRENGTH, _FOUND = 0.5, 2.0, 0.5
 # The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
@@ -56,6 +61,7 @@ class Choices:
       seed: of what is drawn.
       known: from earlier batches; brought up to date.
       file: where choices are read from, or written to.
+      measured: whether the costs are milliseconds of this machine, or only guessed in proportion.
     """
 
     def __init__(
@@ -69,18 +75,23 @@ class Choices:
         seed: int = 0,
         known: Known | None = None,
         file: ChoiceFile | None = None,
+        measured: bool = True,
     ) -> None:
         self.names = ("off", *names)
         self._kinds, self._longest, self._costs, self._batch = tuple(kinds), tuple(longest), costs, batch
         self._known = Known() if known is None else known
-        self._file = file
+        self._file, self._measured = file, measured
         self._prior = _prior(kinds, max(longest))
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
-        self._patience, self._round = ROUNDS, 0
+        # How long the last choice holds, and how many of those rounds are still to come.
+        self._patience, self._left, self._round = ROUNDS, 0, 0
+        self._chosen_at = 0
         self._last: tuple[int, int] | None = None
         # Of rows, what lookup would have drafted; None before a row's first tokens.
         self._lookups: list[ReplayedLookup | None] = [None] * batch
         self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.lookup]
+        # Of candidates without programs, the share of time that may well be lost for want of them.
+        self._missed: dict[str, float] = {}
         # Candidates that have drafted in this batch.
         self._played: set[int] = set()
         self.expected: tuple[Expected, ...] = ()
@@ -88,7 +99,7 @@ class Choices:
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """A text has taken a row: its prompt and its first token."""
-        self._chooser = chooser.with_new_row(self._chooser, row)
+        self._chooser, self._left = chooser.with_new_row(self._chooser, row), 0
         if self._looked_up:
             most = max(self._longest[at - 1] for at in self._looked_up)
             self._lookups[row] = ReplayedLookup(most, tokens)
@@ -111,7 +122,10 @@ class Choices:
           ready: whether the programs of a candidate are there.
         """
         if self._file is not None and self._file.entries is not None:
-            return self._again(self._file.entries)
+            candidate, length, rounds = self._again(self._file.entries)
+            return candidate, length, min(rounds, most_rounds)
+        if self._left > 0 and self._last is not None and (self._last[0] == OFF or ready(self._last[0])):
+            return (*self._last, min(self._left, most_rounds))
         table = self._corrected(lengths)
         usable = [at == OFF or ready(at) for at in range(len(self.names))]
         behind = np.repeat(lengths[:, None], len(self.names), axis=1)
@@ -121,18 +135,24 @@ class Choices:
         if not self.expected:
             self.expected = self._expectations(table, remaining, usable)
         known = np.where(np.array(usable)[:, None], table.round_ms, np.inf)
+        known[OFF] /= 1 + _GAIN
         choice, self._chooser = chooser.choose(
-            self._chooser, dataclasses.replace(table, round_ms=known), self._prior, remaining, together=True
+            self._chooser,
+            dataclasses.replace(table, round_ms=known),
+            self._prior,
+            remaining,
+            exploration=np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names]),
+            together=True,
         )
         candidate, length = int(choice.candidate[0]), int(choice.length[0])
         if self._last is None:  # says what a step takes here, and what would have been found, for little
             candidate, length = OFF, 0
         same = self._last is not None and candidate == self._last[0]
         self._patience = min(2 * self._patience, MOST_ROUNDS) if same else ROUNDS
-        self._last = candidate, length
+        self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))
-        return candidate, length, min(self._patience, most_rounds)
+        return candidate, length, min(self._left, most_rounds)
 
     def wanted(
         self, lengths: np.ndarray, remaining: np.ndarray, compile_ms: float, ready: Callable[[int], bool]
@@ -146,19 +166,25 @@ class Choices:
           lengths, remaining, ready: as of `next`.
           compile_ms: how long it takes to compile one.
         """
-        if self._ratio(OFF) is None:  # costs may be guessed: milliseconds mean nothing yet
+        missing = [at for at in range(1, len(self.names)) if not ready(at)]
+        if missing and self._left > 0:
+            return []
+        self._missed = {}
+        # Costs may be guessed: without an observed time milliseconds mean nothing yet.
+        if not missing or self._ratio(OFF) is None:
             return []
         table = self._corrected(lengths)
         speed, plain_ms = self._speedups(table, remaining, deviations=1.0)[0], table.round_ms[OFF, 0]
         expected = self._speedups(table, remaining)[0]
-        best = max(expected[at] for at in range(len(speed)) if at == OFF or ready(at))
+        best = max(expected[at] for at in range(len(speed)) if at not in missing)
         worth = []
-        for at in range(1, len(speed)):
+        for at in missing:
             lost = remaining.max() * plain_ms * (1 / best - 1 / speed[at]) + self._known.missed_ms.get(
                 self.names[at], 0.0
             )
-            if speed[at] > best and lost > _SHARE * compile_ms and not ready(at):
-                worth.append(at)
+            if speed[at] > best:
+                self._missed[self.names[at]] = 1 - best / speed[at]
+                worth += [at] if lost > _SHARE * compile_ms else []
         return sorted(worth, key=lambda at: -speed[at])
 
     def learn(
@@ -168,7 +194,6 @@ class Choices:
         lengths: np.ndarray,
         took_ms: float,
         fair: bool,
-        ready: Callable[[int], bool],
     ) -> None:
         """Takes in what became of the last choice.
 
@@ -178,19 +203,11 @@ class Choices:
           lengths: as of `next`, before those rounds.
           took_ms: how long they took.
           fair: whether that says what they cost: nothing else was done meanwhile.
-          ready: as of `next`.
         """
         assert self._last is not None
         candidate, length = self._last
         count = max((len(of_row) for of_row in rounds), default=0)
         table = self._table(lengths)
-        corrected = self._corrected(lengths)
-        speed = self._speedups(corrected, np.ones(self._batch), deviations=1.0)[0]
-        best = max(
-            one
-            for at, one in enumerate(self._speedups(corrected, np.ones(self._batch))[0])
-            if at == OFF or ready(at)
-        )
         estimate = acceptance.observed_rounds(self._chooser.estimate, candidate, rounds)
         self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
         # A round takes as long as its longest draft.
@@ -202,22 +219,19 @@ class Choices:
         num_tokens = sum(map(len, tokens))
         self._played.add(candidate)
         self._look_up(tokens, candidate)
-        hindered = 1.0 if (ratio := self._ratio(candidate)) is None else ratio
-        self.chosen.append(
-            Chosen(
-                self._round, self.names[candidate], length, count, num_tokens, expected * hindered, took_ms
-            )
-        )
+        ratio = self._ratio(candidate)
+        known_ms = expected * (1.0 if ratio is None else ratio) if self._timed else None
+        turn = Chosen(self._round, self.names[candidate], length, count, num_tokens, known_ms, took_ms)
+        if self.chosen and self.chosen[-1].round >= self._chosen_at:  # the host looked in between
+            turn = _joined(self.chosen.pop(), turn)
+        self.chosen.append(turn)
         self._round += count
+        self._left -= count
         if not count or not fair:
             return
         self._observe(candidate, took_ms / expected)
-        for at in range(1, len(speed)):
-            if speed[at] > best and not ready(at):
-                name = self.names[at]
-                self._known.missed_ms[name] = self._known.missed_ms.get(name, 0.0) + took_ms * (
-                    1 - best / speed[at]
-                )
+        for name, share in self._missed.items():
+            self._known.missed_ms[name] = self._known.missed_ms.get(name, 0.0) + took_ms * share
 
     def _look_up(self, tokens: Sequence[Sequence[int]], candidate: int) -> None:
         """Lets candidates that look up learn from rounds of others, until they have drafted themselves."""
@@ -236,7 +250,7 @@ class Choices:
         over = [entry for entry in entries if entry.round <= self._round]
         later = [entry.round for entry in entries if entry.round > self._round]
         candidate, length = (self.names.index(over[-1].candidate), over[-1].length) if over else (OFF, 0)
-        self._last = candidate, length
+        self._last, self._chosen_at = (candidate, length), over[-1].round if over else 0
         return candidate, length, later[0] - self._round if later else ROUNDS
 
     def _observe(self, candidate: int, ratio: float) -> None:
@@ -253,6 +267,11 @@ class Choices:
         """Of a candidate that has not run, plain decoding's; None before the first observation."""
         plain = self._known.ratios.get((self.names[OFF], self._batch))
         return self._known.ratios.get((self.names[candidate], self._batch), plain)
+
+    @property
+    def _timed(self) -> bool:
+        """Whether milliseconds are known, of the table or of rounds."""
+        return self._measured or self._ratio(OFF) is not None
 
     def _table(self, lengths: np.ndarray) -> Prices:
         live = int(lengths.mean()) // _LIVE * _LIVE + _LIVE // 2
@@ -289,10 +308,23 @@ class Choices:
         columns = self._speedups(table, remaining)
         rows = zip(self.names, *(column.tolist() for column in columns), usable, strict=True)
         expected = [
-            Expected(name, length, first, took, speed, ready)
+            Expected(
+                name, length, None if name == "off" else first, took if self._timed else None, speed, ready
+            )
             for name, speed, length, first, took, ready in rows
         ]
         return tuple(sorted(expected, key=lambda one: -one.speedup))
+
+
+def _joined(one: Chosen, other: Chosen) -> Chosen:
+    """Two calls of the loop by one choice, as one."""
+    known = one.expected_ms is not None and other.expected_ms is not None
+    return one._replace(
+        num_rounds=one.num_rounds + other.num_rounds,
+        num_tokens=one.num_tokens + other.num_tokens,
+        expected_ms=one.expected_ms + other.expected_ms if known else None,  # type: ignore[operator]
+        took_ms=one.took_ms + other.took_ms,
+    )
 
 
 def _prior(kinds: Sequence[Draft], longest: int) -> acceptance.Prior:

@@ -88,10 +88,15 @@ class Executables:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
         self._pool.submit(_as_here(self._compile), key, future, function, args, static)
 
-    def ready(self, function: Callable[..., Any], *args: Any, **static: Any) -> bool:
-        """Whether `call` with such arguments would have to wait for nothing; arrays may be `jax.ShapeDtypeStruct`s."""
+    @staticmethod
+    def key(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """What `ready` takes, so that it is made once; arrays may be `jax.ShapeDtypeStruct`s."""
+        return _key(function, args, static)
+
+    def ready(self, key: Any) -> bool:
+        """Whether `call` with arguments of this key would have to wait for nothing."""
         with self._lock:
-            future = self._futures.get(_key(function, args, static))
+            future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
     @property

@@ -119,8 +119,8 @@ class Expected(NamedTuple):
     Attributes:
       name: of the candidate, `off` for plain decoding.
       length: of the drafts that would give the most tokens per millisecond.
-      acceptance: the share of first draft tokens that are accepted.
-      round_ms: of a round.
+      acceptance: the share of first draft tokens that are accepted; None of plain decoding.
+      round_ms: of a round; None where nothing was measured yet, so that only ratios are guessed.
       speedup: over plain decoding.
       ready: whether its programs were there.
 
@@ -131,8 +131,8 @@ class Expected(NamedTuple):
 
     name: str
     length: int
-    acceptance: float
-    round_ms: float
+    acceptance: float | None
+    round_ms: float | None
     speedup: float
     ready: bool
 
@@ -145,7 +145,7 @@ class Chosen(NamedTuple):
       name: of the candidate, `off` for plain decoding.
       length: of its drafts at most.
       num_rounds, num_tokens: until the next choice, of all rows.
-      expected_ms: by the costs of its steps, for the drafts that there were.
+      expected_ms: by the costs of its steps, for the drafts that there were; None where nothing was measured yet.
       took_ms: as the host saw it.
 
     Examples:
@@ -158,7 +158,7 @@ class Chosen(NamedTuple):
     length: int
     num_rounds: int
     num_tokens: int
-    expected_ms: float
+    expected_ms: float | None
     took_ms: float
 
 

@@ -94,11 +94,15 @@ class Switching:
             seed=plan.seed,
             known=plan.known,
             file=plan.file,
+            measured=plan.costs is not None,
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None
         self._there: set[tuple[int, int]] = set()
+        # Of the programs of those that are not there: they are many shapes, which are looked at once.
+        self._keys: dict[tuple[int, int], list[Any]] = {}
         self._asked: set[tuple[int, int]] = set()
+        self._lengths: dict[int, jax.Array] = {}
         self._fair = True
 
     @property
@@ -168,14 +172,12 @@ class Switching:
           took_ms: the time of the call, until its result was read.
           blocked: whether it had to wait for a program.
         """
-        capacity = state.capacity
         self._choices.learn(
             [played_rounds(row) for row in rows],
             [[token.id for token in row] for row in rows],
             lengths,
             took_ms,
             self._fair and not blocked,
-            lambda at: (at, capacity) in self._there,
         )
         if self._at:
             self._held = state.drafter_state
@@ -183,8 +185,9 @@ class Switching:
 
     def _of(self, at: int, params: Weights, parts: Parts, length: int) -> tuple[Weights, Parts]:
         candidate = self._plan.candidates[at - 1]
-        longest = jax.device_put(np.int32(length), self._device)
-        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=longest)
+        if length not in self._lengths:
+            self._lengths[length] = jax.device_put(np.int32(length), self._device)
+        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=self._lengths[length])
         return Weights(params.target, candidate.params), parts
 
     def _taken_up(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> Any:
@@ -228,10 +231,12 @@ class Switching:
         """Whether a candidate's programs are there; once they are, they stay."""
         key = at, state.capacity
         if key not in self._there:
-            programs = self._programs(at, params, parts, state)
-            if all(
-                self._executables.ready(function, *given, **static) for function, given, static in programs
-            ):
+            if key not in self._keys:
+                self._keys[key] = [
+                    self._executables.key(function, *given, **static)
+                    for function, given, static in self._programs(at, params, parts, state)
+                ]
+            if all(map(self._executables.ready, self._keys[key])):
                 self._there.add(key)
         return key in self._there
 
