@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import Draft, StepCosts
 from jaxspec.cli.generate import explained, slower
+from jaxspec.drafting import ngram
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.engine import choices
 from jaxspec.engine.choices import ROUNDS, Choices, Known
@@ -25,7 +26,7 @@ from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
 from jaxspec.engine.switching import Switching
 from jaxspec.io.choice_file import ChoiceFile
-from jaxspec.methods import Auto, Autoregressive, NGram
+from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
 from tests import tiny
@@ -369,6 +370,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
         ([(0, "guess", 1)], "line 2 of"),
         ([(0.5, "ngram", 1)], "line 2 of"),
         ([(0, "ngram", 4)], "line 2 of"),
+        ([(0, "off", 0), (9, "ngram", 2), (4, "off", 0)], "line 4 of .* is of round 4, after one of round 9"),
     ],
 )
 def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message):
@@ -380,6 +382,12 @@ def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message
     with pytest.raises(ValueError, match=message) as error:
         auto(model, among="ngram", choices=path)
     assert "\n" not in str(error.value)
+
+
+def test_a_choice_that_lies_far_ahead_is_waited_for(model, tmp_path):
+    path = written(tmp_path / "choices.jsonl", [(2, "ngram", 2), (10**12, "off", 0)])
+    (row,) = auto(model, PROMPTS[:1], among="ngram", max_new_tokens=60, ignore_eos=True, choices=path)
+    assert row.tokens == tiny.greedy(tuple(PROMPTS[0]), 60)
 
 
 def test_explain_says_what_was_expected_and_what_was_chosen(model):
@@ -433,6 +441,22 @@ def test_a_named_method_that_cannot_pay_gets_a_line():
 def test_among_takes_options_of_its_methods():
     made = Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 1})
     assert [str(one) for one in made.methods()] == ["layerskip exit_layer=1", "ngram"]
+    assert made == Auto(among=(LayerSkip(exit_layer=1), "ngram"))
+    assert dataclasses.replace(made, explain=True).methods() == made.methods()
+    assert made != Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 2})
+
+
+def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line(model):
+    """Near the end of a row its rounds would not fit, for ever."""
+    drafter = type("Far", (ngram.NGram,), {"reach": property(lambda self: tiny.K + 5)})(
+        num_draft_tokens=tiny.K
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NGram, "build", lambda self, *given: (drafter, None))
+        with pytest.raises(
+            ValueError, match=f"ngram drafts or writes up to {tiny.K + 4} tokens; give auto num_d"
+        ):
+            auto(model, among="ngram")
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ class Choices:
         later = [entry.round for entry in entries if entry.round > self._round]
         candidate, length = (self.names.index(over[-1].candidate), over[-1].length) if over else (OFF, 0)
         self._last, self._chosen_at = (candidate, length), over[-1].round if over else 0
-        return candidate, length, later[0] - self._round if later else ROUNDS
+        return candidate, length, min(later[0] - self._round, MOST_ROUNDS) if later else ROUNDS
 
     def _observe(self, candidate: int, ratio: float) -> None:
         ratios, own = self._known.ratios, (self.names[candidate], self._batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,14 @@ class ChoiceFile:
                     f"{self.path} has the {name.replace('_', ' ')} {shown(lines[0].get(name))}, this text "
                     f"{shown(expected)}; give the model and the options that it was written with"
                 )
-        return [self._entry(number, line, header) for number, line in enumerate(lines[1:], 2)]
+        entries = [self._entry(number, line, header) for number, line in enumerate(lines[1:], 2)]
+        for number, (before, entry) in enumerate(itertools.pairwise(entries), 3):
+            if entry.round < before.round:
+                raise ValueError(
+                    f"line {number} of {self.path} is of round {entry.round}, after one of round {before.round}; "
+                    f"rounds rise in a file of choices: {_REMEDY}"
+                )
+        return entries
 
     def _entry(self, number: int, line: Any, header: dict[str, Any]) -> Entry:
         given: dict[str, Any] = line if isinstance(line, dict) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
 from jaxspec.methods.base import Candidate, DraftingMethod, FilePath, LoadedModel, Method, Resources, option
@@ -34,24 +34,28 @@ class Auto(DraftingMethod):
         standard error after the text.
 
     Examples:
-      >>> Auto(among=("ngram", "suffix"))
-      Auto(among=('ngram', 'suffix'))
+      >>> from jaxspec.methods import LayerSkip
+      >>> Auto(among=("ngram", LayerSkip(exit_layer=3)))
+      Auto(among=(NGram(), LayerSkip(exit_layer=3)))
     """
 
     name: ClassVar[str] = "auto"
     composite: ClassVar[bool] = True
 
-    # Of names; `of` makes methods of them, with the options that stand beside.
-    among: tuple[str, ...] = option((), metavar="METHOD")
+    among: tuple[str | Method, ...] = option((), metavar="METHOD")
     choices: FilePath | None = option(None, metavar="FILE")
     explain: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.among:
-            kind = registry.find(name)
+        for kind in map(_kind, self.among):
             if kind not in registry.parts():
-                raise ValueError(f"among names {name!r}; give methods that draft and are not made of others")
+                raise ValueError(
+                    f"among names {kind.name!r}; give methods that draft and are not made of others"
+                )
+        object.__setattr__(
+            self, "among", tuple(_kind(one)() if isinstance(one, str) else one for one in self.among)
+        )
 
     @classmethod
     def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
@@ -71,20 +75,20 @@ class Auto(DraftingMethod):
           ValueError: none of them has an option, or one does not fit; one line.
 
         Examples:
-          >>> Auto.of({"among": ("ngram", "layerskip"), "exit_layer": 3}).methods()
-          (NGram(), LayerSkip(exit_layer=3))
+          >>> Auto.of({"among": ("ngram", "layerskip"), "exit_layer": 3})
+          Auto(among=(NGram(), LayerSkip(exit_layer=3)))
         """
         own = {name: given[name] for name in cls.options() if name in given}
         made = cls(**own)
         rest = {name: value for name, value in given.items() if name not in own}
-        kinds = [registry.find(name) for name in made.among]
+        kinds = [type(one) for one in made.methods()]
         if unread := sorted(name for name in rest if all(name not in kind.options() for kind in kinds)):
             raise ValueError(made.refusal([f"`{name}`" for name in unread]))
         parts = tuple(
-            kind.of({name: value for name, value in rest.items() if name in kind.options()}) for kind in kinds
+            kind.of(one.given | {name: value for name, value in rest.items() if name in kind.options()})
+            for kind, one in zip(kinds, made.methods(), strict=True)
         )
-        object.__setattr__(made, "_methods", parts)
-        return made
+        return dataclasses.replace(made, among=parts)
 
     @classmethod
     def readers(cls) -> tuple[type[Method], ...]:
@@ -95,14 +99,13 @@ class Auto(DraftingMethod):
     def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
         """Returns its own options and those that the methods of `among` read."""
         named = given.get("among") or ()
-        among = (named,) if isinstance(named, str) else tuple(named)
-        kinds = [kind for kind in map(registry.find, among) if not kind.composite]
+        among = (named,) if isinstance(named, (str, Method)) else tuple(named)
+        kinds = [kind for kind in map(_kind, among) if not kind.composite]
         return super().known(given).union(*(kind.known(given) for kind in kinds))
 
     def methods(self) -> tuple[Method, ...]:
         """Returns the methods that `among` names, with their options; () where it names none."""
-        made: tuple[Method, ...] | None = getattr(self, "_methods", None)
-        return tuple(registry.find(name)() for name in self.among) if made is None else made
+        return cast("tuple[Method, ...]", self.among)
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes what a text begins with: plain decoding, with room for the others' drafts."""
@@ -134,10 +137,15 @@ class Auto(DraftingMethod):
             raise ValueError(
                 f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"
             )
-        if drafter.num_draft_tokens > longest:
+        # Rows have room for K + 1: a round that reaches farther would never run at a context's end.
+        needed = max(drafter.num_draft_tokens, drafter.reach - 1)
+        if needed > longest:
             raise ValueError(
-                f"{method.name} drafts up to {drafter.num_draft_tokens} tokens; give auto num_draft_tokens="
-                f"{drafter.num_draft_tokens} or more"
+                f"{method.name} drafts or writes up to {needed} tokens; give auto num_draft_tokens={needed} or more"
             )
         layers = getattr(drafter, "exit_layer", None)
         return Candidate(method.name if layers is None else f"{method.name} {layers}", drafter, params, kind)
+
+
+def _kind(one: str | Method) -> type[Method]:
+    return registry.find(one) if isinstance(one, str) else type(one)

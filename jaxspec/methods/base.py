@@ -437,6 +437,8 @@ def plain_type(hint: Any) -> Any:
       >>> plain_type(str | os.PathLike[str])
       <class 'str'>
     """
+    if typing.get_origin(hint) is tuple:
+        return types.GenericAlias(tuple, (plain_type(typing.get_args(hint)[0]), ...))
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     members = typing.get_args(hint)
@@ -460,7 +462,7 @@ def _taken(field: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
     name = field.name
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]
-        values = [value] if isinstance(value, (str, os.PathLike)) else listed(value)
+        values = [value] if isinstance(value, (str, os.PathLike, Method)) else listed(value)
         if values is None:
             raise ValueError(f"{name} is {shown(value)}; give a text or several")
         return tuple(_one(name, f"{name}[{index}]", one, inner) for index, one in enumerate(values))
