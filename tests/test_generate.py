@@ -154,7 +154,7 @@ def test_messages_go_through_the_template(lm):
         ({"method": "suffix", "suffix_factor": 0}, "suffix_factor is 0.0; give a number above 0"),
         ({"method": "suffix", "suffix_min_prob": 2}, "suffix_min_prob is 2.0; give a number from 0 to 1"),
         ({"method": "ngram", "draft_exit": 1}, "no option `draft_exit`"),
-        ({"method": "ngram", "wrong": 1}, "unknown option wrong; see help"),
+        ({"method": "ngram", "zebra": 1}, "unknown option zebra; see help"),
         ({"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
         ({"tempature": 1.0}, "perhaps you meant temperature"),
         ({"exit_layr": 1}, "perhaps you meant exit_layer"),
