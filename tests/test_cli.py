@@ -311,6 +311,8 @@ def test_profile(run, monkeypatch):
     report |= {
         "floor_fraction": 0.5,
         "capacity_ratio": 1.01,
+        "tree_ratio": 1.02,
+        "traced_tree_ratio": 1.03,
         "live_token_us": 3.14,
         "live_token_floor_us": 1.7,
         "prefill_tokens_per_second": 9.0,

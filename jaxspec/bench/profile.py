@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps, WrongDrafts
+from jaxspec.bench.steps import CAPACITY, PREFILL, ROUNDS, Steps, SubmodelSteps, WrongDrafts, WrongTrees
 from jaxspec.bench.timing import interleaved, median_ratio
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
@@ -23,9 +24,12 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import param_shardings
+from jaxspec.model.tree import Shape
 from jaxspec.protocol import Weights
 
 ROWS = (1, 2, 5, 9)
+# A tree of as many rows as the longest of these chains has: two tokens at each of four places.
+TREE = WrongTrees(4, Shape((-1, -1, 0, 0, 2, 2, 4, 4)))
 # The larger of the two capacities compared.
 LARGE = 1024
 # Live tokens, and slots of the cache, of the steps from which the cost of a live token follows.
@@ -109,6 +113,8 @@ def profile(
     on_progress("compiling the other measurements")
     timed: dict[str, Callable[[], Any]] = {str(rows): steps for rows, steps in by_rows.items()}
     timed["floor"] = stream(lm)
+    for name, traced in {"tree": False, "traced tree": True}.items():
+        timed[name] = Steps(lm, params, dataclasses.replace(TREE, traced=traced), CAPACITY)
     timed["large"] = Steps(lm, params, Autoregressive(), LARGE)
     every = LayerPlan.skipping(lm.config.num_layers)
     for name, (live, capacity) in {"short": SHORT, "long": LONG}.items():
@@ -118,7 +124,7 @@ def profile(
         run()
 
     taken = interleaved(timed, repeats, lambda turn: on_progress(f"timing, {turn}"), lm.mesh)
-    floors, ones, larges = taken["floor"], taken["1"], taken["large"]
+    floors, ones, larges, chains = (taken[name] for name in ("floor", "1", "large", str(ROWS[-1])))
     longer_ms = statistics.median(b - a for a, b in zip(taken["short"], taken["long"], strict=True)) / ROUNDS
     token_bytes = kv.size_bytes(lm.config, 1, 1, lm.params["embed"].dtype)
     return {
@@ -131,6 +137,8 @@ def profile(
         "step_ms": {str(rows): statistics.median(taken[str(rows)]) / ROUNDS for rows in ROWS},
         "floor_fraction": ROUNDS * min(floors) / min(ones),
         "capacity_ratio": median_ratio(larges, ones),
+        "tree_ratio": median_ratio(taken["tree"], chains),
+        "traced_tree_ratio": median_ratio(taken["traced tree"], chains),
         "live_token_us": 1e3 * longer_ms / (LONG[0] - SHORT[0]),
         "live_token_floor_us": 1e3 * min(floors) * token_bytes / floor_bytes(lm.config, lm.params),
         "prefill_tokens_per_second": 1e3 * PREFILL / statistics.median(taken["prefill"]),

@@ -143,6 +143,9 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
     table.add_row("floor ÷ step of 1 row, the best of each", f"{fraction:.2f}")
     table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
+    tree, traced = report["tree_ratio"], report["traced_tree_ratio"]
+    table.add_row("round with a tree of 8 tokens ÷ with a chain of 8", f"{tree:.2f}")
+    table.add_row("  with a tree whose shape is data", f"{traced:.2f}")
     table.add_row("each token before it, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
     table.add_row("  its keys and values, as fast as the floor", f"{report['live_token_floor_us']:.2f} µs")
     table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
