@@ -226,6 +226,15 @@ def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
     assert rounds == [ROUNDS, choices.TRIAL, 4 * choices.TRIAL]
 
 
+def test_after_a_trial_that_did_not_pay_plain_decoding_stays_for_longer():
+    one, rounds = make(), []
+    for _ in range(3):
+        candidate, _, many = turn(one)
+        rounds.append((one.names[candidate], many))
+        learn(one, [(4, 0) if candidate else (0, 0)] * many, (90.0 if candidate else 9.0) * many)
+    assert rounds == [("off", ROUNDS), ("ngram", choices.TRIAL), ("off", 4 * ROUNDS)]
+
+
 def test_a_candidate_that_cannot_pay_even_with_luck_is_not_tried():
     """A draft of four is accepted whole in half of the rounds at best, and a row costs as much as a step."""
     one = make(DEAR)

@@ -137,8 +137,10 @@ class Choices:
             self._patience = MOST_ROUNDS
         elif self._last is not None and candidate == self._last[0]:
             self._patience = min(_LONGER * self._patience, MOST_ROUNDS)
+        elif candidate == OFF:  # at first, or after a trial that did not pay
+            self._patience = ROUNDS if begins else _LONGER * ROUNDS
         else:
-            self._patience = ROUNDS if candidate == OFF or candidate in self._played else TRIAL
+            self._patience = ROUNDS if candidate in self._played else TRIAL
         self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))

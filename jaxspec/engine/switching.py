@@ -105,7 +105,6 @@ class Switching:
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None
-        self._lengths: dict[int, jax.Array] = {}
         self._fair = True
 
     @property
@@ -188,10 +187,10 @@ class Switching:
         return dataclasses.replace(state, drafter_state=())
 
     def _of(self, at: int, params: Weights, parts: Parts, length: int) -> tuple[Weights, Parts]:
-        candidate = self._plan.candidates[at - 1]
-        if length not in self._lengths:
-            self._lengths[length] = jax.device_put(np.int32(length), self._device)
-        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=self._lengths[length])
+        candidate, lengths = self._plan.candidates[at - 1], self._plan.known.lengths
+        if length not in lengths:
+            lengths[length] = jax.device_put(np.int32(length), self._device)
+        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=lengths[length])
         return Weights(params.target, candidate.params), parts
 
     def _taken_up(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> Any:
