@@ -226,6 +226,15 @@ def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
     assert rounds == [ROUNDS, choices.TRIAL, 4 * choices.TRIAL]
 
 
+def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
+    kinds = [Draft(lookup=True), Draft(layers=1, lookup=True)]
+    one = Choices(["ngram", "hybrid"], kinds, [4, 4], FREE, 1)
+    one.begin_row(0, [1, 2, 3, 1, 2])
+    turn(one)
+    one.learn([[(0, 0)] * 8], [[3, 1, 2, 3, 1, 2, 3, 1]], np.array([5]), 72.0, True)
+    assert one._chooser.estimate.draft[0].sum(axis=1).astype(bool).tolist() == [True, True, False]
+
+
 def test_after_a_trial_that_did_not_pay_plain_decoding_stays_for_longer():
     one, rounds = make(), []
     for _ in range(3):

@@ -85,7 +85,7 @@ class Choices:
         self._last: tuple[int, int] | None = None
         # Of rows, what lookup would have drafted; None before a row's first tokens.
         self._lookups: list[ReplayedLookup | None] = [None] * batch
-        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.lookup]
+        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.copies]
         # Of candidates without programs, the share of time that may well be lost for want of them.
         self._missed: dict[str, float] = {}
         self._exploration = np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names])
@@ -370,7 +370,7 @@ def _prior(
         return acceptance.Expectation((_ACCEPTANCE,), _STRENGTH, (_STRENGTH * found, _STRENGTH * (1 - found)))
 
     each = [
-        one or unknown(_FOUND if kind.lookup else 1.0 - _EMPTY)
+        one or unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
         for kind, one in zip(kinds, known, strict=True)
     ]
     return acceptance.joined([unknown(0.0), *each], longest)
