@@ -59,7 +59,9 @@ class Dial:
 
     def agreement(self, depth: int) -> float:
         """Of the tokens of a greedy text, the share that the first `depth` layers would have said."""
-        result = self.lm.generate(START, max_new_tokens=self._length, ignore_eos=True)
+        result = self.lm.generate(
+            START, method="autoregressive", max_new_tokens=self._length, ignore_eos=True
+        )
         text = jnp.asarray([*START, *result.tokens])[None]
         said = _said(self.lm.config, depth, llama.truncate(self.lm.params, depth), text[:, :-1])
         return float(jnp.mean((said == text[:, 1:])[:, len(START) - 1 :]))

@@ -86,7 +86,9 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     lm = LanguageModel(config, params, name=options.shape, device=place)
     walker = LanguageModel(config, walk, name=options.shape, device=place)
     # The walk's own continuation, then its first token again: what follows has been there before.
-    walked = walker.generate([[3]], max_new_tokens=options.max_new_tokens, ignore_eos=True)
+    walked = walker.generate(
+        [[3]], method="autoregressive", max_new_tokens=options.max_new_tokens, ignore_eos=True
+    )
     again = [3, *walked[0].tokens, 3]
     cases = _cases(options, lm, walker, again, depth)
 

@@ -184,7 +184,7 @@ class Stages:
         """A prompt that holds what follows it."""
         on_progress("writing a text that repeats")
         self._dial.turn(0, 1e-3)
-        walked = self._lm.generate([3], max_new_tokens=self._budget, ignore_eos=True)
+        walked = self._lm.generate([3], method="autoregressive", max_new_tokens=self._budget, ignore_eos=True)
         again = [3, *walked.tokens, 3]
         return {}, Case(self._lm, again, NGram(num_draft_tokens=LONGEST), None, self._budget)
 

@@ -377,12 +377,14 @@ def run_rounds(
         rounds, state, drafted, proposed, reported_log_probs = carry
         at = state.length - first
         state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
-        accepted = jnp.arange(width)[None] < outcome.accepted[:, None]
+        # What takes turns with others has room for their tokens, and yields fewer.
+        accepted = jnp.arange(outcome.tokens.shape[1])[None] < outcome.accepted[:, None]
         drafted = _put_rows(drafted, accepted, at, outcome.count)
         verified = jnp.broadcast_to(outcome.drafted[:, None], accepted.shape)
         proposed = _put_rows(proposed, verified, at, outcome.count)
         if reported_log_probs is not None and token_log_probs is not None:
-            reported_log_probs = _put_rows(reported_log_probs, token_log_probs, at, outcome.count)
+            of_tokens = token_log_probs[:, : outcome.tokens.shape[1]]
+            reported_log_probs = _put_rows(reported_log_probs, of_tokens, at, outcome.count)
         return rounds + 1, state, drafted, proposed, reported_log_probs
 
     carry = (jnp.int32(0), state, drafted, proposed, reported_log_probs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 
 import jax
@@ -20,52 +18,24 @@ from jaxspec.cli.generate import explained, slower
 from jaxspec.drafting import ngram
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.engine import choices
-from jaxspec.engine.choices import ROUNDS, Choices, Known
+from jaxspec.engine.choices import ROUNDS, Choices
+from jaxspec.engine.known import Known
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
 from jaxspec.engine.switching import Switching
-from jaxspec.io.choice_file import ChoiceFile
+from jaxspec.io.choice_file import ChoiceFile, belongs_to
 from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
 from tests import tiny
+from tests.forced import CANDIDATES, PROMPTS, auto, forced, tiny_candidate
 
-PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2], [3, 4, 3])
-# Of each kind: copied from text, an early exit, with a cache of its own, with a head that is fed the text again.
-CANDIDATES = ("ngram", "layerskip", "draft-model", "eagle")
 # A row as dear as a step, and one that is free.
 DEAR, FREE = (
     StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, last)), 1, 5.0, 0.0)
     for last in (99.0, 9.0)
 )
-
-
-def tiny_candidate(name, config=None):
-    drafter, params = tiny.drafter_of(name, "constant", config or tiny.engine_config())
-    return Candidate(name, drafter, params, Draft(layers=1, absorb_layers=1))
-
-
-@contextlib.contextmanager
-def forced(turns, candidates=None):
-    """What is chosen is what is given, (candidate, length, rounds), over and over."""
-    given = itertools.cycle(turns)
-    made = tuple(map(tiny_candidate, CANDIDATES)) if candidates is None else candidates
-
-    def forced_next(self, lengths, remaining, most_rounds, held, ready):
-        *self._last, rounds = next(given)
-        self._chosen_at = self._round
-        return (*self._last, rounds)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Choices, "next", forced_next)
-        patch.setattr(Choices, "wanted", lambda self, *given: [])
-        patch.setattr(Auto, "candidates", lambda self, *given: made)
-        yield
-
-
-def auto(lm, prompts=PROMPTS, **options):
-    return lm.generate(list(prompts), method="auto", num_draft_tokens=tiny.K, **options)
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +198,8 @@ def test_a_program_is_wanted_once_enough_was_missed():
     for _ in range(50):
         one = make(known=known)
         one.wanted(*rows, 1e3, lambda at: False)
-        turn(one, ready=False)
-        learn(one, [(0, 0)] * 8, 72.0)
+        rounds = turn(one, ready=False)[2]
+        learn(one, [(0, 0)] * rounds, 9.0 * rounds)
         wanted.append(one.wanted(*rows, 1e3, lambda at: False))
     assert wanted[0] == []
     assert wanted[-1] == [1]
@@ -239,9 +209,48 @@ def test_a_program_is_wanted_once_enough_was_missed():
 def test_a_choice_that_stays_is_made_less_often():
     one, rounds = make(DEAR), []
     for _ in range(5):
-        rounds.append(turn(one, ready=False)[2])
+        rounds.append(turn(one)[2])
         learn(one, [(0, 0)] * rounds[-1], 9.0 * rounds[-1])
-    assert rounds == [ROUNDS, 2 * ROUNDS, 4 * ROUNDS, choices.MOST_ROUNDS, choices.MOST_ROUNDS]
+    assert rounds == [ROUNDS, 4 * ROUNDS, *[choices.MOST_ROUNDS] * 3]
+
+
+def test_where_nothing_can_be_chosen_the_host_is_asked_no_more_often_than_by_plain_decoding():
+    assert turn(make(), ready=False) == (0, 0, choices.MOST_ROUNDS)
+
+
+def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
+    one, rounds = make(), []
+    for _ in range(3):
+        rounds.append(turn(one)[2])
+        learn(one, [(0, 0)] * rounds[0] if one._last[0] == 0 else [(4, 4)] * rounds[-1], 9.0 * rounds[-1])
+    assert rounds == [ROUNDS, choices.TRIAL, 4 * choices.TRIAL]
+
+
+def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
+    kinds = [Draft(lookup=True), Draft(layers=1, lookup=True)]
+    one = Choices(["ngram", "hybrid"], kinds, [4, 4], FREE, 1)
+    one.begin_row(0, [1, 2, 3, 1, 2])
+    turn(one)
+    one.learn([[(0, 0)] * 8], [[3, 1, 2, 3, 1, 2, 3, 1]], np.array([5]), 72.0, True)
+    assert one._chooser.estimate.draft[0].sum(axis=1).astype(bool).tolist() == [True, True, False]
+
+
+def test_after_a_trial_that_did_not_pay_plain_decoding_stays_for_longer():
+    one, rounds = make(), []
+    for _ in range(3):
+        candidate, _, many = turn(one)
+        rounds.append((one.names[candidate], many))
+        learn(one, [(4, 0) if candidate else (0, 0)] * many, (90.0 if candidate else 9.0) * many)
+    assert rounds == [("off", ROUNDS), ("ngram", choices.TRIAL), ("off", 4 * ROUNDS)]
+
+
+def test_a_candidate_that_cannot_pay_even_with_luck_is_not_tried():
+    """A draft of four is accepted whole in half of the rounds at best, and a row costs as much as a step."""
+    one = make(DEAR)
+    one._exploration = np.array([0.0, 9.0])
+    for _ in range(20):
+        assert turn(one)[0] == 0
+        learn(one, [(0, 0)] * 8, 72.0)
 
 
 def test_a_choice_outlasts_polls_of_the_host(tmp_path):
@@ -252,13 +261,13 @@ def test_a_choice_outlasts_polls_of_the_host(tmp_path):
         assert one.next(np.array([9]), np.array([500]), ROUNDS, None, lambda at: True) == (0, 0, ROUNDS)
         learn(one, [(0, 0)] * ROUNDS, 72.0)
     rounds = [entry.round for entry in ChoiceFile(path, ["off", "ngram"], 4).entries]
-    assert rounds == [0, ROUNDS, 3 * ROUNDS]
+    assert rounds == [0, ROUNDS, 5 * ROUNDS]
     assert [(turn.round, turn.num_rounds) for turn in one.chosen] == [
         (0, ROUNDS),
-        (ROUNDS, 2 * ROUNDS),
-        (3 * ROUNDS, 4 * ROUNDS),
+        (ROUNDS, 4 * ROUNDS),
+        (5 * ROUNDS, 2 * ROUNDS),
     ]
-    assert one.chosen[1].took_ms == 144.0
+    assert one.chosen[1].took_ms == 288.0
     one.begin_row(0, [1, 2, 3])  # another text: nothing holds for it
     assert one.wanted(np.array([9]), np.array([500]), 1e3, lambda at: False) == []
     one.next(np.array([9]), np.array([500]), ROUNDS, None, lambda at: True)
@@ -292,20 +301,44 @@ def test_a_gain_that_is_hardly_one_is_not_chased(row_ms, chosen):
     assert names == chosen
 
 
-def test_programs_that_are_not_there_are_described_once(model):
-    """Their shapes are many: at every choice they would cost as much as the choice."""
-    asked = []
+def test_programs_are_described_once_for_all_texts_and_only_where_they_may_pay():
+    """Their shapes are many: tracing them takes as long as many rounds. One that cannot be is not tried again."""
+    lm, asked = tiny.language_model(), []
+
+    def described(self, at, *given):
+        asked.append(at)
+        raise ValueError("cannot be traced")
+
     with pytest.MonkeyPatch.context() as patch:
-        programs = Switching._programs
-        patch.setattr(
-            Switching, "_programs", lambda self, at, *given: asked.append(at) or programs(self, at, *given)
-        )
-        patch.setattr(Choices, "wanted", lambda self, lengths, remaining, ms, ready: [ready(1), ready(2)][:0])
-        auto(
-            model, [[9, 1, 2]], among=("suffix", "ngram"), max_new_tokens=41, ignore_eos=True,
-            logprobs=True,
-        )  # fmt: skip
+        patch.setattr(Switching, "_describe", described)
+        text = functools.partial(lm.generate, [5], method="auto", max_new_tokens=6, ignore_eos=True)
+        text()
+        assert asked == []
+        with lm.compiled_early():
+            for _ in range(2):
+                assert text().tokens == tiny.greedy((5,), 6)
+                lm.executables.wait()
     assert sorted(asked) == [1, 2]
+
+
+def test_a_candidate_whose_state_does_not_fit_is_no_candidate():
+    lm = tiny.language_model()
+    with pytest.MonkeyPatch.context() as patch, lm.compiled_early():
+        patch.setattr("jaxspec.io.memory.fits", lambda tree, device: False)
+        result = played(lm, [7, 1, 7, 1], max_new_tokens=60, ignore_eos=True)
+    assert {one.name for one in result.expected if one.ready} == {"off"}
+    assert result.tokens == tiny.greedy((7, 1, 7, 1), 60)
+
+
+def test_where_times_are_taken_all_programs_are_there_after_the_first_text():
+    lm = tiny.language_model()
+    with lm.compiled_early():
+        for _ in range(2):
+            result = lm.generate(
+                [5], method="auto", among=("ngram", "suffix"), max_new_tokens=4, explain=True, ignore_eos=True
+            )
+            lm.executables.wait()
+    assert all(one.ready for one in result.expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -354,7 +387,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
     assert [row.tokens for row in again] == [row.tokens for row in first]
     assert [turn[:5] for turn in again[0].choices] == [turn[:5] for turn in first[0].choices]
     assert path.read_text(encoding="utf-8") == lines
-    written(path)
+    written(path, **belongs_to(model.fingerprint, [[7, 1, 7, 1, 7], [3]]))
     other = text()
     assert [turn[:3] for turn in other[0].choices][: len(LINES)] == LINES
 
@@ -366,6 +399,8 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
         ('{"format": "jaxspec.plan/1"}\n', "its first line has no format"),
         ({"candidates": ["off", "suffix"]}, "has the candidates"),
         ({"num_draft_tokens": 9}, "has the num draft tokens 9"),
+        ({"model": "another"}, "has the model 'another', this text .*; give the model, the prompts"),
+        ({"prompts": "others"}, "has the prompts 'others'"),
         ([(0, "off", -1)], "line 2 of .* expected a round, a candidate and a length from 0 to 3"),
         ([(0, "guess", 1)], "line 2 of"),
         ([(0.5, "ngram", 1)], "line 2 of"),
@@ -378,14 +413,16 @@ def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
     else:
-        written(path, **({"lines": content} if isinstance(content, list) else content))
+        of = belongs_to(model.fingerprint, PROMPTS)
+        written(path, **of | ({"lines": content} if isinstance(content, list) else content))
     with pytest.raises(ValueError, match=message) as error:
         auto(model, among="ngram", choices=path)
     assert "\n" not in str(error.value)
 
 
 def test_a_choice_that_lies_far_ahead_is_waited_for(model, tmp_path):
-    path = written(tmp_path / "choices.jsonl", [(2, "ngram", 2), (10**12, "off", 0)])
+    of = belongs_to(model.fingerprint, PROMPTS[:1])
+    path = written(tmp_path / "choices.jsonl", [(2, "ngram", 2), (10**12, "off", 0)], **of)
     (row,) = auto(model, PROMPTS[:1], among="ngram", max_new_tokens=60, ignore_eos=True, choices=path)
     assert row.tokens == tiny.greedy(tuple(PROMPTS[0]), 60)
 
@@ -446,8 +483,9 @@ def test_among_takes_options_of_its_methods():
     assert made != Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 2})
 
 
-def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line(model):
+def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line():
     """Near the end of a row its rounds would not fit, for ever."""
+    model = tiny.language_model()
     drafter = type("Far", (ngram.NGram,), {"reach": property(lambda self: tiny.K + 5)})(
         num_draft_tokens=tiny.K
     )
@@ -462,7 +500,6 @@ def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line(model)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"among": "hybrid"}, "among names 'hybrid'; give methods that draft"),
         ({"among": "auto"}, "among names 'auto'"),
         ({"among": "autoregressive"}, "among names 'autoregressive'"),
         ({"exit_layer": 1}, "method auto has no option `exit_layer`"),

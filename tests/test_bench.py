@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,7 @@ class Fake:
         self.name, self.precision, self.defaults = "fake", "float32", defaults
         self.device_kind = "abacus"
         self.executables = SimpleNamespace(wait=lambda: self.calls.append("wait"), num_compilations=0)
+        self.compiled_early = nullcontext
         self.calls: list = []
         self._speeds, self._tokens = {name: iter(runs) for name, runs in speeds.items()}, tokens
 
@@ -200,7 +202,7 @@ def test_a_turn_in_which_something_compiled_is_taken_again():
 
         return generate
 
-    models = [SimpleNamespace(executables=executables)]
+    models = [SimpleNamespace(executables=executables, compiled_early=nullcontext)]
     # The third and fourth calls are the first turn that counts, after one that compiles anyway.
     runs = {"a": run("a"), "b": run("b", compiles_at=(2, 4))}
     taken = list(measure_runs(models, runs, ["x", "y"], 2))

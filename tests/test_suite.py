@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -56,6 +57,7 @@ class Fake:
         self.name, self.precision, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
         self.device_kind = "abacus"
         self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
+        self.compiled_early = nullcontext
         self.config = SimpleNamespace(context_length=context)
         self.tokenizer = SimpleNamespace(has_chat_template=chats)
         self.ngram_says = [5, 6, 7, 8, 9]

@@ -18,14 +18,16 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 import jaxspec
-from jaxspec.bench.speed import acceptance
+from jaxspec.bench.speed import acceptance, rows
 from jaxspec.bench.timing import measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
-from jaxspec.io import checkpoint, files, processes, vocabulary_file
+from jaxspec.engine.results import played_rounds
+from jaxspec.io import acceptance_file, checkpoint, files, processes, vocabulary_file
 from jaxspec.io.head_writer import write_head
 from jaxspec.io.heads import head_name
 from jaxspec.io.user_data import home
+from jaxspec.tuning.acceptance import fitted
 from training import command, head_kinds, job, prompts, run
 from training.data import conversations, sources, tokenizer
 from training.data.packing import Windows
@@ -249,6 +251,13 @@ def _export(options: Options, lm: LanguageModel, trained: Trained, held_out: Kin
     )
     files.write_atomic(options.output / "README.md", text)
     if decoded:
+        written = [text for one in decoded.values() for turns in one.drafted for text in rows(turns[0])]
+        found = [played_rounds(text.token_records) for text in written]
+        about = {"command": "python -m training.heads", "texts": len(found)}
+        expected = fitted({options.kind: found})
+        acceptance_file.write_acceptance(
+            options.output / acceptance_file.NAME, lm.fingerprint, expected, about
+        )
         taken = [texts for one in decoded.values() for texts in one.drafted]
         console.print(
             f"held-out prompts, greedy: {acceptance(taken)['mean_acceptance_length']:.2f} tokens per round"
@@ -266,7 +275,7 @@ def _decoded(
     settings = {"method": options.kind, "draft": str(options.output), "stop_rule": "constant"}
     runs = {
         "drafted": lambda prompt, turn: generate(prompt, **settings),
-        "plain": lambda prompt, turn: generate(prompt),
+        "plain": lambda prompt, turn: generate(prompt, method="autoregressive"),
     }
     begun = {
         kind: [prompts.beginning(document, how, lm) for document in part[: options.card_prompts]]

@@ -116,6 +116,7 @@ def _generate(
         progress.doing("compiling")
         pieces = lm.stream(
             ids,
+            method="autoregressive",
             max_new_tokens=options.new_tokens,
             max_batch=options.batch,
             # Of the prompt alone, so that a text is the same whatever was written before.

@@ -141,7 +141,9 @@ def record(
     """Writes the greedy texts after some prompts, and records what each exit would say along them."""
     on_progress(f"writing {len(prompts)} texts")
     texts = [
-        lm.generate(prompt, max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True).tokens
+        lm.generate(
+            prompt, method="autoregressive", max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True
+        ).tokens
         for prompt in prompts
     ]
     longest = max(LONGEST, *CONSTANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ def measure_runs(
       models: those that generate.
       runs: by name.
       prompts: as the runs take them.
-      repeats: turns of each prompt that count.
+      repeats: turns of each prompt that count. Method `auto` has all its programs in them.
       first_turn: the number of the first turn.
       warm: whether the runs have generated before; else each generates once after the first prompt, which does not
         count either.
@@ -118,28 +119,31 @@ def measure_runs(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; give at least 1")
-    if not warm:
-        warm_up(models, runs, prompts[:1], on_progress)
-    for at, prompt in enumerate(prompts):
-        taken: dict[str, list[Given]] = {name: [] for name in runs}
-        where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-        retaken = turn = 0
-        while turn < repeats:
-            before = _compilations(models)
-            order = list(runs.items())
-            results = {}
-            for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
-                on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
-                results[name] = run(prompt, first_turn + turn)
-            for lm in models:
-                lm.executables.wait()
-            if _compilations(models) > before and retaken < _RETAKEN:
-                retaken += 1
-                continue
-            for name, result in results.items():
-                taken[name].append(result)
-            turn += 1
-        yield taken
+    with contextlib.ExitStack() as stack:
+        for lm in models:
+            stack.enter_context(lm.compiled_early())
+        if not warm:
+            warm_up(models, runs, prompts[:1], on_progress)
+        for at, prompt in enumerate(prompts):
+            taken: dict[str, list[Given]] = {name: [] for name in runs}
+            where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+            retaken = turn = 0
+            while turn < repeats:
+                before = _compilations(models)
+                order = list(runs.items())
+                results = {}
+                for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
+                    on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
+                    results[name] = run(prompt, first_turn + turn)
+                for lm in models:
+                    lm.executables.wait()
+                if _compilations(models) > before and retaken < _RETAKEN:
+                    retaken += 1
+                    continue
+                for name, result in results.items():
+                    taken[name].append(result)
+                turn += 1
+            yield taken
 
 
 def _compilations(models: Sequence[LanguageModel]) -> int:

@@ -54,6 +54,43 @@ class Prior:
 
 
 @dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What is expected of one candidate: a row of a `Prior`.
+
+    Attributes:
+      accept: expected acceptance by position, given the positions before; of later ones the last.
+      strength: how many draft tokens that counts as.
+      draft: Beta counts of rounds (with a draft, without).
+
+    Examples:
+      >>> joined([Expectation((0.5,), 2.0, (1.8, 0.2)), Expectation((0.8, 0.7), 9.0, (1.0, 0.0))], 3).accept.tolist()
+      [[0.5, 0.5, 0.5], [0.8, 0.7, 0.7]]
+    """
+
+    accept: tuple[float, ...]
+    strength: float
+    draft: tuple[float, float]
+
+
+def joined(expectations: Sequence[Expectation], longest: int) -> Prior:
+    """The prior of several candidates.
+
+    Args:
+      expectations: M of them.
+      longest: K.
+
+    Examples:
+      >>> joined([Expectation((0.5,), 2.0, (1.8, 0.2))], 2).draft.tolist()
+      [[1.8, 0.2]]
+    """
+    return Prior(
+        np.array([(*one.accept, *one.accept[-1:] * longest)[:longest] for one in expectations]),
+        np.array([one.strength for one in expectations]),
+        np.array([one.draft for one in expectations]),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """What the rounds of B rows said, beside the prior.
 

@@ -165,6 +165,11 @@ class Draft:
             verifying += costs.step_ms(layers=self.layers, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms
 
+    @property
+    def copies(self) -> bool:
+        """Whether a search is all that drafts: not of a hybrid, which has layers to run too."""
+        return self.lookup and not self.layers
+
     def absorb_ms(self, costs: StepCosts) -> float:
         """Time to bring the draft's own state up by one token."""
         return costs.absorb_ms * self.absorb_layers / costs.num_layers

@@ -18,7 +18,7 @@ from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
 
-Tunable = Literal["asd", "s2d"]
+Tunable = Literal["asd", "s2d", "auto"]
 # Rows of the table; the JSON has all.
 _SHOWN = 10
 
@@ -33,6 +33,9 @@ class Tune:
     s2d: for each exit of a sorted draft the probability from which on it is taken. They belong to this model and
     this draft.
 
+    auto: what is accepted of the drafts of each method that auto chooses among, by position; auto then begins each
+    text with that. No times are taken.
+
     Attributes:
       method: whose numbers.
       draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
@@ -42,7 +45,7 @@ class Tune:
       json: print one JSON object and nothing else.
     """
 
-    method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d}"})
+    method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d,auto}"})
     draft: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
     prompt_file: tuple[str, ...] = ()
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
@@ -58,12 +61,19 @@ class Tune:
         Raises:
           ValueError: an option of another method, or a number outside its range.
         """
-        own, foreign = (self.asd, self.s2d) if self.method == "asd" else (self.s2d, self.asd)
-        given = [field for field in dataclasses.fields(foreign) if getattr(foreign, field.name)]
-        unread = [*(["--draft"] if own is self.asd and self.draft else [])]
-        unread += [field.metadata["option"] for field in given]
+        grids = {"asd": self.asd, "s2d": self.s2d}
+        foreign: list[Any] = [grid for name, grid in grids.items() if name != self.method]
+        unread = ["--draft"] if self.draft and self.method != "s2d" else []
+        unread += [
+            field.metadata["option"]
+            for grid in foreign
+            for field in dataclasses.fields(grid)
+            if getattr(grid, field.name)
+        ]
         if unread:
             raise ValueError(f"tune --method {self.method} has no option {unread[0]}; leave it out")
+        if self.method == "auto":
+            return self._auto()
         tune = self._asd if self.method == "asd" else self._s2d
         with Bar() as bar:
             bar("loading the model")
@@ -91,6 +101,31 @@ class Tune:
         if report["interrupted"]:
             print(f"jaxspec: interrupted; the best so far is in {output}", file=sys.stderr)
             return INTERRUPTED
+        return 0
+
+    def _auto(self) -> int:
+        """Measures what is accepted; returns the exit status."""
+        from jaxspec.io import acceptance_file
+        from jaxspec.methods import Auto
+        from jaxspec.tuning.acceptance import measure_acceptance
+        from jaxspec.tuning.texts import read_prompts
+
+        with Bar() as bar:
+            bar("loading the model")
+            lm = self.model.load()
+            output = output_file(self.output, lm, acceptance_file.NAME)
+            prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+            expected, results = measure_acceptance(
+                lm, lm.candidates(Auto()), prompts, self.sweep.max_new_tokens, on_progress=bar
+            )
+        about = {"prompts": len(prompts), "max_new_tokens": self.sweep.max_new_tokens, "dtype": lm.precision}
+        found_by = {"command": "jaxspec tune --method auto", **about}
+        acceptance_file.write_acceptance(output, lm.fingerprint, expected, found_by)
+        report = {"model": lm.name, "method": self.method, **about, "results": results, "output": str(output)}
+        if self.json:
+            print(json.dumps(report))
+        else:
+            _print_acceptance(report)
         return 0
 
     def _asd(self, lm: LanguageModel, bar: Bar) -> tuple[Path, dict[str, Any]]:
@@ -164,6 +199,24 @@ _COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "s2d": {"thresholds": _numbers},
 }
+
+
+def _print_acceptance(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=sys.stdout)
+    table = Table(title=f"{report['model']}, {report['dtype']}", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("candidate", no_wrap=True)
+    for heading in ("rounds", "drafted", "acceptance rate", "tokens a round"):
+        table.add_column(heading, justify="right")
+    for row in report["results"]:
+        shares = (row["draft_acceptance_rate"], row["tokens_per_round"])
+        counts = (str(row["rounds"]), str(row["num_draft_tokens"]))
+        table.add_row(row["candidate"], *counts, *("–" if one is None else f"{one:.2f}" for one in shares))
+    console.print(table)
+    console.print(f"written to {report['output']}, for --method auto", highlight=False, soft_wrap=True)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.chooser import OFF, Prices
 from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.engine.known import Known
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import Chosen, Expected
 from jaxspec.io.choice_file import ChoiceFile, Entry
 
-# Rounds until a choice is made again; as long as it stays the same, twice as many each time, up to a limit: a choice
-# takes the host about as long as a round of a small model takes.
-ROUNDS, MOST_ROUNDS = 8, 64
+# Rounds until a choice is made again; as long as it stays the same, so many times as many each time, up to a limit: a
+# choice takes the host about as long as a round of a small model takes. And of what has not drafted in a text yet:
+# where nothing pays, a trial is what is lost.
+ROUNDS, MOST_ROUNDS, TRIAL = 8, 64, 4
+_LONGER = 4
 # What a draft has to promise to gain over plain decoding: of several uncertain promises the largest is rarely kept.
 _GAIN = 0.03
 # How much of its uncertainty a candidate is tried for; of one whose rounds are known without running it, none.
 _EXPLORATION = 0.5
+# By how many deviations a candidate's acceptances may exceed their mean where it is asked whether it can pay at all.
+_HOPE = 1.0
 # What is expected of drafts of which nothing is known, and how often a lookup then finds one.
-_ACCEPTANCE, _STRENGTH, _FOUND = 0.5, 2.0, 0.5
+_ACCEPTANCE, _STRENGTH, _FOUND, _EMPTY = 0.5, 2.0, 0.5, 0.1
 # The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
 # does not run takes over of plain decoding's in a choice, so that a slow moment does not rule it out for good.
 _LEARNING, _FADING = 0.3, 0.02
@@ -32,21 +36,6 @@ _LEARNING, _FADING = 0.3, 0.02
 _SHARE = 0.5
 # Live tokens between two tables of prices.
 _LIVE = 256
-
-
-@dataclasses.dataclass
-class Known:
-    """What the texts of a model have found out about this machine: facts of programs and times, not of texts.
-
-    Attributes:
-      missed_ms: by candidate, what was lost so far for want of its programs.
-      ratios: by candidate and rows of the batch, observed over expected times of its rounds.
-      shapes: of drafters' states, see `switching.Switching`.
-    """
-
-    missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    ratios: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    shapes: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
 class Choices:
@@ -62,6 +51,8 @@ class Choices:
       known: from earlier batches; brought up to date.
       file: where choices are read from, or written to.
       measured: whether the costs are milliseconds of this machine, or only guessed in proportion.
+      explains: whether somebody asks for `expected`.
+      expectations: of what is accepted of each; None where nothing is known.
     """
 
     def __init__(
@@ -76,12 +67,17 @@ class Choices:
         known: Known | None = None,
         file: ChoiceFile | None = None,
         measured: bool = True,
+        explains: bool = True,
+        expectations: Sequence[acceptance.Expectation | None] | None = None,
     ) -> None:
         self.names = ("off", *names)
         self._kinds, self._longest, self._costs, self._batch = tuple(kinds), tuple(longest), costs, batch
         self._known = Known() if known is None else known
-        self._file, self._measured = file, measured
-        self._prior = _prior(kinds, max(longest))
+        self._file, self._measured, self._explains = file, measured, explains
+        known_before = [None] * len(kinds) if expectations is None else expectations
+        self._prior = _prior(kinds, known_before, max(longest))
+        # Those of whose drafts something is known before a text begins.
+        self._informed = np.array([True, *(one is not None for one in known_before)])
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
         # How long the last choice holds, and how many of those rounds are still to come.
         self._patience, self._left, self._round = ROUNDS, 0, 0
@@ -89,9 +85,10 @@ class Choices:
         self._last: tuple[int, int] | None = None
         # Of rows, what lookup would have drafted; None before a row's first tokens.
         self._lookups: list[ReplayedLookup | None] = [None] * batch
-        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.lookup]
+        self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.copies]
         # Of candidates without programs, the share of time that may well be lost for want of them.
         self._missed: dict[str, float] = {}
+        self._exploration = np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names])
         # Candidates that have drafted in this batch.
         self._played: set[int] = set()
         self.expected: tuple[Expected, ...] = ()
@@ -126,33 +123,69 @@ class Choices:
             return candidate, length, min(rounds, most_rounds)
         if self._left > 0 and self._last is not None and (self._last[0] == OFF or ready(self._last[0])):
             return (*self._last, min(self._left, most_rounds))
-        table = self._corrected(lengths)
-        usable = [at == OFF or ready(at) for at in range(len(self.names))]
-        behind = np.repeat(lengths[:, None], len(self.names), axis=1)
-        if held is not None:
-            behind[:, held] = 0
-        self._chooser = dataclasses.replace(self._chooser, behind=behind)
-        if not self.expected:
-            self.expected = self._expectations(table, remaining, usable)
-        known = np.where(np.array(usable)[:, None], table.round_ms, np.inf)
-        known[OFF] /= 1 + _GAIN
-        choice, self._chooser = chooser.choose(
-            self._chooser,
-            dataclasses.replace(table, round_ms=known),
-            self._prior,
-            remaining,
-            exploration=np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names]),
-            together=True,
-        )
-        candidate, length = int(choice.candidate[0]), int(choice.length[0])
-        if self._last is None:  # says what a step takes here, and what would have been found, for little
-            candidate, length = OFF, 0
-        same = self._last is not None and candidate == self._last[0]
-        self._patience = min(2 * self._patience, MOST_ROUNDS) if same else ROUNDS
+        usable = np.array([at == OFF or ready(at) for at in range(len(self.names))])
+        if self._explains and not self.expected:
+            self.expected = self._expectations(self._corrected(lengths), remaining, usable)
+        candidate, length = OFF, 0
+        # At first plain decoding says what a step takes here, and what would have been found, for little; where texts
+        # before have said that, what is expected to pay begins.
+        begins = self._last is None
+        open_to = usable & self._informed if begins else usable
+        if open_to[1:].any() and not (begins and self._ratio(OFF) is None):
+            candidate, length = self._best(lengths, remaining, held, open_to)
+        if not usable[1:].any():
+            self._patience = MOST_ROUNDS
+        elif self._last is not None and candidate == self._last[0]:
+            self._patience = min(_LONGER * self._patience, MOST_ROUNDS)
+        elif candidate == OFF:  # at first, or after a trial that did not pay
+            self._patience = ROUNDS if begins else _LONGER * ROUNDS
+        else:
+            self._patience = ROUNDS if candidate in self._played else TRIAL
         self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))
         return candidate, length, min(self._left, most_rounds)
+
+    def _best(
+        self, lengths: np.ndarray, remaining: np.ndarray, held: int | None, usable: np.ndarray
+    ) -> tuple[int, int]:
+        """The candidate and length that give the most tokens per millisecond, by acceptances that are drawn."""
+        table = self._corrected(lengths)
+        estimate = self._with_open_drafts()
+        # What cannot pay even where fortune is kind is not tried.
+        hopes, _, _, _ = self._speedups(table, remaining, estimate, deviations=_HOPE)
+        tried = usable & (hopes > 1 + _GAIN)
+        if not tried[OFF + 1 :].any():
+            return OFF, 0
+        tried[OFF] = True
+        behind = np.repeat(lengths[:, None], len(self.names), axis=1)
+        if held is not None:
+            behind[:, held] = 0
+        round_ms = np.where(tried[:, None], table.round_ms, np.inf)
+        round_ms[OFF] /= 1 + _GAIN
+        choice, after = chooser.choose(
+            dataclasses.replace(self._chooser, estimate=estimate, behind=behind),
+            dataclasses.replace(table, round_ms=round_ms),
+            self._prior,
+            remaining,
+            exploration=self._exploration,
+            together=True,
+        )
+        self._chooser = dataclasses.replace(self._chooser, num_choices=after.num_choices)
+        return int(choice.candidate[0]), int(choice.length[0])
+
+    def _with_open_drafts(self) -> acceptance.Estimate:
+        """What is known, with what was accepted so far of drafts that lookup would have had, and are not over."""
+        estimate = self._chooser.estimate
+        if self._looked_up and any(lookup is not None and lookup.open for lookup in self._lookups):
+            rounds = [
+                [] if lookup is None or not lookup.open else [(lookup.open, lookup.open)]
+                for lookup in self._lookups
+            ]
+            for at in self._looked_up:
+                if at not in self._played or self.names[at] == "ngram":
+                    estimate = acceptance.observed_rounds(estimate, at, rounds, forgetting=1.0)
+        return estimate
 
     def wanted(
         self, lengths: np.ndarray, remaining: np.ndarray, compile_ms: float, ready: Callable[[int], bool]
@@ -166,9 +199,9 @@ class Choices:
           lengths, remaining, ready: as of `next`.
           compile_ms: how long it takes to compile one.
         """
-        missing = [at for at in range(1, len(self.names)) if not ready(at)]
-        if missing and self._left > 0:
+        if self._left > 0:
             return []
+        missing = [at for at in range(1, len(self.names)) if not ready(at)]
         self._missed = {}
         # Costs may be guessed: without an observed time milliseconds mean nothing yet.
         if not missing or self._ratio(OFF) is None:
@@ -288,11 +321,16 @@ class Choices:
         )
 
     def _speedups(
-        self, table: Prices, remaining: np.ndarray, deviations: float = 0.0
+        self,
+        table: Prices,
+        remaining: np.ndarray,
+        estimate: acceptance.Estimate | None = None,
+        deviations: float = 0.0,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """By candidate, over live rows: expected speed-up, best length, first acceptance, milliseconds of a round."""
         live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
-        known = acceptance.hoped(self._prior, self._chooser.estimate, deviations)
+        estimate = self._chooser.estimate if estimate is None else estimate
+        known = acceptance.hoped(self._prior, estimate, deviations)
         accept, draft = (of_rows[live] for of_rows in known)
         tokens = chooser.tokens_of_rounds(accept, draft).mean(axis=0)
         times = chooser.times_of_rounds(table, draft).max(axis=0)
@@ -302,11 +340,9 @@ class Choices:
         each = np.arange(len(speed))
         return speed[each, lengths], lengths, accept[:, :, 0].mean(axis=0), times[each, lengths]
 
-    def _expectations(
-        self, table: Prices, remaining: np.ndarray, usable: Sequence[bool]
-    ) -> tuple[Expected, ...]:
+    def _expectations(self, table: Prices, remaining: np.ndarray, usable: np.ndarray) -> tuple[Expected, ...]:
         columns = self._speedups(table, remaining)
-        rows = zip(self.names, *(column.tolist() for column in columns), usable, strict=True)
+        rows = zip(self.names, *(column.tolist() for column in columns), usable.tolist(), strict=True)
         expected = [
             Expected(
                 name, length, None if name == "off" else first, took if self._timed else None, speed, ready
@@ -327,13 +363,17 @@ def _joined(one: Chosen, other: Chosen) -> Chosen:
     )
 
 
-def _prior(kinds: Sequence[Draft], longest: int) -> acceptance.Prior:
-    prior = acceptance.flat_prior(1 + len(kinds), longest, _ACCEPTANCE, _STRENGTH)
-    draft = prior.draft.copy()
-    for at, kind in enumerate(kinds, 1):
-        if kind.lookup:
-            draft[at] = _STRENGTH * np.array([_FOUND, 1 - _FOUND])
-    return dataclasses.replace(prior, draft=draft)
+def _prior(
+    kinds: Sequence[Draft], known: Sequence[acceptance.Expectation | None], longest: int
+) -> acceptance.Prior:
+    def unknown(found: float) -> acceptance.Expectation:
+        return acceptance.Expectation((_ACCEPTANCE,), _STRENGTH, (_STRENGTH * found, _STRENGTH * (1 - found)))
+
+    each = [
+        one or unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
+        for kind, one in zip(kinds, known, strict=True)
+    ]
+    return acceptance.joined([unknown(0.0), *each], longest)
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +17,10 @@ import jax
 
 # Specialised executables kept; the least recently used one goes.
 MAX_VARIANTS = 16
+# A compiled function, its arguments, and what is static.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+# Work for which nobody waits, and its priority, as of `nice`.
+_LATER, _NICE = "jaxspec-later", 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Executables:
         self._variant_pool: ThreadPoolExecutor | None = None
         self._futures: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._described: list[Future[None]] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """`function(*args, **static)`; every positional argument is traced, every keyword is static."""
@@ -80,13 +88,36 @@ class Executables:
 
     def prepare(self, function: Callable[..., Any], *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
-        key, future, mine = self._claim(function, args, static)
-        if not mine:
-            return
+        self._prepare("jaxspec-compile", function, args, static)
+
+    def later(self, describe: Callable[[], Sequence[Call]]) -> None:
+        """Finds out what is to be compiled, and compiles it, all in the background where nobody waits for it.
+
+        On Linux the work yields to whatever else the machine has to do.
+
+        Args:
+          describe: returns functions, arguments and what is static, as `prepare` takes them.
+        """
+
+        def prepare() -> None:
+            for function, args, static in describe():
+                self._prepare(_LATER, function, args, static)
+
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-compile")
-        self._pool.submit(_as_here(self._compile), key, future, function, args, static)
+            self._described.append(self._pool(_LATER).submit(_as_here(prepare)))
+
+    def _prepare(self, name: str, function: Any, args: Any, static: dict[str, Any]) -> None:
+        key, future, mine = self._claim(function, args, static)
+        if mine:
+            with self._lock:
+                pool = self._pool(name)
+            pool.submit(_as_here(self._compile), key, future, function, args, static)
+
+    def _pool(self, name: str) -> ThreadPoolExecutor:
+        if name not in self._pools:
+            begin = _yield if name == _LATER else None
+            self._pools[name] = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
+        return self._pools[name]
 
     @staticmethod
     def key(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -103,7 +134,9 @@ class Executables:
     def busy(self) -> bool:
         """Whether something is being compiled, or waits for it."""
         with self._lock:
-            return any(not future.done() for future in (*self._futures.values(), *self._variants.values()))
+            self._described = [future for future in self._described if not future.done()]
+            futures = *self._described, *self._futures.values(), *self._variants.values()
+            return any(not future.done() for future in futures)
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
         """The executable for such arguments if it is there; else it is compiled in the background.
@@ -131,6 +164,8 @@ class Executables:
 
     def wait(self) -> None:
         """Returns once nothing is compiling in the background any more: before times are taken."""
+        for described in list(self._described):
+            described.exception()
         with self._lock:
             futures = [*self._futures.values(), *self._variants.values()]
         for future in futures:
@@ -183,6 +218,13 @@ class Executables:
             self.compile_ms += spent_ms
             self.longest_ms = max(self.longest_ms, spent_ms)
         future.set_result(compiled)
+
+
+def _yield() -> None:
+    """Gives this thread a lower priority than the others have, where threads have one of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -15,12 +17,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import StepCosts
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.buckets import START_CAPACITY, bucket
-from jaxspec.engine.choices import Known
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.known import Known
 from jaxspec.engine.loading import (
     check_mesh,
     find_model,
@@ -51,7 +54,7 @@ from jaxspec.engine.switching import Plan
 from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, cost_files, memory, processes
 from jaxspec.io.arguments import flag, whole
-from jaxspec.io.choice_file import ChoiceFile
+from jaxspec.io.choice_file import ChoiceFile, belongs_to
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import Sampled, law_name
@@ -59,6 +62,7 @@ from jaxspec.io.tokenizer import Tokenizer
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.methods.auto import Auto
+from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
@@ -478,7 +482,7 @@ class LanguageModel:
             log_probs=logprobs,
             mesh=self.mesh,
             device=self.device,
-            plan=self._plan(method, laws, drafter.num_draft_tokens),
+            plan=self._plan(method, laws, drafter.num_draft_tokens, requests),
         )
         lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
         return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
@@ -536,7 +540,9 @@ class LanguageModel:
             *(drafts.load, self.encode, directory, laws, self.platform, drafts.load_head, drafts.quantised)
         )
 
-    def _plan(self, method: AnyMethod, laws: tuple[str, ...], longest: int) -> Plan | None:
+    def _plan(
+        self, method: AnyMethod, laws: tuple[str, ...], longest: int, requests: Sequence[RowRequest]
+    ) -> Plan | None:
         """Returns what a text may change between; None for a method of one drafter, and where nothing can be."""
         if not isinstance(method, Auto):
             return None
@@ -547,12 +553,17 @@ class LanguageModel:
                 stacklevel=4,
             )
             return None
-        candidates = method.candidates(self.loaded, self._resources(laws, self.directory))
+        candidates = self.candidates(method, laws)
         if not candidates:
             return None
-        names = ["off", *(candidate.name for candidate in candidates)]
-        file = None if method.choices is None else ChoiceFile(Path(method.choices), names, longest)
-        return Plan(candidates, self.step_costs, known=self._known, file=file, explain=method.explain)
+        file = None
+        if method.choices is not None:
+            names = ["off", *(candidate.name for candidate in candidates)]
+            of = belongs_to(self.fingerprint, [request.prompt for request in requests])
+            file = ChoiceFile(Path(method.choices), names, longest, of)
+        return Plan(
+            candidates, self._expected, self.step_costs, known=self._known, file=file, explain=method.explain
+        )
 
     @functools.cached_property
     def step_costs(self) -> StepCosts | None:
@@ -564,9 +575,59 @@ class LanguageModel:
         except (OSError, ValueError):
             return None
 
+    def candidates(self, method: Auto, laws: tuple[str, ...] = ("greedy",)) -> tuple[Candidate, ...]:
+        """Returns what method `auto` chooses among, looked for and made once for all texts.
+
+        `laws`: of the texts, see `drafter`.
+
+        Raises:
+          ValueError, FileNotFoundError: as `generate`.
+
+        Examples:
+          >>> from jaxspec.methods import Auto
+          >>> from jaxspec.testing import language_model
+          >>> [one.name for one in language_model().candidates(Auto())]
+          ['ngram', 'suffix']
+        """
+        key = dataclasses.replace(method, choices=None, explain=False), laws
+        try:
+            known = self._chosen_among.get(key)
+        except TypeError:  # an option that cannot be a key
+            return method.candidates(self.loaded, self._resources(laws, self.directory))
+        if known is None:
+            known = method.candidates(self.loaded, self._resources(laws, self.directory))
+            self._chosen_among[key] = known
+        return known
+
+    @functools.cached_property
+    def _chosen_among(self) -> dict[Any, tuple[Candidate, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _expected(self) -> dict[str, Expectation]:
+        return Auto.expected(self.loaded, self._resources(("greedy",), self.directory))
+
     @functools.cached_property
     def _known(self) -> Known:
         return Known()
+
+    @contextlib.contextmanager
+    def compiled_early(self) -> Iterator[None]:
+        """Within it method `auto` compiles whatever a text may change to at once, in the background, not only what
+        pays: for those who take times, once `executables.wait()` has returned.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> with lm.compiled_early():
+          ...     text = lm.generate("ab", method="auto", among="ngram", max_new_tokens=4)
+          ...     lm.executables.wait()
+        """
+        before, self._known.eager = self._known.eager, True
+        try:
+            yield
+        finally:
+            self._known.eager = before
 
     def _parts(
         self, method: AnyMethod, laws: tuple[str, ...], directory: Path | None

@@ -18,10 +18,15 @@ class ReplayedLookup:
       num_draft_tokens: K.
       prompt: the tokens before the text.
 
+    Attributes:
+      open: how many tokens of the draft that is not decided yet are right so far.
+
     Examples:
       >>> lookup = ReplayedLookup(3, prompt=[1, 2, 3, 4, 1, 2])
       >>> lookup.played([3, 4, 9, 5])  # after (1, 2) it drafts (3, 4, 1); after (9) and (5) nothing
       [(3, 2), (0, 0)]
+      >>> lookup.played([1, 2, 3]), lookup.open  # after (5) nothing, after (1) it drafts (2, 3, 4)
+      ([(0, 0)], 2)
     """
 
     def __init__(self, num_draft_tokens: int, prompt: Sequence[int]) -> None:
@@ -31,12 +36,15 @@ class ReplayedLookup:
         self._indexed = 0
         # The last token of the text before the next round.
         self._at = len(self._tokens) - 1
+        # Of the next round's draft, how many tokens are right so far; what would follow is yet to come.
+        self.open = 0
 
     def played(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """(drafted, accepted) of the rounds that more tokens of the text decide."""
         self._tokens += tokens
         known = self._tokens
         rounds: list[tuple[int, int]] = []
+        self.open = 0
         while self._at + 1 < len(known):
             place = self._place()
             drafted = 0 if place is None else min(self._longest, self._at - place)
@@ -44,11 +52,13 @@ class ReplayedLookup:
             while accepted < drafted and place is not None:
                 following = self._at + 1 + accepted
                 if following == len(known):
-                    return rounds  # what it is compared with is yet to come
+                    self.open = accepted
+                    return rounds
                 if known[place + 1 + accepted] != known[following]:
                     break
                 accepted += 1
             if self._at + 1 + accepted == len(known):
+                self.open = accepted
                 return rounds
             rounds.append((drafted, accepted))
             self._at += accepted + 1

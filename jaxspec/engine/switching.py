@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decoding
+from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import StepCosts, guessed
 from jaxspec.decoding import DecodeState, Parts
 from jaxspec.engine import buckets, compiled
-from jaxspec.engine.choices import Choices, Known
-from jaxspec.engine.executables import Executables
+from jaxspec.engine.choices import Choices
+from jaxspec.engine.executables import Call, Executables
+from jaxspec.engine.known import Known, Programs
 from jaxspec.engine.results import Chosen, Expected, Token, played_rounds
+from jaxspec.io import memory
 from jaxspec.io.choice_file import ChoiceFile
 from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Weights, kinds_of
+from jaxspec.protocol import Weights
 
 # What a further row of a step costs where nothing is measured, as a share of a step of one.
 _ROW_CPU, _ROW = 0.15, 0.01
@@ -33,6 +36,7 @@ class Plan:
 
     Attributes:
       candidates: plain decoding is not among them.
+      expected: what is known of them, by name, beside what they say themselves.
       costs: of steps; None where they were not measured.
       seed: of what is drawn to choose.
       known: of the model, so that several texts pay for a program together.
@@ -41,6 +45,7 @@ class Plan:
     """
 
     candidates: tuple[Candidate, ...]
+    expected: Mapping[str, Expectation] = dataclasses.field(default_factory=dict)
     costs: StepCosts | None = None
     seed: int = 0
     known: Known = dataclasses.field(default_factory=Known)
@@ -95,14 +100,11 @@ class Switching:
             known=plan.known,
             file=plan.file,
             measured=plan.costs is not None,
+            explains=plan.explain,
+            expectations=[plan.expected.get(one.name, one.expected) for one in plan.candidates],
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None
-        self._there: set[tuple[int, int]] = set()
-        # Of the programs of those that are not there: they are many shapes, which are looked at once.
-        self._keys: dict[tuple[int, int], list[Any]] = {}
-        self._asked: set[tuple[int, int]] = set()
-        self._lengths: dict[int, jax.Array] = {}
         self._fair = True
 
     @property
@@ -139,8 +141,9 @@ class Switching:
           params, parts, state: of plain decoding.
           lengths, remaining, most: see `Choices.next`.
         """
-        ready = functools.partial(self._ready, params, parts, state)
-        self._compile(params, parts, state, lengths, remaining)
+        shapes = self._shapes(parts, state)
+        ready = functools.partial(self._ready, shapes=shapes)
+        self._compile(params, parts, state, lengths, remaining, shapes)
         held = self._at if self._held is not None else None
         at, length, rounds = self._choices.next(lengths, remaining, most, held, ready)
         # What is compiled meanwhile takes time from the rounds.
@@ -184,74 +187,90 @@ class Switching:
         return dataclasses.replace(state, drafter_state=())
 
     def _of(self, at: int, params: Weights, parts: Parts, length: int) -> tuple[Weights, Parts]:
-        candidate = self._plan.candidates[at - 1]
-        if length not in self._lengths:
-            self._lengths[length] = jax.device_put(np.int32(length), self._device)
-        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=self._lengths[length])
+        candidate, lengths = self._plan.candidates[at - 1], self._plan.known.lengths
+        if length not in lengths:
+            lengths[length] = jax.device_put(np.int32(length), self._device)
+        parts = dataclasses.replace(parts, drafter=candidate.drafter, longest=lengths[length])
         return Weights(params.target, candidate.params), parts
 
     def _taken_up(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> Any:
-        shape = self._state_shape(at, params, parts, state)
-        if not jax.tree.leaves(shape):
-            return shape
+        shapes = self._shapes(parts, state)
+        if self._programs(at).get(shapes) is None:  # of choices that a file says
+            self._describe(at, params, parts, _by_shape(state))
+        programs = self._programs(at)[shapes]
+        assert programs is not None
+        if not jax.tree.leaves(programs.shape):
+            return programs.shape
         return self._executables.call(compiled.take_up, params, parts, state, **self._take_up_static(state))
 
     def _take_up_static(self, state: DecodeState) -> dict[str, Any]:
         size = buckets.prefill_chunk_size(state.capacity, self._platform)
         return {"config": self._config, "chunk_size": min(size, state.capacity)}
 
-    def _state_shape(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> Any:
-        drafter, known = self._plan.candidates[at - 1].drafter, self._plan.known.shapes
-        key = jax.tree.structure(drafter), kinds_of(drafter), state.tokens.shape, self._platform
-        if key not in known:
-            static = self._take_up_static(state)
-            make = functools.partial(decoding.take_up, static["config"], chunk_size=static["chunk_size"])
-            known[key] = jax.eval_shape(make, params, parts, state)
-        return known[key]
+    def _shapes(self, parts: Parts, state: DecodeState) -> Any:
+        """What of a batch tells programs of a candidate apart."""
+        kinds = jax.tree.structure((parts.acceptor, parts.law))
+        return state.tokens.shape, state.eos_ids.shape, self._log_probs, kinds
 
-    def _programs(
-        self, at: int, params: Weights, parts: Parts, state: DecodeState
-    ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-        """The functions that a candidate runs, with arguments by shape."""
-        params, parts = self._of(at, params, parts, 0)
-        plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-        shape = self._state_shape(at, params, parts, plain)
+    def _programs(self, at: int) -> dict[Any, Programs | None]:
+        """Those of a candidate, of all texts: they are many shapes, which are looked at once."""
+        return self._plan.known.programs.setdefault(self._plan.candidates[at - 1], {})
+
+    def _describe(self, at: int, params: Weights, parts: Parts, state: DecodeState) -> list[Call]:
+        """Finds out what a candidate runs in a batch of such shapes, and returns it with arguments by shape."""
+        params, own_parts = self._of(at, params, parts, 0)
+        up = self._take_up_static(state)
+        make = functools.partial(decoding.take_up, up["config"], chunk_size=up["chunk_size"])
+        shape = jax.eval_shape(make, params, own_parts, state)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        halt = jax.ShapeDtypeStruct(plain.done.shape, bool)
-        static = compiled.rounds_static(self._config, parts.drafter, self._log_probs, None)
-        own = dataclasses.replace(plain, drafter_state=shape)
-        programs: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-            (compiled.run_rounds, (params, parts, own, scalar, halt), static)
-        ]
+        halt = jax.ShapeDtypeStruct(state.done.shape, bool)
+        static = compiled.rounds_static(self._config, own_parts.drafter, self._log_probs, None)
+        own = dataclasses.replace(state, drafter_state=shape)
+        calls: list[Call] = [(compiled.run_rounds, (params, own_parts, own, scalar, halt), static)]
         if jax.tree.leaves(shape):
-            programs.append((compiled.take_up, (params, parts, plain), self._take_up_static(plain)))
-        return programs
+            calls.append((compiled.take_up, (params, own_parts, state), up))
+        keys = [self._executables.key(function, *given, **static) for function, given, static in calls]
+        # It is brought up beside the batch; one with taps reads the target, which has another cache for that.
+        needed = shape if decoding.tapped_drafter(own_parts) is None else (shape, state.cache)
+        programs = Programs(shape, keys, memory.fits(needed, self._device))
+        self._programs(at)[self._shapes(parts, state)] = programs
+        return calls if programs.fits else []
 
-    def _ready(self, params: Weights, parts: Parts, state: DecodeState, at: int) -> bool:
+    def _ready(self, at: int, shapes: Any) -> bool:
         """Whether a candidate's programs are there; once they are, they stay."""
-        key = at, state.capacity
-        if key not in self._there:
-            if key not in self._keys:
-                self._keys[key] = [
-                    self._executables.key(function, *given, **static)
-                    for function, given, static in self._programs(at, params, parts, state)
-                ]
-            if all(map(self._executables.ready, self._keys[key])):
-                self._there.add(key)
-        return key in self._there
+        programs = self._programs(at).get(shapes)
+        if programs is None or not programs.fits:
+            return False
+        programs.there = programs.there or all(map(self._executables.ready, programs.keys))
+        return programs.there
 
     def _compile(
-        self, params: Weights, parts: Parts, state: DecodeState, lengths: np.ndarray, remaining: np.ndarray
+        self,
+        params: Weights,
+        parts: Parts,
+        state: DecodeState,
+        lengths: np.ndarray,
+        remaining: np.ndarray,
+        shapes: Any,
     ) -> None:
         """Begins to compile the most promising candidate in the background, if it pays and nothing else is compiled."""
-        if self._executables.busy or (self._plan.file is not None and self._plan.file.entries is not None):
+        if self._plan.file is not None and self._plan.file.entries is not None:
             return
-        ready = functools.partial(self._ready, params, parts, state)
-        for at in self._choices.wanted(lengths, remaining, self._executables.longest_ms, ready):
-            key = at, state.capacity
-            if key in self._asked:  # and it is not there: it cannot be compiled
-                continue
-            self._asked.add(key)
-            for function, given, static in self._programs(at, params, parts, state):
-                self._executables.prepare(function, *given, **static)
+        eager = self._plan.known.eager
+        if eager:
+            worth = list(range(1, 1 + len(self._plan.candidates)))
+        elif self._executables.busy:
             return
+        else:
+            ready = functools.partial(self._ready, shapes=shapes)
+            worth = self._choices.wanted(lengths, remaining, self._executables.longest_ms, ready)
+        # What was asked for, and is not there, cannot be compiled or has no room.
+        new = [at for at in worth if shapes not in self._programs(at)]
+        for at in new if eager else new[:1]:
+            self._programs(at)[shapes] = None
+            self._executables.later(functools.partial(self._describe, at, params, parts, _by_shape(state)))
+
+
+def _by_shape(state: DecodeState) -> DecodeState:
+    by_shape: DecodeState = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    return by_shape

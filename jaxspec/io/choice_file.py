@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,12 @@ class Entry(NamedTuple):
     length: int
 
 
+def belongs_to(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, str]:
+    """What choices belong to beside their candidates: a model, by its fingerprint, and the prompts of a call."""
+    digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode())
+    return {"model": model, "prompts": digest.hexdigest()[:16]}
+
+
 class ChoiceFile:
     """A file of choices: one that is there is read, and made again; else one is begun.
 
@@ -34,18 +41,26 @@ class ChoiceFile:
       path: the file, of JSON lines: a header, then one choice a line.
       candidates: the names that may be chosen.
       num_draft_tokens: K, the most tokens of a draft.
+      of: what else the choices belong to, see `belongs_to`.
 
     Attributes:
       entries: of a file that was there; None where there was none.
 
     Raises:
-      ValueError: the file is damaged, or of other candidates; one line.
+      ValueError: the file is damaged, or of other candidates, another model or other prompts; one line.
       OSError: it cannot be read, or not be written.
     """
 
-    def __init__(self, path: Path, candidates: Sequence[str], num_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        candidates: Sequence[str],
+        num_draft_tokens: int,
+        of: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
         header = {"format": FORMAT, "candidates": list(candidates), "num_draft_tokens": num_draft_tokens}
+        header |= of or {}
         self.entries = self._read(header) if path.exists() else None
         if self.entries is None and written_here():
             write_atomic(path, json.dumps(header) + "\n")
@@ -73,7 +88,7 @@ class ChoiceFile:
             if lines[0].get(name) != expected:
                 raise ValueError(
                     f"{self.path} has the {name.replace('_', ' ')} {shown(lines[0].get(name))}, this text "
-                    f"{shown(expected)}; give the model and the options that it was written with"
+                    f"{shown(expected)}; give the model, the prompts and the options that it was written with"
                 )
         entries = [self._entry(number, line, header) for number, line in enumerate(lines[1:], 2)]
         for number, (before, entry) in enumerate(itertools.pairwise(entries), 3):

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -134,3 +135,10 @@ def check_cache_fits(
             f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "
             f"{free / _GIB:.2f} GiB free; take a smaller batch or fewer tokens"
         )
+
+
+def fits(tree: Any, device: jax.Device) -> bool:
+    """Whether arrays of such shapes still fit a device; also where its memory is unknown."""
+    size = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    free = free_bytes(device)
+    return free is None or size <= free

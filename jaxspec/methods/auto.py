@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
 from jaxspec.methods.base import Candidate, DraftingMethod, FilePath, LoadedModel, Method, Resources, option
+from jaxspec.methods.files import found
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.acceptance import Expectation
     from jaxspec.protocol import Drafter
 
 # Longer drafts are rarely accepted whole, and each verification is compiled for them.
@@ -49,10 +51,8 @@ class Auto(DraftingMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         for kind in map(_kind, self.among):
-            if kind not in registry.parts():
-                raise ValueError(
-                    f"among names {kind.name!r}; give methods that draft and are not made of others"
-                )
+            if not kind.options() or issubclass(kind, Auto):
+                raise ValueError(f"among names {kind.name!r}; give methods that draft")
         object.__setattr__(
             self, "among", tuple(_kind(one)() if isinstance(one, str) else one for one in self.among)
         )
@@ -82,25 +82,28 @@ class Auto(DraftingMethod):
         made = cls(**own)
         rest = {name: value for name, value in given.items() if name not in own}
         kinds = [type(one) for one in made.methods()]
-        if unread := sorted(name for name in rest if all(name not in kind.options() for kind in kinds)):
+        # A method of others reads theirs; which they are, options say.
+        reads = [kind.known(rest) if kind.composite else frozenset(kind.options()) for kind in kinds]
+        if unread := sorted(name for name in rest if all(name not in names for names in reads)):
             raise ValueError(made.refusal([f"`{name}`" for name in unread]))
         parts = tuple(
-            kind.of(one.given | {name: value for name, value in rest.items() if name in kind.options()})
-            for kind, one in zip(kinds, made.methods(), strict=True)
+            kind.of(one.given | {name: value for name, value in rest.items() if name in names})
+            for kind, one, names in zip(kinds, made.methods(), reads, strict=True)
         )
         return dataclasses.replace(made, among=parts)
 
     @classmethod
     def readers(cls) -> tuple[type[Method], ...]:
         """Returns this method and all that draft, whose options may stand beside its own."""
-        return (cls, *registry.parts())
+        others = registry.available()[0].values()
+        return (cls, *(kind for kind in others if kind.options() and not issubclass(kind, Auto)))
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
         """Returns its own options and those that the methods of `among` read."""
         named = given.get("among") or ()
         among = (named,) if isinstance(named, (str, Method)) else tuple(named)
-        kinds = [kind for kind in map(_kind, among) if not kind.composite]
+        kinds = [kind for kind in map(_kind, among) if not issubclass(kind, Auto)]
         return super().known(given).union(*(kind.known(given) for kind in kinds))
 
     def methods(self) -> tuple[Method, ...]:
@@ -121,16 +124,27 @@ class Auto(DraftingMethod):
         """
         methods = self.methods()
         if not methods:
-            kinds = registry.built_in().values()
+            kinds = registry.available()[0].values()
             methods = tuple(one for kind in kinds for one in kind.offered(target, resources))
         return tuple(self._candidate(method, target, resources) for method in methods)
+
+    @staticmethod
+    def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
+        """Returns what `jaxspec tune --method auto` found out about a model's candidates, by name; {} where nothing.
+
+        Raises:
+          ValueError: the file is damaged, or another model's; one line.
+        """
+        from jaxspec.io import acceptance_file
+
+        path = found(None, target, resources, acceptance_file.NAME)
+        return {} if path is None else acceptance_file.read_acceptance(path, target.fingerprint)
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         from jaxspec.protocol import drafts_trees
 
         longest = self.length(_USUAL)
-        if isinstance(method, DraftingMethod) and method.num_draft_tokens is None:
-            method = dataclasses.replace(method, num_draft_tokens=longest)
+        method = method.limited(longest)
         drafter, params = method.build(target, resources)
         kind = method.kind(target, drafter, params)
         if kind is None or drafts_trees(drafter):
@@ -144,7 +158,8 @@ class Auto(DraftingMethod):
                 f"{method.name} drafts or writes up to {needed} tokens; give auto num_draft_tokens={needed} or more"
             )
         layers = getattr(drafter, "exit_layer", None)
-        return Candidate(method.name if layers is None else f"{method.name} {layers}", drafter, params, kind)
+        name = method.name if layers is None else f"{method.name} {layers}"
+        return Candidate(name, drafter, params, kind, method.expectation(target, resources))
 
 
 def _kind(one: str | Method) -> type[Method]:

@@ -20,6 +20,7 @@ from jaxspec.io.messages import shown
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxspec.choosing.acceptance import Expectation
     from jaxspec.choosing.costs import Draft
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.heads import AnyHead
@@ -209,14 +210,15 @@ class Resources:
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """What a text may change to between two calls of the loop.
+    """What a text may change to between two calls of the loop; equal to itself alone.
 
     Attributes:
       name: as reports call it.
       drafter, params: as of `Method.build`.
       kind: what its drafts make a device do.
+      expected: of what is accepted, where something was measured; None where nothing is known.
 
     Examples:
       >>> from jaxspec.choosing.costs import Draft
@@ -229,6 +231,7 @@ class Candidate:
     drafter: Drafter
     params: Any
     kind: Draft
+    expected: Expectation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,6 +356,18 @@ class Method:
         """
         return None
 
+    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
+        """Returns what is accepted of its drafts, where something that it drafts with says so; None elsewhere.
+
+        Args:
+          target, resources: as of `build`.
+        """
+        return None
+
+    def limited(self, longest: int) -> Method:
+        """Returns the method with drafts of at most `longest` tokens where nothing says how long they are."""
+        return self
+
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
         """Returns what a text may change to from what `build` makes; () for a method of one drafter.
 
@@ -400,6 +415,12 @@ class DraftingMethod(Method):
             raise ValueError(f"num_draft_tokens is {count}; a drafting method needs at least 1")
         if count is not None and count > MAX_DRAFT_TOKENS:
             raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
+
+    def limited(self, longest: int) -> Method:
+        """Returns the method with this K, if it is given none."""
+        if self.num_draft_tokens is not None:
+            return self
+        return dataclasses.replace(self, num_draft_tokens=longest)
 
     def length(self, usual: int) -> int:
         """Returns K: as given, else the method's usual one, which a file may name, as far as one may be given."""

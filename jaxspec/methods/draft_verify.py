@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedModel, Resources, option
+from jaxspec.methods.base import FilePath, LoadedModel, Method, Resources, option, size_of
 from jaxspec.methods.chain import StopName
-from jaxspec.methods.files import file_of
+from jaxspec.methods.files import file_of, found
 from jaxspec.methods.masked import MaskedMethod
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 
@@ -53,3 +54,22 @@ class DraftVerify(MaskedMethod):
         rule, length = self.stopping()
         drafter = Drafting(target.config, plan.traced(), rule, length, self.is_static(resources))
         return drafter, self.params(target, resources)
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method, where a plan lies beside the model."""
+        from jaxspec.io import method_files
+
+        return (cls(),) if found(None, target, resources, method_files.PLAN_NAME) is not None else ()
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns as many layers as what the plan runs has the parameters of."""
+        import numpy as np
+
+        from jaxspec.choosing.costs import Draft
+
+        runs = np.asarray(getattr(drafter, "plan"))  # noqa: B009
+        layers = target.params["layers"]
+        sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
+        share = float((runs * sizes).sum() / sizes.sum())
+        return Draft(layers=share * len(layers), head=params is None)

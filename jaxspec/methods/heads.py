@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Method, Resources, option
@@ -10,6 +11,7 @@ from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import found
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.acceptance import Expectation
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
@@ -61,20 +63,34 @@ class HeadMethod(ChainMethod):
         found_beside = found(None, target, resources, head_name(cls.name)) is not None
         return (cls(),) if found_beside or embedded_head(cls.name, target.fingerprint) is not None else ()
 
-    def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
-        """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
+    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
+        """Returns what its training found on held-out prompts, which lies beside the head."""
+        from jaxspec.io import acceptance_file
+
+        path = Path(self._path(target, resources) or "") / acceptance_file.NAME
+        known = acceptance_file.read_acceptance(path, target.fingerprint) if path.is_file() else {}
+        return known.get(self.name)
+
+    def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
+        """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""
         from jaxspec.io.heads import embedded_head, head_name
 
-        path = self.draft
+        if self.draft is not None:
+            return self.draft
+        beside = found(None, target, resources, head_name(self.name))
+        return embedded_head(self.name, target.fingerprint) if beside is None else beside.parent
+
+    def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
+        """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
+        path = self._path(target, resources)
         if path is None:
-            beside = found(None, target, resources, head_name(self.name))
-            path = embedded_head(self.name, target.fingerprint) if beside is None else beside.parent
-            if path is None:
-                remedy = ", or train one with `python -m training.heads`" if self.trainable else ""
-                raise ValueError(
-                    f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
-                    f"give draft=DIR{remedy}"
-                )
+            from jaxspec.io.heads import head_name
+
+            remedy = ", or train one with `python -m training.heads`" if self.trainable else ""
+            raise ValueError(
+                f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
+                f"give draft=DIR{remedy}"
+            )
         head = resources.load_head(path, target)
         if head.config.kind != self.name:
             raise ValueError(f"{path} holds a head of {head.config.kind}; choose method={head.config.kind!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,8 +11,12 @@ from jaxspec.methods import registry
 from jaxspec.methods.base import LoadedModel, Method, Resources, option, size_of
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.acceptance import Expectation
+    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
+# Heads that draft best, the best first.
+_HEADS = ("eagle3", "eagle", "kangaroo")
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
 
@@ -116,6 +121,26 @@ class Hybrid(Method):
         second = second if taking_turns is None else taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
         return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(Drafting.memory)), own
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns prompt lookup with a head, where there is one for the model; of several the first of `_HEADS`."""
+        heads = (head for name in _HEADS for head in registry.find(name).offered(target, resources))
+        return tuple(cls(first="ngram", second=head) for head in itertools.islice(heads, 1))
+
+    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
+        """Returns the second's: what is found in the text beside is known in rounds alone."""
+        return self._parts()["second"].expectation(target, resources)
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
+        """Returns the second's, with a search in each round; what rounds with found drafts save, times tell."""
+        second = self._parts()["second"].kind(target, getattr(drafter, "second"), params)  # noqa: B009
+        return None if second is None else dataclasses.replace(second, lookup=True)
+
+    def limited(self, longest: int) -> Method:
+        """Returns it with both methods limited."""
+        parts: dict[str, Any] = {role: part.limited(longest) for role, part in self._parts().items()}
+        return dataclasses.replace(self, **parts)
 
     def _parts(self) -> dict[str, Method]:
         return {role: getattr(self, role) or registry.find(usual)() for role, usual in _USUAL.items()}

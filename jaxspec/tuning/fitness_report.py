@@ -62,7 +62,11 @@ def measure(
         if len(start) < lm.config.context_length  # packed windows may be longer
     ]
     budgets = [min(NEW_TOKENS, lm.config.context_length - len(start)) for start in starts]
-    written = lm.generate(starts, max_new_tokens=budgets, temperature=0.0) if starts else []
+    written = (
+        lm.generate(starts, method="autoregressive", max_new_tokens=budgets, temperature=0.0)
+        if starts
+        else []
+    )
     shares = [(fitness.repeated(one.tokens), max(0, len(one.tokens) - fitness.GRAM + 1)) for one in written]
     grams = sum(count for _, count in shares)
     report["repeated"] = sum(share * count for share, count in shares) / grams if grams else None

@@ -84,7 +84,7 @@ def inspect_model(
     ids = [_encode(lm, prompt) for prompt in prompts]
     budgets = [_budget(lm, len(one), max_new_tokens) for one in ids]
     on_progress("generating")
-    results = lm.generate(ids, max_new_tokens=budgets, temperature=0.0)
+    results = lm.generate(ids, method="autoregressive", max_new_tokens=budgets, temperature=0.0)
     texts = [result.tokens for result in results]
 
     on_progress("comparing layers")

@@ -65,7 +65,7 @@ def continuations(
 ) -> list[list[int]]:
     """What the model writes greedily after each prompt, by the plain method."""
     found: dict[int, list[int]] = {}
-    for piece in lm.stream(prompts, max_new_tokens=max_new_tokens, temperature=0.0):
+    for piece in lm.stream(prompts, method="autoregressive", max_new_tokens=max_new_tokens, temperature=0.0):
         if piece.result is not None:
             found[piece.index] = piece.result.tokens
             if piece.result.error is not None:

@@ -1,0 +1,62 @@
+"""What `jaxspec tune --method auto` found: how much of each method's drafts a model accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.choosing.acceptance import Expectation
+from jaxspec.io.files import write_json
+from jaxspec.io.messages import shown
+from jaxspec.io.method_files import check_model, read_format
+
+FORMAT = "jaxspec.acceptance/1"
+# Beside a model.
+NAME = "jaxspec.acceptance.json"
+_REMEDY = "jaxspec tune --method auto"
+
+
+def write_acceptance(
+    path: str | os.PathLike[str], model: str, expected: Mapping[str, Expectation], found_by: dict[str, Any]
+) -> None:
+    """Writes what is expected of each candidate, by name; `model` is its fingerprint."""
+    candidates = {name: dataclasses.asdict(one) for name, one in expected.items()}
+    write_json(path, {"format": FORMAT, "model": model, "candidates": candidates, "found_by": found_by})
+
+
+def read_acceptance(path: str | os.PathLike[str], model: str) -> dict[str, Expectation]:
+    """What is expected of each candidate, by name, checked to be of this model.
+
+    Raises:
+      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+    """
+    content = read_format(path, FORMAT, "a file of acceptances")
+    check_model(path, content.get("model"), model, _REMEDY)
+    found = content.get("candidates")
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has no candidates; make it with `{_REMEDY}`")
+    return {name: _parsed(f"{path}: {name}", one) for name, one in found.items()}
+
+
+def _parsed(where: str, content: Any) -> Expectation:
+    given = content if isinstance(content, dict) else {}
+    values: list[Any] = [given.get(field.name) for field in dataclasses.fields(Expectation)]
+    accept, strength, draft = values
+    if (
+        not (_are_numbers(accept) and accept and all(0 <= number <= 1 for number in accept))
+        or not (_are_numbers([strength]) and strength > 0)
+        or not (_are_numbers(draft) and len(draft) == 2 and min(draft) >= 0 and sum(draft) > 0)
+    ):
+        raise ValueError(
+            f"{where} has {shown(content)}; expected `accept`, numbers from 0 to 1, `strength`, a number above 0, and "
+            f"`draft`, two counts; make the file with `{_REMEDY}`"
+        )
+    return Expectation(tuple(accept), strength, tuple(draft))
+
+
+def _are_numbers(given: Any) -> bool:
+    return isinstance(given, list) and all(
+        type(one) in (int, float) and abs(one) < float("inf") for one in given
+    )

@@ -1,0 +1,136 @@
+"""What `jaxspec tune --method auto` writes, and what `auto` begins with."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxspec.choosing.acceptance import Expectation
+from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.cli import main
+from jaxspec.engine.choices import Choices
+from jaxspec.engine.known import Known
+from jaxspec.io.acceptance_file import NAME, read_acceptance, write_acceptance
+from jaxspec.tuning.acceptance import measure_acceptance
+from tests import tiny
+from tests.commands import write_tiny
+from tests.forced import tiny_candidate
+
+GOOD = {"accept": [0.9, 0.8], "strength": 9.0, "draft": [1.0, 0.5]}
+
+
+def test_what_is_measured_is_what_rounds_had():
+    lm = tiny.language_model()
+    candidates = [tiny_candidate(name) for name in ("ngram", "draft-model")]
+    prompts = [[7, 1, 7, 1], [5], [3, 4, 3]]
+    expected, rows = measure_acceptance(lm, candidates, prompts, max_new_tokens=24)
+    for candidate, row in zip(candidates, rows, strict=True):
+        texts = [
+            lm.generate(prompt, method=(candidate.drafter, candidate.params), max_new_tokens=24)
+            for prompt in prompts
+        ]
+        for name in ("num_draft_tokens", "rounds"):
+            counted = {"rounds": "num_rounds"}.get(name, name)
+            assert row[name] == sum(getattr(text.statistics, counted) for text in texts)
+        assert len(expected[candidate.name].accept) == tiny.K
+    # The tiny draft model is another model; the texts repeat themselves.
+    assert expected["ngram"].accept[0] > expected["draft-model"].accept[0]
+
+
+def test_the_command_writes_what_auto_begins_with(tmp_path_factory, tmp_path, capfd):
+    model = write_tiny(tmp_path_factory)
+    command = ["tune", "--method", "auto", "--model", str(model), "--max-new-tokens", "8", "--json"]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("ab ab ab", encoding="utf-8")
+    assert main([*command, "--prompt-file", str(prompt)]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["output"] == str(model / NAME)
+    assert [row["candidate"] for row in report["results"]] == ["ngram", "suffix"]
+    generate = ["generate", "--method", "auto", "--explain", "--json", "--model", str(model), "ab"]
+    content = json.loads((model / NAME).read_text(encoding="utf-8"))
+    content["candidates"]["ngram"] = GOOD
+    (model / NAME).write_text(json.dumps(content), encoding="utf-8")
+    assert main([*generate, "--max-new-tokens", "4"]) == 0
+    expected = {one["name"]: one for one in json.loads(capfd.readouterr().out)["expected"]}
+    assert expected["ngram"]["acceptance"] == pytest.approx(0.9, abs=0.01)
+    content["candidates"]["ngram"] = {}
+    (model / NAME).write_text(json.dumps(content), encoding="utf-8")
+    assert main([*generate, "--max-new-tokens", "4"]) == 2
+    error = capfd.readouterr().err
+    assert "ngram has {}; expected `accept`" in error
+    assert len(error.splitlines()) == 1
+    assert main([*command, "--prompt-file", str(prompt)]) == 0  # which mends it
+
+
+def test_what_is_written_is_read(tmp_path):
+    expected = {"ngram": Expectation((0.5, 0.25), 2.0, (1.5, 0.5))}
+    write_acceptance(tmp_path / NAME, "abc", expected, {})
+    assert read_acceptance(tmp_path / NAME, "abc") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "jaxspec.plan/1"}, "expected jaxspec.acceptance/1: not a file of acceptances"),
+        ({"model": "other"}, "belongs to another model .*; make one with `jaxspec tune --method auto`"),
+        ({"candidates": [GOOD]}, "has no candidates"),
+        *(
+            ({"candidates": {"ngram": GOOD | bad}}, "ngram has .*; expected `accept`, numbers from 0 to 1")
+            for bad in (
+                {"accept": []},
+                {"accept": [1.5]},
+                {"accept": [float("nan")]},
+                {"accept": 0.5},
+                {"strength": 0},
+                {"strength": True},
+                {"draft": [0, 0]},
+                {"draft": [1, -1]},
+                {"draft": [1]},
+                {"draft": None},
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, changes, message):
+    path = tmp_path / NAME
+    write_acceptance(path, "abc", {}, {})
+    content = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        read_acceptance(path, "abc")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("accept", "chosen"), [(0.2, {"off"}), (0.9, {"off", "head"})])
+def test_what_is_known_is_chosen_by(accept, chosen):
+    """A draft token costs half a step, and nothing is ever learnt."""
+    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
+    known = Expectation((accept,), 1e6, (1e6, 0.0))
+    one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, expectations=[known])
+    names = set()
+    for _ in range(10):
+        candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, None, lambda at: True)
+        names.add(one.names[candidate])
+        one._round += rounds
+        one._left = 0
+    assert names == chosen
+
+
+def test_what_is_known_to_pay_begins_once_times_are_known():
+    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
+    head = Expectation((0.9,), 20.0, (20.0, 0.1))
+    known, firsts = Known(), []
+    for expected in (head, head, None):
+        one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, known=known, expectations=[expected])
+        candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, None, lambda at: True)
+        one.learn([[(0, 0)] * rounds], [[0] * rounds], np.array([9]), 9.0 * rounds, True)
+        firsts.append(one.names[candidate])
+    assert firsts == ["off", "head", "off"]
+
+
+@pytest.mark.parametrize("more", [["--alpha", "0.9"], ["--threshold", "0.5"], ["--draft", "x"]])
+def test_options_of_other_methods_are_refused(capfd, more):
+    assert main(["tune", "--method", "auto", *more]) == 2
+    assert f"tune --method auto has no option {more[0]}; leave it out" in capfd.readouterr().err
