@@ -276,9 +276,10 @@ def run_layers(
             return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
 
         before = hidden
-        hidden, written[layer] = run_if(run_attention, attend_in, (hidden, written[layer]))
-        between = hidden
-        hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
+        with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
+            hidden, written[layer] = run_if(run_attention, attend_in, (hidden, written[layer]))
+            between = hidden
+            hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
         if watch is not None:
             watch(before, between)
             watch(between, hidden)
