@@ -31,7 +31,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import run_if
+from jaxspec.model.control import once, run_if
 from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantised import Quantised
@@ -277,7 +277,7 @@ def run_layers(
 
         before = hidden
         with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
-            hidden, written[layer] = run_if(run_attention, attend_in, (hidden, written[layer]))
+            hidden, written[layer] = once(run_attention, attend_in, (hidden, written[layer]))
             between = hidden
             hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
         if watch is not None:
