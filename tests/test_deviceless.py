@@ -159,21 +159,21 @@ def test_kernels_are_counted_as_a_round_runs(module):
 
 
 def test_kernels_of_a_layer():
-    """Those of the verification: one of layer 0, two of layer 1 and one that belongs to none; what a draft step runs of
-    layer 0 does not count."""
+    """Those of the verification: one of layer 0, and of layer 1 two and one without a name, which they use; what a
+    draft step runs of layer 0 does not count, nor what belongs to no layer."""
     scopes = {
         "calls=%in_place": "layer_0",
-        "copy(%here)": "layer_0",
-        "channel_id=5, to_apply=%add": "layer_1",
+        "channel_id=5, to_apply=%add": "layer_0",
+        "calls=%chosen": "layers",
         "S(2)}) copy-start(%moved)": "layer_1",
-        "copy-start(%x)": "layer_ahead",
+        "copy-start(%x)": "layer_1",
     }
     text = ROUND
     for after, scope in scopes.items():
         assert text.count(after) == 1
         text = text.replace(after, f'{after}, metadata={{op_name="f/while/body/{scope}/op"}}')
     module = hlo.parse(text)
-    assert rounds.kernels_per_layer(module, rounds.main_loop(module)) == 1.5
+    assert rounds.kernels_per_layer(module, rounds.main_loop(module)) == (1 + 3) / 2
     module = hlo.parse(ROUND)
     assert rounds.kernels_per_layer(module, rounds.main_loop(module)) is None
 
@@ -185,6 +185,17 @@ def test_a_write_into_what_a_fusion_made_is_a_copy():
     text = ROUND.replace(made, "%new = bf16[4,64,8]{2,1,0} negate(%p0)\n  " + made.replace("%p0", "%new"))
     module = hlo.parse(text)
     assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2 + 1
+
+
+def test_a_fusion_may_make_several_arrays_by_one_of_its_parts():
+    """As the largest number and its place, beside another array: the choice between whole caches is seen as before."""
+    after = "bf16[4]{0}) tuple(%whole, %part)"
+    assert ROUND.count(after) == 1
+    text = ROUND.replace("  ROOT %two", "  %pair = (bf16[4]{0}, s32[4]{0}) reduce(%part, %part)\n  ROOT %two")
+    text = text.replace(after, "(bf16[4]{0}, s32[4]{0})) tuple(%whole, %pair)")
+    text = text.replace("bf16[4]{0}) fusion(%x, %p)", "(bf16[4]{0}, s32[4]{0})) fusion(%x, %p)")
+    module = hlo.parse(text)
+    assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2
 
 
 def test_text_that_is_no_program():

@@ -183,7 +183,8 @@ def _roots(module: Module, one: Instruction) -> list[str]:
         return inner.opcode
 
     if root.opcode == "tuple":
-        return [origin(inside[part]) for part in root.operands]
+        # What makes several arrays is one part of the tuple.
+        return [origin(inside[part]) for part in root.operands for _ in inside[part].results]
     return [origin(root)] * len(one.results)
 
 
@@ -224,11 +225,15 @@ def kernels_per_layer(module: Module, loop: Instruction) -> float | None:
     """The same of one layer in one pass of the model, which is the verification of a draft: the median over layers.
 
     By the scopes `layer_NUMBER` of their names; None where there are none. A fusion of several operations bears the
-    name of its last one.
+    name of its last one, and what has no name, as a part of a product that was split, counts where it is first used.
     """
+    used: dict[str, Instruction] = {}
+    for _, one in executed(module, *loop.called["body"]):
+        for operand in one.operands:
+            used.setdefault(operand, one)
 
     def layer(one: Instruction) -> str | None:
-        found = _LAYER.search(one.scope) if _starts(one) else None
+        found = _LAYER.search(one.scope or used.get(one.name, one).scope) if _starts(one) else None
         return found[0] if found else None
 
     by_layer = _counted(module, loop.called["body"][0], layer, drafting=False)
