@@ -121,9 +121,21 @@ def truncate(params: Params, num_layers: int) -> Params:
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
-    rows = params["embed"][tokens]
+    if tokens.size == 1:
+        # For one row on several GPUs, XLA would bring the whole table to each: of a slice it cannot take its own part.
+        rows = jax.lax.platform_dependent(params["embed"], tokens, cuda=_of_two, default=_rows)
+    else:
+        rows = _rows(params["embed"], tokens)
     embedded: jax.Array = rows.whole() if isinstance(rows, Quantised) else rows
     return embedded
+
+
+def _rows(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:
+    return table[tokens]
+
+
+def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:
+    return table[jnp.tile(tokens, (1, 2))][:, :1]
 
 
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
