@@ -31,7 +31,7 @@ from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.acceptance import Prior
 from jaxspec.choosing.chooser import OFF, Choice, Chooser, Prices
 from jaxspec.choosing.costs import Draft, StepCosts, kinds
-from jaxspec.deviceless.accelerators import DESCRIBED
+from jaxspec.deviceless.accelerators import ACCELERATORS
 from jaxspec.deviceless.roofline import usual
 from jaxspec.io.cost_files import parse
 from jaxspec.io.files import read_json
@@ -344,15 +344,17 @@ def _row(played: dict[str, Played], table: Prices, options: Options) -> dict[str
 
 def _costs(options: Options) -> tuple[StepCosts, list[tuple[str, Draft]]]:
     if options.costs is None:
-        costs, drafts = usual(DESCRIBED[options.device_model], options.shape)
+        costs, drafts = usual(ACCELERATORS[options.device_model], options.shape)
         return costs, list(drafts.items())
     costs = parse(read_json(options.costs).get("costs"), str(options.costs))
     return costs, list(kinds(costs.num_layers).items())
 
 
 def _check(options: Options) -> None:
-    if options.device_model not in DESCRIBED:
-        raise ValueError(f"unknown device_model {options.device_model!r}; give one of {', '.join(DESCRIBED)}")
+    if options.device_model not in ACCELERATORS:
+        raise ValueError(
+            f"unknown device_model {options.device_model!r}; give one of {', '.join(ACCELERATORS)}"
+        )
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
     for name in ("texts", "tokens", "rounds_per_choice"):

@@ -18,7 +18,7 @@ from jaxspec.choosing.costs import Draft, StepCosts, kinds, predicted_speedup, s
 from jaxspec.cli.options import ModelOptions
 from jaxspec.cli.profile import Profile
 from jaxspec.console.distributed import ProcessOptions
-from jaxspec.deviceless.accelerators import DESCRIBED
+from jaxspec.deviceless.accelerators import ACCELERATORS
 from jaxspec.deviceless.roofline import report, roofline, usual, weights
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import cost_files
@@ -248,7 +248,7 @@ def test_wrong_costs_are_one_line(changes, message):
 
 
 def test_a_described_device_reads_each_weight_once():
-    device = DESCRIBED["h100"]
+    device = ACCELERATORS["h100"]
     layer, head = weights(SHAPES["8b"])
     costs = roofline(device, SHAPES["8b"], "8b", launch_us=0.0)
     read = 2 * (32 * layer + head) / device.bandwidth
@@ -282,7 +282,7 @@ def test_predictions_rise_with_acceptance_and_fall_with_the_batch():
 
 
 def test_a_draft_model_costs_a_step_of_its_own():
-    device = DESCRIBED["h100"]
+    device = ACCELERATORS["h100"]
     costs, drafts = usual(device, "8b")
     draft = roofline(device, SHAPES["1.2b"], "1.2b")
     rounds = drafts["draft model"].round_ms(costs, 3) - costs.step_ms(4)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec.cli import main
-from jaxspec.deviceless import accelerators, hlo, programs, rounds, stand_ins
+from jaxspec.deviceless import accelerators, cuda, hlo, programs, rounds, stand_ins
 from jaxspec.deviceless.accelerators import ACCELERATORS, mesh_axes, parse_topology
 from jaxspec.deviceless.programs import Place
 from jaxspec.deviceless.report import Program, build, predicted, report
@@ -152,6 +152,32 @@ def test_collectives_are_counted_as_a_round_runs(module):
     assert rounds.collectives(narrow, rounds.main_loop(narrow)) == {"all-reduce": 2, "all-gather": 2}
 
 
+def test_kernels_are_counted_as_a_round_runs(module):
+    """In each of three draft steps a fusion and two exchanges, one of them in a branch; in the wider verification an
+    exchange, a copy and two transfers; after it a fusion. Ends of what was started, and names of memory, are none."""
+    assert rounds.kernels(module, rounds.main_loop(module)) == 3 * 3 + 4 + 1
+
+
+def test_kernels_of_a_layer():
+    """Those of the verification: one of layer 0, and of layer 1 two and one without a name, which they use; what a
+    draft step runs of layer 0 does not count, nor what belongs to no layer."""
+    scopes = {
+        "calls=%in_place": "layer_0",
+        "channel_id=5, to_apply=%add": "layer_0",
+        "calls=%chosen": "layers",
+        "S(2)}) copy-start(%moved)": "layer_1",
+        "copy-start(%x)": "layer_1",
+    }
+    text = ROUND
+    for after, scope in scopes.items():
+        assert text.count(after) == 1
+        text = text.replace(after, f'{after}, metadata={{op_name="f/while/body/{scope}/op"}}')
+    module = hlo.parse(text)
+    assert rounds.kernels_per_layer(module, rounds.main_loop(module)) == (1 + 3) / 2
+    module = hlo.parse(ROUND)
+    assert rounds.kernels_per_layer(module, rounds.main_loop(module)) is None
+
+
 def test_a_write_into_what_a_fusion_made_is_a_copy():
     """Of a part, but the rest was written just before."""
     made = "%dus = bf16[4,64,8]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%p0"
@@ -159,6 +185,17 @@ def test_a_write_into_what_a_fusion_made_is_a_copy():
     text = ROUND.replace(made, "%new = bf16[4,64,8]{2,1,0} negate(%p0)\n  " + made.replace("%p0", "%new"))
     module = hlo.parse(text)
     assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2 + 1
+
+
+def test_a_fusion_may_make_several_arrays_by_one_of_its_parts():
+    """As the largest number and its place, beside another array: the choice between whole caches is seen as before."""
+    after = "bf16[4]{0}) tuple(%whole, %part)"
+    assert ROUND.count(after) == 1
+    text = ROUND.replace("  ROOT %two", "  %pair = (bf16[4]{0}, s32[4]{0}) reduce(%part, %part)\n  ROOT %two")
+    text = text.replace(after, "(bf16[4]{0}, s32[4]{0})) tuple(%whole, %pair)")
+    text = text.replace("bf16[4]{0}) fusion(%x, %p)", "(bf16[4]{0}, s32[4]{0})) fusion(%x, %p)")
+    module = hlo.parse(text)
+    assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2
 
 
 def test_text_that_is_no_program():
@@ -172,11 +209,12 @@ def test_text_that_is_no_program():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("v5e:2x4", {"topology_name": "v5e:2x4", "chips_per_host_bounds": (2, 2, 1)}),
-        ("v6e:1x1", {"topology_name": "v6e:1x1", "chips_per_host_bounds": (1, 1, 1)}),
+        ("v5e:2x4", {"platform": "tpu", "topology_name": "v5e:2x4", "chips_per_host_bounds": (2, 2, 1)}),
+        ("v6e:1x1", {"platform": "tpu", "topology_name": "v6e:1x1", "chips_per_host_bounds": (1, 1, 1)}),
         (
             "v5p:2x2x2",
             {
+                "platform": "tpu",
                 "topology_name": "v5:2x2x2",
                 "chips_per_host_bounds": (2, 2, 1),
                 "chip_config_name": "megacore",
@@ -188,7 +226,38 @@ def test_what_the_compiler_is_asked_for(text, expected):
     assert parse_topology(text).request == expected
 
 
-@pytest.mark.parametrize("of", [hlo, rounds, accelerators, stand_ins])
+@pytest.mark.parametrize(("text", "topology"), [("a100", "1x1x1"), ("l4:1", "1x1x1"), ("h200:4", "1x1x4")])
+def test_what_the_compiler_is_asked_for_a_gpu(text, topology):
+    request = parse_topology(text).request
+    assert (request["platform"], request["topology"]) == ("cuda", topology)
+    assert request["target_config"].count("gpu_device_info {") == 1
+
+
+# What is published, and follows from other figures than those that are described: float32 at its peak in 10¹²
+# operations a second, and the memory that a block may ask for in KB.
+@pytest.mark.parametrize(
+    ("name", "float32", "shared", "capability"),
+    [
+        ("h100", 66.9, 227, "9.0"),
+        ("h200", 66.9, 227, "9.0"),
+        ("a100", 19.5, 163, "8.0"),
+        ("l4", 30.3, 99, "8.9"),
+    ],
+)
+def test_gpus_are_described_as_published(name, float32, shared, capability):
+    text = parse_topology(name).request["target_config"]
+    found = dict(re.findall(r'^ *(\w+): "?([^"\n]+?)"?$', text, re.MULTILINE))
+    peak = 2 * int(found["core_count"]) * int(found["fpus_per_core"]) * float(found["clock_rate_ghz"]) / 1e3
+    assert peak == pytest.approx(float32, rel=2e-3)
+    assert int(found["shared_memory_per_block_optin"]) == shared * 1024
+    assert int(found["memory_bandwidth"]) == ACCELERATORS[name].bandwidth
+    assert int(found["device_memory_size"]) == ACCELERATORS[name].memory_bytes
+    major, minor = capability.split(".")
+    assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+    assert found["device_description_str"] == ACCELERATORS[name].kinds[0]
+
+
+@pytest.mark.parametrize("of", [hlo, rounds, accelerators, cuda, stand_ins])
 def test_the_examples_run(of):
     outcome = doctest.testmod(of)
     assert outcome.attempted
@@ -297,6 +366,24 @@ def test_the_report_of_a_program(here):
     assert predicted(many, chip) == pytest.approx(4 * chip.bandwidth / (4 * (read + 4 * cache)))
 
 
+def test_the_report_of_a_gpu(here):
+    """It counts kernels, and its bound is what starting them takes above the others."""
+    kinds = (("autoregressive", 0), ("layerskip", 5))
+    for method, drafted in kinds:
+        made = programs.make(
+            TINY, registry.make(method, METHODS[method]), here, capacity=32, dtype=jnp.float32
+        )
+        found = report(made, ACCELERATORS["h100"], build(made.rounds))
+        counted, tpus = found["kernels_per_round"], report(made, ACCELERATORS["v5e"], build(made.rounds))
+        assert tpus["kernels_per_round"] is tpus["kernels_per_layer"] is None
+        assert 0 < found["kernels_per_layer"] < counted
+        usual = accelerators.LAYER_OPERATIONS * TARGET.num_layers + accelerators.OTHER_OPERATIONS
+        started = 2.5e-6 * (usual if drafted else counted)
+        without = dataclasses.replace(ACCELERATORS["h100"], launch_us=0.0)
+        seconds = 1 / predicted(made, without) + started
+        assert found["predicted_tokens_per_second"] == pytest.approx(1 / seconds)
+
+
 def test_a_program_that_does_not_fit(here):
     made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
 
@@ -351,7 +438,13 @@ def test_a_draft_is_spread_as_its_own_shape(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--topology", "h100"), "topology is 'h100'; give KIND:CHIPS with one of the kinds v5e, v5p, v6e"),
+        (
+            ("--topology", "h300"),
+            "topology is 'h300'; give KIND:CHIPS with one of the kinds v5e, v5p, v6e, h100",
+        ),
+        (("--topology", "h100:2x4"), "give the number of GPUs of one host, 1 to 8, such as h100:2"),
+        (("--topology", "h100:"), "give the number of GPUs of one host, 1 to 8, such as h100:2"),
+        (("--topology", "l4:9"), "give the number of GPUs of one host, 1 to 8, such as l4:2"),
         (("--topology", "v5e:2"), "each of the 2 axes of v5e, such as v5e:2x2"),
         (("--topology", "v5p:2x2"), "each of the 3 axes of v5p, such as v5p:2x2x1"),
         (("--topology", "v5e:0x2"), "such as v5e:2x2"),
@@ -396,6 +489,15 @@ def test_the_compiler_is_an_extra(monkeypatch, capsys):
     assert err == f"jaxspec: error: this needs libtpu, of the extra `aot`: {remedy}\n"
     with pytest.raises(MissingExtra):
         programs.devices(parse_topology("v6e:2x2"))
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_compiler_of_gpus_is_another_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax_cuda13_plugin", None)
+    assert main(["compile", "--topology", "h100", "--shape", "31m"]) == 1
+    err = capsys.readouterr().err
+    remedy = "pip install '.[aot-cuda]' in jaxspec's repository"
+    assert err == f"jaxspec: error: this needs jax_cuda13_plugin, of the extra `aot-cuda`: {remedy}\n"
 
 
 @pytest.mark.usefixtures("environment")

@@ -26,10 +26,12 @@ class Compile:
 
     Copies are of whole caches or weights in one round; there should be none. A cache is written back where the
     program moves all of it to fast memory, changes it there and moves it back. Collectives are the exchanges between
-    devices in one round, of a whole draft. The speed is a prediction, from published figures.
+    devices in one round, of a whole draft; so are the operations that a GPU starts, its kernels. The speed is a
+    prediction, from published figures.
 
     Attributes:
-      topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on.
+      topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; of GPUs h100, h200, a100 or
+        l4, and up to 8 of them, such as h100:4.
       shape: a usual shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; also what --draft may name.
       model: a directory, .gguf file or hub id whose config is the shape, or the name of a model that comes with
         jaxspec.
@@ -141,6 +143,10 @@ def _print(record: dict[str, Any], source: str) -> None:
     table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
     for kind, count in (record["collectives"] or {}).items():
         table.add_row(f"{kind} in a round", _number(count))
+    if record["kernels_per_round"] is not None:
+        table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
+        per_layer = record["kernels_per_layer"]
+        table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
     table.add_row("operations of a round, each inner loop once", _number(record["flops"]))
     table.add_row("bytes of a round, each inner loop once", _size(record["bytes"]))
     speed = record["predicted_tokens_per_second"]

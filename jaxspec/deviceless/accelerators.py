@@ -7,8 +7,12 @@ import math
 import re
 from typing import Any
 
+from jaxspec.deviceless.cuda import PROCESSORS
 from jaxspec.io.mesh_text import parse_mesh
 from jaxspec.io.messages import shown
+
+# Operations of a step after XLA's fusion, of each layer and beside them, as counted in the program of a GPU.
+LAYER_OPERATIONS, OTHER_OPERATIONS = 18, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Accelerator:
       bandwidth: of that memory, bytes a second.
       flops: at its peak in bfloat16, operations a second.
       source: where the figures are published.
-      axes: of its topologies; 0 where none can be compiled for.
+      axes: of its topologies; 0 for GPUs, of which a topology has a number.
       target: what the compiler calls it, where that is another name.
       options: what the compiler is told beside.
       launch_us: what starting one operation of a program takes, which nobody publishes. GPUs: as a round of 294 kernels
@@ -40,9 +44,14 @@ class Accelerator:
     launch_us: float = 1.0
     kinds: tuple[str, ...] = ()
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is one of NVIDIA's GPUs; the others are TPUs."""
+        return self.name in PROCESSORS
+
 
 _DOCS = "https://cloud.google.com/tpu/docs/"
-ACCELERATORS = {
+_TPUS = {
     one.name: one
     for one in (
         Accelerator("v5e", 16 * 2**30, 819e9, 197e12, _DOCS + "v5e", 2, kinds=("TPU v5 lite", "TPU v5e")),
@@ -55,9 +64,8 @@ ACCELERATORS = {
         Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2, kinds=("TPU v6 lite", "TPU v6e")),
     )
 }
-# With devices of which only the figures are known here: modules of these names, without sparsity. Nothing compiles for
-# them.
-DESCRIBED = ACCELERATORS | {
+# GPUs: modules of these names, without sparsity.
+ACCELERATORS = _TPUS | {
     one.name: one
     for one in (
         Accelerator(
@@ -78,8 +86,8 @@ DESCRIBED = ACCELERATORS | {
         )
     )
 }
-# Chips of one host along each axis, at most.
-_HOST = (2, 2, 1)
+# Chips of a TPU's host along each axis, and GPUs of a host, at most.
+_HOST, _GPUS = (2, 2, 1), 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Topology:
 
     Attributes:
       accelerator: the kind.
-      bounds: chips along each axis.
+      bounds: chips along each axis; of GPUs, how many.
     """
 
     accelerator: Accelerator
@@ -101,11 +109,16 @@ class Topology:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The arguments of `jax.experimental.topologies.get_topology_desc`, without the platform."""
+        """The arguments of `jax.experimental.topologies.get_topology_desc`."""
         kind = self.accelerator
+        if kind.is_gpu:
+            config = PROCESSORS[kind.name].target_config(kind.kinds[0], kind.memory_bytes, kind.bandwidth)
+            # Slices, hosts of each, GPUs of each.
+            return {"platform": "cuda", "target_config": config, "topology": f"1x1x{self.num_devices}"}
         hosts = tuple(map(min, (*self.bounds, 1)[:3], _HOST))
         name = f"{kind.target or kind.name}:{'x'.join(map(str, self.bounds))}"
-        return {"topology_name": name, "chips_per_host_bounds": hosts, **dict(kind.options)}
+        request = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": hosts}
+        return request | dict(kind.options)
 
 
 def published(kind: str) -> Accelerator | None:
@@ -117,12 +130,11 @@ def published(kind: str) -> Accelerator | None:
       >>> published("cpu") is None
       True
     """
-    everything = DESCRIBED.values()
-    return next((one for one in everything if kind in one.kinds), None)
+    return next((one for one in ACCELERATORS.values() if kind in one.kinds), None)
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads a topology such as v5e:2x2 or v5p:2x2x1.
+    """Reads a topology such as v5e:2x2, v5p:2x2x1, h100 or h100:8.
 
     Raises:
       ValueError: it is none; one line that says what they look like.
@@ -132,14 +144,22 @@ def parse_topology(text: str) -> Topology:
       4
       >>> parse_topology("v5p:2x2x1").request["topology_name"]
       'v5:2x2x1'
+      >>> parse_topology("h100:8").request["topology"]
+      '1x1x8'
     """
     name, _, bounds = text.partition(":")
     kind = ACCELERATORS.get(name)
     if kind is None:
         raise ValueError(
             f"topology is {shown(text)}; give KIND:CHIPS with one of the kinds {', '.join(ACCELERATORS)}, such as "
-            "v5e:2x2"
+            "v5e:2x2 or h100:1"
         )
+    if kind.is_gpu:
+        if not re.fullmatch(rf"{name}(:[1-{_GPUS}])?", text):
+            raise ValueError(
+                f"topology is {shown(text)}; give the number of GPUs of one host, 1 to {_GPUS}, such as {name}:2"
+            )
+        return Topology(kind, (int(bounds or 1),))
     if not re.fullmatch(r"[1-9]\d{0,2}" + r"x[1-9]\d{0,2}" * (kind.axes - 1), bounds):
         example = "x".join("221"[: kind.axes])
         raise ValueError(

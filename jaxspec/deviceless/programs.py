@@ -43,15 +43,21 @@ def devices(topology: Topology) -> Sequence[jax.Device]:
     """The chips of a topology, to compile for; there need not be any.
 
     Raises:
-      MissingExtra: libtpu, the compiler, is not installed.
+      MissingExtra: the compiler (libtpu, or JAX's for CUDA) is not installed.
       ValueError: it knows no such topology; one line.
     """
-    require("aot", "libtpu")
+    request = topology.request
+    if topology.accelerator.is_gpu:
+        require("aot-cuda", "jax_cuda13_plugin", "nvidia.cu13")
+        compiler, asked = "XLA for CUDA", f"{topology.num_devices} × {topology.accelerator.name}"
+    else:
+        require("aot", "libtpu")
+        compiler, asked = "libtpu", request["topology_name"]
     try:
-        return list(topologies.get_topology_desc(platform="tpu", **topology.request).devices)
-    except jax.errors.JaxRuntimeError as error:
+        return list(topologies.get_topology_desc(**request).devices)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"libtpu cannot compile for {topology.request['topology_name']}: {reason}") from None
+        raise ValueError(f"{compiler} cannot compile for {asked}: {reason}") from None
 
 
 # Positions are int32, with room for a round above.

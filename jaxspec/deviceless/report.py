@@ -11,9 +11,19 @@ from typing import Any
 import jax
 
 from jaxspec.deviceless import hlo
-from jaxspec.deviceless.accelerators import Accelerator
+from jaxspec.deviceless.accelerators import LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
 from jaxspec.deviceless.programs import Programs, part, part_bytes
-from jaxspec.deviceless.rounds import collectives, copies, dequantised, main_loop, write_backs
+from jaxspec.deviceless.rounds import (
+    collectives,
+    copies,
+    dequantised,
+    kernels,
+    kernels_per_layer,
+    main_loop,
+    write_backs,
+)
+
+_OF_A_GPU = ("kernels_per_round", "kernels_per_layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,8 @@ def report(
       `dequantised_weights`: quantised weights that the rounds' program writes as floats, see `rounds.dequantised`.
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
+      `kernels_per_round`, `kernels_per_layer`: of a GPU, see `rounds.kernels` and `rounds.kernels_per_layer`; of others
+        None.
       `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
       `compile_seconds`: of the rounds, traced and compiled; `compile_processor_seconds`: of all cores.
       `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
@@ -99,6 +111,7 @@ def report(
     """
     shared = programs.shared_bytes
     given = (programs.weights, programs.parts, programs.state)
+    counted: int | None = None
     compiled = {"rounds": rounds} | ({"prefill": prefill} if prefill is not None else {})
     record: dict[str, Any] = {"fits": all(_fits(one, accelerator, shared) for one in compiled.values())}
     record["refusal"] = next((one.refusal for one in compiled.values() if one.refusal is not None), None)
@@ -114,6 +127,11 @@ def report(
             "dequantised_weights": dequantised(module, programs.quantised_shapes()),
             "collectives": collectives(module, loop),
         }
+        if accelerator.is_gpu:
+            counted = kernels(module, loop)
+            record |= {"kernels_per_round": counted, "kernels_per_layer": kernels_per_layer(module, loop)}
+        else:
+            record |= dict.fromkeys(_OF_A_GPU)
     else:
         unknown = (
             "cache_copies",
@@ -121,6 +139,7 @@ def report(
             "weight_copies",
             "dequantised_weights",
             "collectives",
+            *_OF_A_GPU,
         )
         record |= dict.fromkeys(unknown)
     record |= {"flops": rounds.flops, "bytes": rounds.bytes, "compile_seconds": rounds.seconds}
@@ -133,16 +152,25 @@ def report(
             **_memory(prefill, shared, fed),
             "compile_seconds": prefill.seconds,
         }
-    record["predicted_tokens_per_second"] = predicted(programs, accelerator) if record["fits"] else None
+    plain = counted if programs.parts.drafter.num_draft_tokens == 0 else None
+    record["predicted_tokens_per_second"] = (
+        predicted(programs, accelerator, plain) if record["fits"] else None
+    )
     return record
 
 
-def predicted(programs: Programs, accelerator: Accelerator) -> float:
+def predicted(programs: Programs, accelerator: Accelerator, kernels: int | None = None) -> float:
     """Tokens a second of plain decoding with these weights and a full cache, all rows together: a prediction.
 
     A token of each row takes as long as its device needs to read its part of the weights (of an untied embedding the
-    rows' own) and of the target's cache, or to multiply by them, whichever is longer. Exchanges between devices, and
-    whatever else is in a step, take no time in it: it is a bound that real devices stay below.
+    rows' own) and of the target's cache, or to multiply by them, whichever is longer; and a GPU as long as it takes to
+    start its kernels, one after the other. Exchanges between devices, and whatever else is in a step, take no time in
+    it: it is a bound that real devices stay below.
+
+    Args:
+      programs: of which the target and the rows count.
+      accelerator: the device.
+      kernels: of a GPU, of a step of plain decoding; None for as many as `roofline` takes.
     """
     config, target, state = programs.config, programs.weights.target, programs.state
     read = (
@@ -154,6 +182,9 @@ def predicted(programs: Programs, accelerator: Accelerator) -> float:
     slots = sum(math.prod(part(leaf)) for leaf in cache)
     flops = 2 * rows * matrices + 2 * config.group_size * slots
     seconds = max(part_bytes((read, cache)) / accelerator.bandwidth, flops / accelerator.flops)
+    if accelerator.is_gpu:
+        usual = LAYER_OPERATIONS * config.num_layers + OTHER_OPERATIONS
+        seconds += 1e-6 * accelerator.launch_us * (usual if kernels is None else kernels)
     return batch / seconds
 
 

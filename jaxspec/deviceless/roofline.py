@@ -12,12 +12,10 @@ from typing import Any
 
 from jaxspec.bench.profile import SHAPES
 from jaxspec.choosing.costs import Draft, StepCosts, kinds, speedup_table
-from jaxspec.deviceless.accelerators import DESCRIBED, Accelerator
+from jaxspec.deviceless.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
-# Operations of a step after XLA's fusion, as counted in the program of a GPU.
-_LAYER_OPERATIONS, _OTHER_OPERATIONS = 18, 6
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LIVE = 512
@@ -54,7 +52,7 @@ def roofline(
       launch_us: of one operation; None for that of the device.
 
     Examples:
-      >>> costs = roofline(DESCRIBED["h100"], SHAPES["8b"], "8b", launch_us=0.0)
+      >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
       >>> round(costs.step_ms(), 2)  # 15 GB at 3.35 TB/s, and a cache of 512 tokens
       4.5
     """
@@ -67,9 +65,9 @@ def roofline(
         return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
 
     def step_ms(rows: int, batch: int, layers: int) -> float:
-        ran = layers * (product_ms(layer, rows * batch) + _LAYER_OPERATIONS * launch_ms)
+        ran = layers * (product_ms(layer, rows * batch) + LAYER_OPERATIONS * launch_ms)
         read = batch * LIVE * live_ms * layers / config.num_layers
-        return ran + product_ms(head, rows * batch) + _OTHER_OPERATIONS * launch_ms + read
+        return ran + product_ms(head, rows * batch) + OTHER_OPERATIONS * launch_ms + read
 
     cut = max(0, config.num_layers // 4)
     return StepCosts(
@@ -84,7 +82,7 @@ def roofline(
         cut_layers=cut,
         cut_ms=step_ms(1, 1, cut),
         live_token_ms=live_ms,
-        lookup_ms=2 * _LAYER_OPERATIONS * launch_ms,
+        lookup_ms=2 * LAYER_OPERATIONS * launch_ms,
         absorb_ms=2e3 * config.num_layers * layer / accelerator.flops,
     )
 
@@ -111,7 +109,7 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
     """Predicted speed-ups of kinds of drafts on a described device.
 
     Args:
-      device: a name in `DESCRIBED`.
+      device: a name in `ACCELERATORS`.
       shape: a name in `SHAPES`.
       batch: texts at once.
       launch_us: as for `roofline`.
@@ -124,15 +122,15 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
     Raises:
       ValueError: no such device or shape, or a number out of range; one line.
     """
-    if device not in DESCRIBED:
-        raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(DESCRIBED)}")
+    if device not in ACCELERATORS:
+        raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(ACCELERATORS)}")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shown(shape)}; give one of {', '.join(SHAPES)}")
     if batch < 1:
         raise ValueError(f"batch is {batch}; give at least 1")
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
-    accelerator = DESCRIBED[device]
+    accelerator = ACCELERATORS[device]
     costs, drafts = usual(accelerator, shape, launch_us)
     table = speedup_table(costs, drafts, batch=batch)
     return {

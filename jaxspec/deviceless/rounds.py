@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxspec.deviceless.hlo import Buffer, Instruction, Module
 
@@ -16,6 +17,17 @@ _IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
 # Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
 # that verify, of which a round takes one (`verification`).
 _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
+# And those of the model's layers (`model.llama.run_layers`).
+_LAYER = re.compile(r"\blayer_\d+\b")
+# What a GPU starts nothing for: the host goes on, or other computations run instead.
+_STARTS_NOTHING = {
+    *_HANDED_ON,
+    "constant",
+    "optimization-barrier",
+    "after-all",
+    "async-start",
+    "async-update",
+}
 
 
 def main_loop(module: Module) -> Instruction:
@@ -171,7 +183,8 @@ def _roots(module: Module, one: Instruction) -> list[str]:
         return inner.opcode
 
     if root.opcode == "tuple":
-        return [origin(inside[part]) for part in root.operands]
+        # What makes several arrays is one part of the tuple.
+        return [origin(inside[part]) for part in root.operands for _ in inside[part].results]
     return [origin(root)] * len(one.results)
 
 
@@ -190,33 +203,75 @@ def collectives(module: Module, loop: Instruction) -> dict[str, int]:
       module: the program.
       loop: the loop of its rounds.
     """
-    total = _counted(module, loop.called["body"][0])
+
+    def kind(one: Instruction) -> str | None:
+        name = one.opcode.removesuffix("-start")
+        return name if name in COLLECTIVES else None
+
+    total = _counted(module, loop.called["body"][0], kind)
     return {kind: total[kind] for kind in COLLECTIVES if total[kind]}
 
 
-def _counted(module: Module, computation: str) -> collections.Counter[str]:
+def kernels(module: Module, loop: Instruction) -> int:
+    """How many operations of a GPU one round starts, counted as `collectives` does: fusions, products, copies, calls.
+
+    A library's call counts once, however many kernels it starts; what only names memory counts nothing, and so does a
+    loop or a condition beside what runs in it.
+    """
+    return _counted(module, loop.called["body"][0], lambda one: "kernel" if _starts(one) else None).total()
+
+
+def kernels_per_layer(module: Module, loop: Instruction) -> float | None:
+    """The same of one layer in one pass of the model, which is the verification of a draft: the median over layers.
+
+    By the scopes `layer_NUMBER` of their names; None where there are none. A fusion of several operations bears the
+    name of its last one, and what has no name, as a part of a product that was split, counts where it is first used.
+    """
+    used: dict[str, Instruction] = {}
+    for _, one in executed(module, *loop.called["body"]):
+        for operand in one.operands:
+            used.setdefault(operand, one)
+
+    def layer(one: Instruction) -> str | None:
+        found = _LAYER.search(one.scope or used.get(one.name, one).scope) if _starts(one) else None
+        return found[0] if found else None
+
+    by_layer = _counted(module, loop.called["body"][0], layer, drafting=False)
+    return statistics.median(by_layer.values()) if by_layer else None
+
+
+def _starts(one: Instruction) -> bool:
+    return one.opcode not in _STARTS_NOTHING and not one.opcode.endswith("-done")
+
+
+def _counted(
+    module: Module, computation: str, kind: Callable[[Instruction], str | None], drafting: bool = True
+) -> collections.Counter[str]:
+    """The instructions that run, by their kind; of the kind None they do not count.
+
+    `drafting`: whether what is in loops of a known number of trips counts.
+    """
     total: collections.Counter[str] = collections.Counter()
     verified: dict[int, collections.Counter[str]] = {}
     for one in module.computations[computation]:
-        kind = one.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            total[kind] += 1
+        if (name := kind(one)) is not None:
+            total[name] += 1
         elif one.opcode == "while":
-            within = _counted(module, one.called["body"][0])
+            within = _counted(module, one.called["body"][0], kind, drafting)
             scope = "".join(one.scope.split("/")[-2:-1])
             width, trips = _VERIFY.fullmatch(scope), _TRIPS.fullmatch(scope)
             if width:
                 verified[int(width[1])] = within
-            else:
+            elif drafting or not trips:
                 for _ in range(int(trips[1]) if trips else 1):
                     total.update(within)
         elif one.opcode == "conditional":
-            branches = [_counted(module, name) for name in _entered(one)]
+            branches = [_counted(module, name, kind, drafting) for name in _entered(one)]
             most: collections.Counter[str] = max(branches, key=collections.Counter.total)
             total.update(most)
         else:
             for name in _entered(one):
-                total.update(_counted(module, name))
+                total.update(_counted(module, name, kind, drafting))
     if verified:
         total.update(verified[max(verified)])
     return total

@@ -14,7 +14,7 @@ class MaskedMethod(ChainMethod):
 
     Attributes:
       static: compile a program for the mask at hand, in the background, and use it once it is there; otherwise one
-        program serves all masks. Default: on a GPU, where a mask that is data copies the cache.
+        program serves all masks. Default: on a GPU, which would wait for the host at each sublayer.
 
     Examples:
       >>> from jaxspec.methods import ASD

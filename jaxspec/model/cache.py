@@ -79,10 +79,11 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
 
     The caller guarantees start + T ≤ S: XLA would silently move a slice that reaches past the end.
 
-    Where a key or its value is not finite, the value is stored as 0 and the key as NaN. So who sees the slot gets NaN,
-    and who does not gets nothing of it, where 0 · NaN would be NaN: a padded or rejected token cannot spoil a text.
+    Where a number of a key or of its value is not finite, that of the value is stored as 0 and that of the key as NaN.
+    So who sees the slot gets NaN, as one is enough for a score, and who does not gets nothing of it, where 0 · NaN
+    would be NaN: a padded or rejected token cannot spoil a text.
     """
-    harm = 0 * jnp.max(jnp.maximum(jnp.abs(keys), jnp.abs(values)), axis=-1, keepdims=True)  # 0 or NaN
+    harm = 0 * keys + 0 * values  # 0 or NaN
     keys, values = keys + harm, jnp.where(harm == 0, values, 0)
     return _put(layer[0], keys, start, merged), _put(layer[1], values, start, merged)
 

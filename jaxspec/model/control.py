@@ -15,8 +15,8 @@ Carry = TypeVar("Carry")
 def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """`sublayer(carry)` where `run`, else `carry` untouched.
 
-    A Python bool decides while tracing. A traced one becomes a conditional whose other arm is the
-    identity: two arms that both write the cache would copy it whole.
+    A Python bool decides while tracing. A traced one becomes a conditional whose other arm is the identity. Of what is
+    carried, a GPU copies what a conditional gives back: a cache is carried by `once`.
     """
     if isinstance(run, bool):
         return sublayer(carry) if run else carry
@@ -27,7 +27,8 @@ def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Car
 def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
 
-    A conditional would do the same, but several that write the cache make XLA copy it; loops do not.
+    A conditional would do the same, but several that write the cache make XLA copy it, on a GPU a single one does;
+    loops do not.
     """
     if isinstance(pred, bool):
         return f(carry) if pred else carry

@@ -31,7 +31,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import run_if
+from jaxspec.model.control import once, run_if
 from jaxspec.model.numerics import cosine, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantised import Quantised
@@ -121,9 +121,21 @@ def truncate(params: Params, num_layers: int) -> Params:
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
-    rows = params["embed"][tokens]
+    if tokens.size == 1:
+        # For one row on several GPUs, XLA would bring the whole table to each: of a slice it cannot take its own part.
+        rows = jax.lax.platform_dependent(params["embed"], tokens, cuda=_of_two, default=_rows)
+    else:
+        rows = _rows(params["embed"], tokens)
     embedded: jax.Array = rows.whole() if isinstance(rows, Quantised) else rows
     return embedded
+
+
+def _rows(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:
+    return table[tokens]
+
+
+def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:
+    return table[jnp.tile(tokens, (1, 2))][:, :1]
 
 
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
@@ -276,9 +288,10 @@ def run_layers(
             return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
 
         before = hidden
-        hidden, written[layer] = run_if(run_attention, attend_in, (hidden, written[layer]))
-        between = hidden
-        hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
+        with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
+            hidden, written[layer] = once(run_attention, attend_in, (hidden, written[layer]))
+            between = hidden
+            hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
         if watch is not None:
             watch(before, between)
             watch(between, hidden)
