@@ -19,6 +19,14 @@ KNOWN_IN_0_10 = (
 )
 
 
+# The files that take longest, which begin first, so that no worker is left with one of them at the end: xdist would
+# begin by those of the most tests.
+LONGEST = (
+    *("conformance", "notebooks", "mesh", "session", "training_run", "papers", "processes", "docs"),
+    *("training_heads", "int8", "eagle", "s2d"),
+)
+
+
 def pytest_configure(config):
     """Compiles quickly; the slow tier and the peers get what users get."""
     if "not slow" in config.option.markexpr:
@@ -35,6 +43,12 @@ def pytest_configure(config):
     # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Sorts the files by how long they take, as far as `LONGEST` knows; their tests stay in order."""
+    order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish():

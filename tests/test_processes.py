@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import load
+from jaxspec.cli.bench import Bench
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, options_in
 from jaxspec.io.line_log import LineLog
@@ -223,6 +224,118 @@ def test_other_prompts_and_files(tmp_path_factory, tmp_path):
     found = ended([begun("-c", OTHERS, address, str(one), model, str(tmp_path)) for one in range(2)])
     said = "the prompts, or options of the texts, are others in process 1 than in process 0; give the same to each"
     assert found == [(0, "", f"test: process {one}: {said} process; [{{'text': 'ä'}}]\n") for one in range(2)]
+
+
+COMMANDS = """
+import contextlib, functools, io, json, sys
+from pathlib import Path
+
+from jaxspec.bench import steps
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.cli.bench import Bench
+from jaxspec.cli.compare import Compare
+from jaxspec.cli.inspect import Inspect
+from jaxspec.cli.options import MethodsOptions, ModelOptions
+from jaxspec.cli.search import Search
+from jaxspec.cli.tune import Tune
+from jaxspec.cli.vocab import Vocab
+from jaxspec.console import distributed
+from jaxspec.io.processes import of_first
+from jaxspec.tuning import search
+from jaxspec.tuning.options import ASDGrid, SearchOptions, Sweep
+
+address, number, model, folder, prompt, *names = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "model=8", "jaxspec")
+# Loaded once, with the programs of all; and few steps are timed.
+lm = ModelOptions(model=model, mesh="model=8").load()
+ModelOptions.load = lambda self, template=None: lm
+steps.ROUNDS, search.measure_costs = 2, functools.partial(search.measure_costs, repeats=1)
+out = Path(folder) / number
+ngram, given = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}
+
+
+def searched(name, **changes):
+    sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4, **changes)
+    return Search(output=str(out / name), search=sought, **given)
+
+
+commands = {
+    "compare": Compare(prompt="Once", max_new_tokens=4, repeats=1, compared=ngram, json=True),
+    "bench": Bench(
+        output=str(out / "bench"), suite=SuiteOptions(repeats=1, max_new_tokens=4), compared=ngram, **given
+    ),
+    "tune": Tune(
+        "asd",
+        output=str(out / "asd"),
+        asd=ASDGrid(alphas=(0.5,), everys=(0,), keep_lasts=(0, 1)),
+        sweep=Sweep(max_new_tokens=4, repeats=1),
+        **given,
+    ),
+    "vocab": Vocab(generate=True, max_new_tokens=4, output=str(out / "vocab"), **given),
+    "speed": searched("speed", objective="speed"),
+    "agreement": searched("agreement"),
+    "inspect": Inspect(prompts=("Once",), max_new_tokens=2, json=True),
+}
+found = {}
+for name in names:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert commands[name].run() == 0
+    mine = found[name] = json.loads(said.getvalue())
+    # Where this process would write, and by its own clock.
+    for own in (mine, *mine.get("searches", ()), mine.get("best", {})):
+        own.pop("output", None)
+        own.pop("seconds", None)
+    assert mine == json.loads(of_first(json.dumps(mine))), f"{name} finds something else in process 0"
+print(json.dumps(found))
+distributed.leave(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (
+            "compare bench tune vocab",
+            "asd vocab bench/records.jsonl bench/report.json bench/report.html",
+        ),
+        pytest.param(
+            "speed agreement inspect",
+            "speed speed.trials.jsonl agreement agreement.trials.jsonl",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_measure_as_one(tmp_path_factory, tmp_path, names, files):
+    """Each command finds the same in both, times included; the first one alone writes and prints."""
+    model = write_tiny(tmp_path_factory, TARGET)
+    (tmp_path / "0").mkdir()
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(PROMPT)
+    given = str(model), str(tmp_path), str(prompt), *names.split()
+    address = free_address()
+    (first, out, err), second = ended([begun("-c", COMMANDS, address, str(one), *given) for one in range(2)])
+    assert (first, second[0]) == (0, 0), (err, second[2])
+    assert second[1] == ""
+    assert not (tmp_path / "1").exists()
+    written = {path.relative_to(tmp_path / "0") for path in (tmp_path / "0").rglob("*") if path.is_file()}
+    assert written == set(map(Path, files.split()))
+    found = json.loads(out)
+    assert list(found) == names.split()
+    if "compare" in found:
+        texts = [one["text"] for one in found["compare"]["results"]]
+        assert texts == [load(model).generate("Once", max_new_tokens=4).text] * 2
+        assert found["bench"]["runs"]["ngram"]["all"]["num_different"] == 0
+
+
+def test_what_one_process_measures():
+    """One line each."""
+    both = ModelOptions(mesh="model=8", processes=ProcessOptions(distributed=True))
+    with pytest.raises(ValueError, match="`paper` is measured by one process; leave out `distributed`"):
+        Bench(paper="sampling", model=both).run()
+    with pytest.raises(ValueError, match="`peer` transformers runs in one process; leave out `distributed`"):
+        Bench(peer="transformers", model=both).run()
 
 
 def test_wrong_processes(capsys, tmp_path_factory):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
@@ -14,6 +13,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.sharding import fetched
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -49,7 +49,9 @@ def margin(lm: LanguageModel, context: Sequence[int], token: int, other: int) ->
     capacity = bucket(len(context))
     tokens = np.zeros((1, capacity), np.int32)
     tokens[0, : len(context)] = context
-    logits = _next_logits(lm.config, chunk_size, lm.params, tokens, jnp.int32([len(context)]))
+    logits = fetched(
+        _next_logits(lm.config, chunk_size, lm.params, tokens, np.array([len(context)], np.int32))
+    )
     return float(logits[token] - logits[other])
 
 

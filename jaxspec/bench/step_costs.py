@@ -26,6 +26,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import cost_files, processes
 from jaxspec.io.files import written_here
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import local
 from jaxspec.protocol import Weights
 
 # (rows of one text, batch) of the whole model's steps; the largest stands for a prefill.
@@ -52,7 +53,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     every, cut_layers = LayerPlan.skipping(num_layers), num_layers // 4
     rest = range(cut_layers, num_layers)
     timed: dict[str, SubmodelSteps] = {}
-    with jax.default_device(_here(lm)):
+    with jax.default_device(local(lm.device)):
         for rows, batch in POINTS:
             timed[f"{rows} rows of {batch}"] = SubmodelSteps(
                 lm, every, rows, live=max(SHORT[0], rows), capacity=SHORT[1], batch_size=batch
@@ -147,11 +148,6 @@ def remembered_step_costs(
     return costs, True
 
 
-def _here(lm: LanguageModel) -> jax.Device:
-    """Where what is put on a mesh begins: the model's first device, if it is of this process."""
-    return lm.device if lm.device.process_index == jax.process_index() else jax.local_devices()[0]
-
-
 def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
     """Runs each once, several at a time: compiling is most of it.
 
@@ -160,7 +156,7 @@ def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: 
     threads = 1 if lm.mesh is not None else min(4, os.cpu_count() or 1)
 
     def first(run: Callable[[], Any]) -> None:
-        with jax.default_device(_here(lm)):  # which each thread has of its own
+        with jax.default_device(local(lm.device)):  # which each thread has of its own
             run()
 
     with ThreadPoolExecutor(threads) as pool:

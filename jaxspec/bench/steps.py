@@ -53,7 +53,8 @@ class Loop:
     rounds = ROUNDS
 
     def __init__(self, run: Callable[..., tuple[Any, Any]], state: Any) -> None:
-        self._run, self._state = run, state
+        # On a mesh of several processes two programs at a time might meet each other's exchanges.
+        self._run, self._state = run, jax.block_until_ready(state)
 
     def __call__(self, *arguments: Any) -> None:
         """Runs once; returns when the device is done."""

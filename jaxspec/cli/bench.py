@@ -96,6 +96,10 @@ class Bench:
             return run(self, self.paper)
         if served := given_options(self.served):
             raise ValueError(f"`{min(served)}` is for the tables of a paper; give paper=s2d, or leave it out")
+        if self.peer is not None and self.model.processes.asked:
+            raise ValueError(
+                f"`peer` {self.peer} runs in one process; leave out `distributed` and `coordinator_address`, or `peer`"
+            )
         named = {words: parse_run(words) for words in self.runs}
         given = self._given_tasks()
         self.compared.named()
@@ -163,9 +167,10 @@ class Bench:
     def _resume(self, suite: Suite) -> None:
         if self.output is None:
             return
+        from jaxspec.io.files import make_directory
         from jaxspec.io.line_log import LineLog
 
-        Path(self.output).mkdir(parents=True, exist_ok=True)
+        make_directory(self.output)
         log = LineLog(Path(self.output) / RECORDS, suite.header(), of="benchmark", resume=self.resume)
         suite.resume(log)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.suite_options import Amount
 from jaxspec.cli.runs import parse_run
-from jaxspec.console.distributed import ProcessOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
@@ -25,14 +24,7 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 # The options that every paper leaves to the user; others stand in `TAKES`.
 _TAKEN = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
-_TAKEN |= {
-    "paper",
-    "model",
-    "dtype",
-    "device",
-    "mesh",
-    *(field.name for field in dataclasses.fields(ProcessOptions)),
-}
+_TAKEN |= {"paper", "model", "dtype", "device", "mesh"}
 
 
 def run(command: Bench, paper: PaperName) -> int:
@@ -41,6 +33,11 @@ def run(command: Bench, paper: PaperName) -> int:
     Raises:
       ValueError: an option is given that belongs to prompt sets and runs.
     """
+    if command.model.processes.asked:
+        raise ValueError(
+            "`paper` is measured by one process; leave out `distributed` and `coordinator_address`, and give it a mesh "
+            "of this machine's devices"
+        )
     taken = {*_TAKEN, *TAKES.get(paper, ())}
     foreign = [f"`{name}`" for name in _given(command) if name not in taken]
     if foreign:

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
+from jaxspec.io.files import make_directory as make
+from jaxspec.io.files import written_here
 from jaxspec.io.user_data import home
 
 
@@ -37,15 +39,19 @@ def output_file(given: str | None, lm: Model, name: str) -> Path:
 def writable(path: str | os.PathLike[str], option: str, make_directory: bool = False) -> Path:
     """The path of a file that is to be written, checked before long work begins; nothing is left there.
 
+    Where another process of the command writes it, that one checks.
+
     Raises:
       ValueError: it cannot be written; the line names the option that gave it.
     """
     path = Path(path)
+    if not written_here():
+        return path
     if path.is_dir():
         raise ValueError(f"{path} is a directory; give {option}=FILE")
     try:
         if make_directory:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make(path.parent)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -59,6 +65,8 @@ def check_directory(directory: Path) -> None:
     Raises:
       ValueError: it cannot be a directory, or cannot be written.
     """
+    if not written_here():
+        return
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -24,6 +24,12 @@ def written_here() -> bool:
     return not _written_by_another
 
 
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Makes a directory for files that this process writes, and those above it, where they are missing."""
+    if not _written_by_another:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file to write, which takes the name `path` only when the block ends without an error.

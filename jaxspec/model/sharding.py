@@ -219,6 +219,12 @@ def _put_leaf(leaf: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
 
+def local(device: jax.Device) -> jax.Device:
+    """Where a process makes what is then put on a mesh: the mesh's first device, if it is of this process, else the
+    first that is."""
+    return device if device.process_index == jax.process_index() else jax.local_devices()[0]
+
+
 def fetched(tree: Any) -> Any:
     """As `jax.device_get`, and on a mesh of several processes each of them gets the whole arrays.
 

@@ -17,6 +17,7 @@ from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import local
 from jaxspec.protocol import Drafter, Weights, rising_widths
 
 # The longest draft that is considered: K of Draft & Verify.
@@ -87,7 +88,7 @@ def measure_costs(
     def verifying(rows: int) -> Drafter:
         return WrongDrafts(rows - 1) if rows > 1 else Autoregressive()
 
-    with jax.default_device(lm.device):
+    with jax.default_device(local(lm.device)):
         draft = DraftSteps(lm)
         timed: dict[str, Callable[[], Any]] = {
             name: functools.partial(draft, plan.traced()) for name, plan in plans.items()

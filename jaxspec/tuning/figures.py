@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.io.files import write_atomic
+from jaxspec.io.files import make_directory, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def save_figures(report: dict[str, Any], directory: str | os.PathLike[str]) -> d
     """
     drawn = {SIMILARITY: _png(similarity_figure(report)), EXITS: _png(exits_figure(report))}
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for name, content in drawn.items():
         write_atomic(directory / name, content)
     return {"similarity": str(directory / SIMILARITY), "exit_agreement": str(directory / EXITS)}

@@ -11,7 +11,9 @@ import jax
 from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import Run, measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io import processes
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched, local
 from jaxspec.protocol import Drafter
 from jaxspec.tuning.agreement import AgreementTexts, agreement
 from jaxspec.tuning.costs import Costs, predicted_speedup
@@ -35,9 +37,11 @@ class Agreement:
 
     def __call__(self, plan: LayerPlan) -> dict[str, Any]:
         """`score`, `agreement`, `predicted_speedup`, `num_draft_tokens` (the K of that prediction)."""
-        with jax.default_device(self._lm.device):
+        with jax.default_device(local(self._lm.device)):
             traced = plan.traced()
-        rate = float(_agreement(self._lm.config, self._lm.params, self._texts, traced))
+        found = fetched(_agreement(self._lm.config, self._lm.params, self._texts, traced))
+        # The next mask follows from it; and here several processes learn of Ctrl-C.
+        (rate,) = processes.agreed(self._lm.mesh, float(found))
         predicted = predicted_speedup(rate, plan, self._costs)
         return {
             "score": predicted.speedup if self._by_speedup else rate,

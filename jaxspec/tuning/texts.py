@@ -16,6 +16,7 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.files import read_text
+from jaxspec.model.sharding import local
 from jaxspec.tuning.agreement import AgreementTexts, prepare
 
 
@@ -88,7 +89,7 @@ def prepare_texts(
             "the model ends its text at once after every prompt; give other ones by `prompt_file`"
         )
     length = max(map(len, prompts))
-    with jax.default_device(lm.device):
+    with jax.default_device(local(lm.device)):
         prepared: tuple[AgreementTexts, jax.Array] = _prepare(
             lm.config,
             lm.params,
@@ -99,6 +100,7 @@ def prepare_texts(
             chunk_size=prefill_chunk_size(length, lm.device.platform),
             merged=lm.mesh is None,
         )
+    jax.block_until_ready(prepared)  # before another program, see `bench.steps.Loop`
     return prepared
 
 
