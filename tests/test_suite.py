@@ -9,22 +9,26 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import jax
 import pytest
 
 from jaxspec import methods
-from jaxspec.bench import charts, peers, prompts, suite
+from jaxspec.bench import charts, free_rows, peers, prompts, suite
+from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.prompt_files import Task
 from jaxspec.bench.records import Record
 from jaxspec.bench.suite import Suite, plan
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.suite_page import page
 from jaxspec.bench.suite_report import cells, columns, report
+from jaxspec.choosing.costs import Draft
 from jaxspec.cli import bench
 from jaxspec.cli.runs import parse_run
 from jaxspec.console import terminal
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras
 from jaxspec.io.line_log import LineLog
+from jaxspec.testing import language_model
 from tests import tiny
 from tests.commands import called, write_tiny
 
@@ -55,7 +59,7 @@ class Fake:
 
     def __init__(self, stopped_at: int | None = None, context: int = 1000, chats: bool = False) -> None:
         self.name, self.precision, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
-        self.device_kind = "abacus"
+        self.device_kind, self.loaded = "abacus", None
         self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
         self.compiled_early = nullcontext
         self.config = SimpleNamespace(context_length=context)
@@ -299,6 +303,7 @@ def test_figures():
         "draft_acceptance_rate": pytest.approx(2 / 3),
         "mean_draft_length": 1.5,
         "acceptance_by_position": [pytest.approx(2 / 3)],
+        "rows_free": 2.0,  # a search reads no weights
         "first_token_ms": {"median": 4.0, "p95": 4.0},
         "token_ms": {"median": 1.0, "p95": 1.0},
         "accuracy": None,
@@ -308,6 +313,53 @@ def test_figures():
     }
     assert found["runs"]["ngram"]["b"]["speedup_interval"] is None  # of one prompt
     assert found["best"] == {"a": "ngram", "b": "ngram", "all": "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafter", "speedup"),
+    [
+        # A layer of two, and the head: half of the layers and all else; 4 draft tokens a round.
+        (
+            Draft(layers=1),
+            SimpleNamespace(num_draft_tokens=8),
+            lambda half, rest: 3 / (1 + 4 * (half + rest)),
+        ),
+        (
+            Draft(layers=1, head=False),
+            SimpleNamespace(num_draft_tokens=8),
+            lambda half, _: 3 / (1 + 4 * half),
+        ),
+        (
+            Draft(layers=1, once=True),
+            SimpleNamespace(num_draft_tokens=8),
+            lambda half, rest: 3 / (1 + half + rest),
+        ),
+        # A tree of any size that is 2 deep takes two passes.
+        (
+            Draft(layers=1),
+            SimpleNamespace(num_draft_tokens=2, drafts_trees=True),
+            lambda half, rest: 3 / (1 + 2 * (half + rest)),
+        ),
+        (Draft(lookup=True), SimpleNamespace(num_draft_tokens=8), lambda *_: 3.0),
+    ],
+)
+def test_free_rows(draft, drafter, speedup):
+    lm = language_model()
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
+    whole = floor_bytes(lm.config, lm.params)
+    method = SimpleNamespace(kind=lambda *_: draft)
+    found = free_rows.passes(lm, method, drafter, None)
+    assert found.speedup(3.0, 4.0) == pytest.approx(speedup(layers / 2 / whole, 1 - layers / whole))
+
+
+def test_where_nobody_knows_what_drafts_read_there_is_no_such_column():
+    found = measured()
+    assert "rows\nfree" in columns(found)
+    for kinds in found["runs"].values():
+        for one in kinds.values():
+            one["rows_free"] = None
+    assert "rows\nfree" not in columns(found)
+    assert len(cells(found, "ngram", "all")) == len(columns(found))
 
 
 def test_a_text_that_differs_is_told_with_its_margin(monkeypatch):

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.bench import free_rows
 from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.free_rows import Passes
 from jaxspec.bench.margins import first_difference, margin
 from jaxspec.bench.prompt_files import Task, in_turn
 from jaxspec.bench.records import Difference, Record
@@ -132,6 +134,7 @@ class Suite:
       records: what was measured so far.
       left_out: by the id of a prompt, its first turn that did not fit.
       units: what is generated, see `plan`.
+      passes: by method, what its drafts read, see `free_rows.passes`.
 
     Raises:
       ValueError, FileNotFoundError: there is no prompt that fits, or what `generate` raises for a method; before
@@ -160,6 +163,7 @@ class Suite:
         self._log: LineLog | None = None
         self._said: dict[str, list[str]] = {}
         self._made: dict[str, str] = {}
+        self.passes: dict[str, Passes | None] = {}
         self.records: list[Record] = []
         self.left_out: dict[str, int] = {}
         self.units = plan(tasks, options)
@@ -265,7 +269,8 @@ class Suite:
             )
         for name, method in self._methods.items():
             self._lm.stream(first, method=method, **self._given())
-            self._made[name] = _digest(self._lm.drafter(method, laws=(law_name(**self._law),)))
+            made = self._lm.drafter(method, laws=(law_name(**self._law),))
+            self._made[name], self.passes[name] = _digest(made), free_rows.passes(self._lm, method, *made)
 
     def _given(self) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.bench import speed
 from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.free_rows import Passes
 from jaxspec.bench.records import Record
 from jaxspec.bench.suite import Suite
 from jaxspec.engine.language_model import LanguageModel
@@ -41,7 +42,10 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
         groups.setdefault(record.category, []).append(record)
     categories = groups | {ALL: suite.records}
     runs = {
-        run: {name: figures(run, records, suite.sampling) for name, records in categories.items()}
+        run: {
+            name: figures(run, records, suite.sampling, suite.passes.get(run))
+            for name, records in categories.items()
+        }
         for run in suite.runs
     }
     return {
@@ -60,19 +64,23 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
     }
 
 
-def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, Any]:
+def figures(
+    run: str, records: Sequence[Record], sampling: bool, passes: Passes | None = None
+) -> dict[str, Any]:
     """The figures of a run on some prompts.
 
     Args:
       run: its name.
       records: of these prompts, those of plain decoding among them.
       sampling: whether tokens were drawn at random.
+      passes: what its drafts read; None where nobody knows.
 
     Returns:
       `prompts`; `texts` (turns of conversations count each) and their `tokens` in the first repeat;
       `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over the
       prompts of each kind (batches of them; null for a single one); what `speed.acceptance` gives, and
-      `acceptance_by_position`; `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its
+      `acceptance_by_position`; `rows_free`, a prediction: the speed-up if a pass cost the weights that it reads, as it
+      nearly does on an accelerator; `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its
       tokens after it), the `median` and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that
       end with the answer; `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see
       `records.Difference`), null where tokens are drawn at random. A number that is not defined is null.
@@ -89,6 +97,11 @@ def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, An
         if text.statistics.num_tokens > 1
     ]
     right = [one for record in own if record.right is not None for one in record.right]
+    accepted = speed.acceptance(taken)
+    length, drafted = accepted["mean_acceptance_length"], accepted["mean_draft_length"]
+    free = None
+    if passes is not None and length is not None and drafted is not None:
+        free = passes.speedup(length, drafted)
     different = [record.difference for record in own if record.difference is not None]
     margins = [abs(one.margin) for one in different if one.margin is not None]
     return {
@@ -98,8 +111,9 @@ def figures(run: str, records: Sequence[Record], sampling: bool) -> dict[str, An
         "tokens_per_second": speed.tokens_per_second(taken),
         "speedup": ratio,
         "speedup_interval": interval if len(set(batches)) > 1 else None,
-        **speed.acceptance(taken),
+        **accepted,
         "acceptance_by_position": speed.acceptance_by_position(taken),
+        "rows_free": free,
         "first_token_ms": _spread([speed.first_token_ms(text) for text in texts]),
         "token_ms": _spread(per_token),
         "accuracy": statistics.mean(right) if right else None,
@@ -159,14 +173,15 @@ def shown_categories(report: Mapping[str, Any]) -> list[str]:
 
 
 def columns(report: Mapping[str, Any]) -> dict[str, str]:
-    """Headings of a table of figures, in two lines, and what each says; an accuracy only where there is one.
+    """Headings of a table of figures, in two lines, and what each says; some only where a run has that figure.
 
     Returns:
       By heading, its explanation; `cells` gives a row.
     """
     shown = dict(_COLUMNS)
-    if not any(kinds[ALL]["accuracy"] is not None for kinds in report["runs"].values()):
-        del shown["right"]
+    for heading, figure in {"right": "accuracy", "rows\nfree": "rows_free"}.items():
+        if all(kinds[ALL][figure] is None for kinds in report["runs"].values()):
+            del shown[heading]
     return shown
 
 
@@ -182,6 +197,7 @@ def cells(report: Mapping[str, Any], run: str, category: str) -> list[str]:
         + ("" if interval is None else "{:.2f}–{:.2f}".format(*interval)),
         "tok.÷rounds\n1+acc.÷dr.": "\n".join(_number(length, 2) for length in lengths),
         "acc.\nrate": _number(one["draft_acceptance_rate"], 2),
+        "rows\nfree": _number(one["rows_free"], 2),
         "first\ntoken ms": _two(one["first_token_ms"], 0),
         "token\nms": _two(one["token_ms"], 1),
         "right": _number(one["accuracy"], 2),
@@ -197,6 +213,7 @@ _COLUMNS = {
     "tok.÷rounds\n1+acc.÷dr.": "the mean acceptance length, as Spec-Bench counts, tokens ÷ rounds, and as vLLM does, "
     "1 + accepted ÷ drafting rounds",
     "acc.\nrate": "accepted ÷ drafted tokens",
+    "rows\nfree": "a prediction: × plain if a pass cost the weights that it reads, whatever its rows",
     "first\ntoken ms": "time to the first token, median and 95th percentile over texts",
     "token\nms": "time per token after the first, median and 95th percentile over texts",
     "right": "share of the texts that end with the answer",

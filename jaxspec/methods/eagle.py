@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, Method, Resources, size_of
+from jaxspec.methods.base import LoadedModel, Method, Resources
 from jaxspec.methods.tree_heads import TreeHeadMethod
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
     from jaxspec.protocol import Drafter
 
 
@@ -38,13 +37,3 @@ class Eagle(TreeHeadMethod):
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
         """Returns the method, where there is a head for the model."""
         return cls.beside(target, resources)
-
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
-        """Returns a layer; to take in a text the target runs once more over it. None for a tree."""
-        from jaxspec.choosing.costs import Draft
-
-        if self.tree is not None:
-            return None
-        depth = target.config.num_layers
-        layers = depth * size_of(params["layers"]) / size_of(target.params["layers"])
-        return Draft(layers=layers, head="vocabulary" not in params, absorb_layers=depth + layers)

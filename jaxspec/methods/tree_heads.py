@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.methods import base
 from jaxspec.methods.base import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.heads import HeadMethod
 from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
@@ -46,6 +48,15 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         """Returns what is done where an option is left out, by option."""
         return {**super().usual(), "tree": "a chain"}
 
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns as many layers as are of the head's size; to take in a text the target runs once more over it."""
+        from jaxspec.choosing.costs import Draft
+
+        depth = target.config.num_layers
+        layers = depth * base.size_of(params) / base.size_of(target.params["layers"])
+        own = "head" in params or "vocabulary" in params
+        return Draft(layers=layers, head=not own, absorb_layers=depth + layers)
+
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are the head's."""
         drafter, params = super().build(target, resources)
@@ -76,6 +87,10 @@ class SeveralHeads(TreeHeadMethod):
     def usual(cls) -> dict[str, str]:
         """Returns what is done where an option is left out, by option."""
         return super().usual() | {"num_draft_tokens": "as many as there are heads"}
+
+    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+        """Returns all heads as one pass: each is read once for a draft, as long as it may be."""
+        return dataclasses.replace(super().kind(target, drafter, params), once=True)
 
     def length_of(self, num_heads: int) -> int:
         """Returns K: as given, or the depth of the tree that is, else the number of heads.

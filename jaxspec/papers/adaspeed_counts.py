@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxspec.bench import rules
+from jaxspec.bench import free_rows, rules
 from jaxspec.bench.prices import fixed_length, round_prices
-from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.rules import Case, Rounds
+from jaxspec.choosing.costs import Draft
 from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.model import llama
 from jaxspec.papers.tables import Cell
 from jaxspec.papers.workbench import Workbench
 
@@ -89,7 +88,7 @@ def count(bench: Workbench, exits: Sequence[int]) -> Counted:
         rounds,
         {layer: {n: priced[_name("rule", layer, n)] for n in LENGTHS} for layer in exits},
         {layer: {n: priced[_name("constant", layer, n)] for n in CONSTANT_LENGTHS} for layer in exits},
-        {layer: _share(lm, layer) for layer in exits},
+        {layer: free_rows.share(lm, Draft(layers=layer)) for layer in exits},
     )
 
 
@@ -126,9 +125,3 @@ def _of_one_capacity(prompts: Sequence[list[int]], max_new_tokens: int) -> list[
     for prompt in prompts:
         groups.setdefault(bucket(len(prompt) + max_new_tokens + rules.LONGEST + 1), []).append(prompt)
     return max(groups.values(), key=len)
-
-
-def _share(lm: LanguageModel, exit_layer: int) -> float:
-    """The bytes of weights that a draft step reads, as a part of those of a step of plain decoding."""
-    short = floor_bytes(lm.config.truncated(exit_layer), llama.truncate(lm.params, exit_layer))
-    return short / floor_bytes(lm.config, lm.params)

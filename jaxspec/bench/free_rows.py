@@ -1,0 +1,82 @@
+"""What drafts gain where rows are free: a pass costs the weights that it reads, as it nearly does on an accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxspec.bench.profile import floor_bytes
+from jaxspec.choosing.costs import Draft
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.methods import Method
+from jaxspec.protocol import Drafter, drafts_trees
+
+
+def share(lm: LanguageModel, draft: Draft) -> float:
+    """The bytes of weights that one pass of a draft reads, as a part of those of a step of plain decoding.
+
+    Args:
+      lm: the target.
+      draft: what a pass runs.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> share(language_model(), Draft(lookup=True)), share(language_model(), Draft(layers=2))
+      (0.0, 1.0)
+    """
+    if not draft.layers:
+        return 0.0
+    whole = floor_bytes(lm.config, lm.params)
+    layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
+    return (draft.layers * layers / lm.config.num_layers + (whole - layers if draft.head else 0)) / whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What a run's drafts read.
+
+    Attributes:
+      share: of each pass, see `share`.
+      each_round: passes of a round, where that does not depend on how many tokens are drafted; None elsewhere.
+
+    Examples:
+      >>> Passes(0.25).speedup(3.0, mean_draft_length=4.0), Passes(0.5, each_round=1).speedup(3.0, 4.0)
+      (1.5, 2.0)
+    """
+
+    share: float
+    each_round: int | None = None
+
+    def speedup(self, tokens_per_round: float, mean_draft_length: float) -> float:
+        """Over plain decoding, if a round costs one reading of the target's weights and those of its passes.
+
+        Args:
+          tokens_per_round: of all rounds.
+          mean_draft_length: draft tokens per round.
+        """
+        passes = mean_draft_length if self.each_round is None else self.each_round
+        return tokens_per_round / (1 + passes * self.share)
+
+
+def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> Passes | None:
+    """What a method's drafts read; None where that depends on the text, or where nobody has said it.
+
+    Args:
+      lm: the target.
+      method: whose drafts they are.
+      drafter, params: what it made, see `LanguageModel.drafter`.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip
+      >>> from jaxspec.testing import language_model
+      >>> lm, method = language_model(), LayerSkip(exit_layer=1)
+      >>> 0.5 < passes(lm, method, *lm.drafter(method)).share < 0.6
+      True
+    """
+    draft = method.kind(lm.loaded, drafter, params)
+    if draft is None:
+        return None
+    each = 1 if draft.once else drafter.num_draft_tokens if drafts_trees(drafter) else None
+    return Passes(share(lm, draft), each)
