@@ -515,7 +515,7 @@ def test_wrong_options(run, model, arguments, message):
         (["profile", "--shape", "huge"], "unknown shape 'huge'"),
         (["convert", "nowhere", "there"], "no directory 'nowhere'"),
         (["convert"], "error: SRC and DST must be given; see jaxspec convert --help"),
-        (["tune"], r"error: --method \{asd,s2d\} must be given; see jaxspec tune --help"),
+        (["tune"], r"error: --method \{asd,s2d,auto\} must be given; see jaxspec tune --help"),
         (["generate", PROMPT, "--model", "Large"], r"large, small, sorted \(perhaps you meant large\)"),
         (["inspect", PROMPT, "--model", "MODEL", "--every", "4294967296"], "--every is 4294967296; give 0"),
         (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),

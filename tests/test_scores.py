@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -39,6 +40,9 @@ class Clock:
 
     def wait(self):
         pass
+
+    def compiled_early(self):
+        return contextlib.nullcontext()
 
     def generate(self, prompt, method=None, **given):
         self.calls.append((prompt, method, given))

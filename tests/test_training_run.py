@@ -671,7 +671,7 @@ def test_the_command_line_is_refused_in_one_line(capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--topology h100", "topology is 'h100'; give KIND:CHIPS"),
+        ("--topology h300", "topology is 'h300'; give KIND:CHIPS"),
         ("--shape 2b", "unknown shape '2b'; give one of 31m, "),
         ("--exits 4 99", "--exits is (4, 99), and 1b has 22 layers; give numbers of layers from 1 to 22"),
         ("--exits 4 2", "--exits is (4, 2), and 1b has 22 layers; give numbers of layers from 1 to 22"),
