@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import signal
 import typing
 
@@ -403,10 +404,25 @@ def test_the_options_of_a_run_start_it_again_and_every_kind_can_be_chosen(folder
     assert list(head_kinds.KINDS) == list(typing.get_args(typing.get_type_hints(command.Options)["kind"]))
 
 
-@pytest.mark.parametrize("recipes", [("tasks", "heads-small"), ("heads-smollm2",)])
-def test_the_recipes_leave_nothing_to_choose(recipes):
-    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in recipes]
+def real_recipe(kind):
+    """The options of the command that the recipe of the real model gives for `kind`."""
+    recipe = ROOT / "training/recipes/heads-smollm2.yaml"
+    (line,) = [line for line in recipe.read_text().splitlines() if f"$HEADS --kind {kind} " in line]
+    return parsing.parse(
+        command.Options, [f"--config={recipe}", *shlex.split(line.split("$HEADS")[1])], "heads"
+    )
+
+
+def test_the_recipe_of_the_small_target_leaves_nothing_to_choose():
+    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
     options = parsing.parse(command.Options, [*files, "--kind", "eagle3"], "heads")
+    assert options.settled(10**6, {})[1] == {}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "kangaroo"])
+def test_the_commands_of_the_real_models_recipe_leave_nothing_to_choose(kind):
+    options = real_recipe(kind)
+    assert options.made == head_kinds.KINDS[kind]
     assert options.settled(10**6, {})[1] == {}
 
 
@@ -418,8 +434,7 @@ def test_the_recipe_of_the_small_target_serves_every_kind(kind):
 
 
 def test_the_head_of_the_real_model_has_at_most_ten_megabytes():
-    recipe = ["--config", f"{ROOT}/training/recipes/heads-smollm2.yaml", "--kind", "eagle3"]
-    options = parsing.parse(command.Options, recipe, "heads")
+    options = real_recipe("eagle3")
     config = LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True)
     part = np.arange(options.head.draft_vocab_size)
 
