@@ -21,6 +21,7 @@ from flax import struct
 from jaxspec import verification
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
+from jaxspec.model import prefill as prompts
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import (
@@ -212,7 +213,7 @@ def start_prefill(
     tapped: TappedDrafter | None = None,
     *,
     merged: bool = True,
-) -> llama.Prefilling:
+) -> prompts.Prefilling:
     """Prompts of which nothing has been fed.
 
     `tapped`: see `tapped_drafter`; `merged`: the cache's layout, static, see `model.cache`.
@@ -220,27 +221,27 @@ def start_prefill(
     batch, capacity = request.tokens.shape
     cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
     if tapped is None:
-        return llama.start_prefill(config, params.target, request.length, cache)
+        return prompts.start_prefill(config, params.target, request.length, cache)
     absorbed = tapped.begin(params, request.length, capacity, merged)
-    return llama.start_prefill(config, params.target, request.length, cache, tapped.taps, absorbed)
+    return prompts.start_prefill(config, params.target, request.length, cache, tapped.taps, absorbed)
 
 
 def feed(
     config: LlamaConfig,
     params: Weights,
     request: Request,
-    fed: llama.Prefilling,
+    fed: prompts.Prefilling,
     first: jax.Array,
     stop: jax.Array,
     tapped: TappedDrafter | None = None,
     *,
     chunk_size: int,
-) -> llama.Prefilling:
+) -> prompts.Prefilling:
     """Feeds the chunks of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
     arguments = (config, params.target, request.tokens, request.length, fed, first, stop, chunk_size)
     if tapped is None:
-        return llama.feed(*arguments)
-    return llama.feed(*arguments, tapped.taps, functools.partial(tapped.absorb, params))
+        return prompts.feed(*arguments)
+    return prompts.feed(*arguments, tapped.taps, functools.partial(tapped.absorb, params))
 
 
 def end_prefill(
@@ -248,7 +249,7 @@ def end_prefill(
     params: Weights,
     parts: Parts,
     request: Request,
-    fed: llama.Prefilling,
+    fed: prompts.Prefilling,
     *,
     chunk_size: int,
     log_probs: bool = False,
@@ -316,7 +317,7 @@ def take_up(
     tapped = tapped_drafter(parts)
     if tapped is None:
         hidden = jnp.zeros((batch, config.hidden_size), params.target["embed"].dtype)
-        fed = llama.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
+        fed = prompts.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
     else:
         fed = start_prefill(config, params, request, tapped, merged=state.cache.merged)
         stop = (jnp.max(length) + chunk_size - 1) // chunk_size
@@ -325,7 +326,7 @@ def take_up(
 
 
 def _begun(
-    params: Weights, parts: Parts, fed: llama.Prefilling, view: View, length: jax.Array, chunk_size: int
+    params: Weights, parts: Parts, fed: prompts.Prefilling, view: View, length: jax.Array, chunk_size: int
 ) -> State:
     """The drafter's state after texts of which int32[B] `length` tokens were fed, the pending one not among them."""
     absorbed, tapped = fed.absorbed, tapped_drafter(parts)

@@ -25,6 +25,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
 from jaxspec.testing import reference
 from jaxspec.tuning import figures
 from jaxspec.tuning import inspect as home
@@ -135,7 +136,7 @@ def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
     @jax.jit
     def run(prompts, start, fed, count):
         cache = kv.create(config, 2, 16, jnp.float32)
-        _, _, cache = llama.prefill(config, deep_params(), prompts, start, cache, chunk_size=4)
+        _, _, cache = run_prompts(config, deep_params(), prompts, start, cache, chunk_size=4)
         return exit_agreement(config, deep_params(), fed, start, count, cache, chunk_size=4)
 
     agreed = np.asarray(run(prompts, start, fed, count))

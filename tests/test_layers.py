@@ -17,6 +17,7 @@ LAYERS = (
     "jaxspec.model.rope",
     "jaxspec.model.cache",
     "jaxspec.model.llama",
+    "jaxspec.model.prefill",
     "jaxspec.model.sharding jaxspec.model.dflash jaxspec.model.eagle jaxspec.model.kangaroo jaxspec.model.medusa",
     "jaxspec.model.hydra",
     "jaxspec.model.heads",

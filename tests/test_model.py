@@ -16,6 +16,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.numerics import cosine
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
 from jaxspec.testing import reference
 
 TOLERANCE = 1e-4
@@ -96,7 +97,7 @@ def test_prefill_in_pieces_then_token_by_token(name):
     @jit
     def prefill(params, tokens, length):
         cache = _cache(config, len(tokens), 0)
-        last, _, cache = llama.prefill(config, params, tokens, length, cache, chunk_size=4)
+        last, _, cache = run_prompts(config, params, tokens, length, cache, chunk_size=4)
         return llama.logits(config, params, last), cache
 
     first, cache = prefill(params, np.where(np.arange(16) < length[:, None], texts[:, :16], 0), length)
@@ -116,7 +117,7 @@ def test_similarities_of_prompts(name, chunk_size):
     """Per row, over its own tokens only, in several chunks or in one; a prompt of one token has them too."""
     config, params = CONFIGS[name], _params(name)
     texts, length = _texts()[:, :16], np.asarray(LENGTHS, np.int32)
-    run = jit(lambda *args: llama.prefill(config, *args, chunk_size=chunk_size)[:2])
+    run = jit(lambda *args: run_prompts(config, *args, chunk_size=chunk_size)[:2])
     last, similarities = run(params, texts, length, _cache(config, len(texts), 0))
     assert (similarities.dtype, similarities.shape) == (jnp.float32, (len(texts), config.num_layers, 2))
     for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):

@@ -21,6 +21,7 @@ from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io import method_files
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
+from jaxspec.model.prefill import run_prompts
 from jaxspec.protocol import Outcome, Prefill, View, Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import AdaptiveLength, Constant
@@ -116,7 +117,7 @@ def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> t
 
 @functools.partial(jax.jit, static_argnames="config")
 def fill(config, weights, tokens, length, cache):
-    return llama.prefill(config, weights, tokens, length, cache, 1)[2]
+    return run_prompts(config, weights, tokens, length, cache, 1)[2]
 
 
 PROMPTS = ((1, 2, 3), (5, 4), (7, 1, 7, 1, 7, 1, 7, 2, 9, 11))

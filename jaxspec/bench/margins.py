@@ -13,6 +13,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
 
 
@@ -60,5 +61,5 @@ def _next_logits(
     config: LlamaConfig, chunk_size: int, params: llama.Params, tokens: jax.Array, length: jax.Array
 ) -> jax.Array:
     cache = kv.create(config, 1, tokens.shape[1], params["embed"].dtype)
-    hidden, _, _ = llama.prefill(config, params, tokens, length, cache, chunk_size)
+    hidden, _, _ = run_prompts(config, params, tokens, length, cache, chunk_size)
     return llama.logits(config, params, hidden)[0]

@@ -30,7 +30,7 @@ from jaxspec.io.extras import require
 from jaxspec.io.method_files import PLAN_NAME, law_name, read_plan
 from jaxspec.methods import Method, Resources
 from jaxspec.methods.acceptors import build_acceptor
-from jaxspec.methods.base import LoadedModel, ModelLike
+from jaxspec.methods.resources import LoadedModel, ModelLike
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params

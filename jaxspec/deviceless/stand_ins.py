@@ -17,7 +17,7 @@ from jaxspec.bench.profile import SHAPES
 from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, heads, method_files, vocabulary_file
 from jaxspec.methods import LoadedModel
-from jaxspec.methods.base import LoadedHead
+from jaxspec.methods.resources import LoadedHead
 from jaxspec.model import dflash, llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.dflash import DFlashConfig

@@ -14,6 +14,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.prefill import run_prompts
 from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Law
 from jaxspec.stopping import Constant
@@ -50,7 +51,7 @@ class DraftModel(ChainDrafter):
         batch, capacity = view.tokens.shape
         dtype = params.drafter["embed"].dtype
         cache = kv.create(self.config, batch, capacity, dtype, view.cache.merged)
-        _, _, cache = llama.prefill(
+        _, _, cache = run_prompts(
             self.config, params.drafter, view.tokens, view.start, cache, prefill.chunk_size
         )
         return ChainState(self.rule.init(batch), (cache, view.start))

@@ -19,6 +19,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest, once
 from jaxspec.model.llama import Params
+from jaxspec.model.prefill import run_prompts
 from jaxspec.protocol import Prefill, Proposal, StopRule, View, Weights, rising_widths
 from jaxspec.sampling import Law
 from jaxspec.stopping import AdaptiveLength
@@ -117,7 +118,7 @@ class S2D(ChainDrafter):
             return state
         batch, capacity = view.tokens.shape
         cache = kv.create(self.config, batch, capacity, params.drafter["embed"].dtype, view.cache.merged)
-        _, _, cache = llama.prefill(
+        _, _, cache = run_prompts(
             self.config, params.drafter, view.tokens, view.start, cache, prefill.chunk_size
         )
         return state._replace(own=(cache, self._nothing(params.drafter, view.start)))

@@ -14,7 +14,7 @@ from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Prefilling
+from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import state_shardings
 from jaxspec.protocol import Drafter, TappedDrafter, Weights
 

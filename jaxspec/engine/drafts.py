@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.engine.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.io import checkpoint, heads, memory
 from jaxspec.io.tokenizer import Tokenizer
-from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, ModelLike
+from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantised import Quantised

@@ -23,8 +23,8 @@ from jaxspec.engine.results import Token
 from jaxspec.engine.switching import Plan, Switching
 from jaxspec.io import processes
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Prefilling
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched, put
 from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling

@@ -12,7 +12,7 @@ from jaxspec.methods.adaspeed import AdaSPEED, AdaSPEEDProbe
 from jaxspec.methods.asd import ASD
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import LoadedModel, Method, Resources
+from jaxspec.methods.base import Method
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.clasp import CLaSp
 from jaxspec.methods.dflash import DFlash
@@ -28,6 +28,7 @@ from jaxspec.methods.medusa import Medusa
 from jaxspec.methods.ngram import NGram
 from jaxspec.methods.quantised import Quantised
 from jaxspec.methods.registry import names
+from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.s2d import S2D
 from jaxspec.methods.suffix import Suffix
 from jaxspec.methods.token_recycling import TokenRecycling

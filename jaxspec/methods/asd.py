@@ -6,10 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.io.asd_numbers import ASDNumbers
-from jaxspec.methods.base import FilePath, LoadedModel, Resources, option
+from jaxspec.methods.base import option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import found
 from jaxspec.methods.masked import MaskedMethod
+from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import Candidate, DraftingMethod, FilePath, LoadedModel, Method, Resources, option
+from jaxspec.methods.base import Candidate, DraftingMethod, Method, option
 from jaxspec.methods.files import found
+from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation

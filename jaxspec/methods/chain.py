@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from jaxspec.methods.base import DraftingMethod, FilePath, LoadedModel, Resources, option
+from jaxspec.methods.base import DraftingMethod, option
 from jaxspec.methods.files import file_of
+from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.io.messages import shown
-from jaxspec.methods.base import LoadedModel, Resources, option
+from jaxspec.methods.base import option
 from jaxspec.methods.chain import ChainMethod, StopName
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel
 from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter

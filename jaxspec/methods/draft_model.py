@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, ModelLike, Resources, option, size_of
+from jaxspec.methods.base import option, size_of
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.resources import LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import Draft

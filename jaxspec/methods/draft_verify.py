@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedModel, Method, Resources, option, size_of
+from jaxspec.methods.base import Method, option, size_of
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import file_of, found
 from jaxspec.methods.masked import MaskedMethod
+from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import Draft

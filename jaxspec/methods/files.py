@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxspec.io.user_data import has_user_data, home, model_data
-from jaxspec.methods.base import LoadedModel, Resources
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     import jax

@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedHead, LoadedModel, Method, Resources, option
+from jaxspec.methods.base import Method, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import found
+from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import LoadedModel, Method, Resources, option, size_of
+from jaxspec.methods.base import Method, option, size_of
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation

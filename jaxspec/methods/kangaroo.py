@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, Method, Resources, option
+from jaxspec.methods.base import Method, option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import Draft

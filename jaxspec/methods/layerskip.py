@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedModel, Method, Resources, option
+from jaxspec.methods.base import Method, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import directories, file_of
+from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import Draft

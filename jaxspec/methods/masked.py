@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec.methods.base import Resources
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.resources import Resources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel
+from jaxspec.methods.resources import LoadedModel
 from jaxspec.methods.tree_heads import SeveralHeads
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxspec.methods.base import LoadedModel, Resources
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import FilePath, LoadedModel, ModelLike, Resources, option
+from jaxspec.methods.base import option
 from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.files import found
+from jaxspec.methods.resources import FilePath, LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
     import jax

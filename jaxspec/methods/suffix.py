@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, LoadedModel, Method, Resources, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
 from jaxspec.methods.files import read_reference
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import Draft

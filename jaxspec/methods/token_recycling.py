@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import LoadedModel, Resources
+from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.methods import base
-from jaxspec.methods.base import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.heads import HeadMethod
+from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
 
 
 @struct.dataclass
@@ -55,11 +56,11 @@ def prepare(
       merged: the cache's layout, static, see `model.cache`.
 
     Returns:
-      The texts, and the similarities of each prompt float32[B, L, 2], see `llama.prefill`.
+      The texts, and the similarities of each prompt float32[B, L, 2], see `jaxspec.model.prefill.run_prompts`.
     """
     batch, capacity = prompts.shape
     cache = kv.create(config, batch, capacity, params["embed"].dtype, merged)
-    _, similarities, cache = llama.prefill(config, params, prompts, length, cache, chunk_size)
+    _, similarities, cache = run_prompts(config, params, prompts, length, cache, chunk_size)
     return AgreementTexts(cache, length, tokens, count), similarities
 
 

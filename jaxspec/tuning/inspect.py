@@ -23,9 +23,9 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import Prompt
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
-from jaxspec.model import llama
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
 from jaxspec.tuning.exits import exit_agreement
 
@@ -225,7 +225,7 @@ def _survey(
         params: Params, prompt: jax.Array, length: jax.Array, fed: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         cache = _cache(lm, capacity)
-        _, similarities, cache = llama.prefill(lm.config, params, prompt, length, cache, chunk_size)
+        _, similarities, cache = run_prompts(lm.config, params, prompt, length, cache, chunk_size)
         return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, chunk_size)
 
     def padded(tokens: Sequence[int], width: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.drafting.s2d import S2D
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.method_files import fingerprint
-from jaxspec.methods.base import ModelLike
+from jaxspec.methods.resources import ModelLike
 from jaxspec.model import llama
 from jaxspec.tuning.objectives import Speed
 from jaxspec.tuning.options import S2DGrid, Sweep
