@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.bench.suite_options import Amount, SuiteOptions
 from jaxspec.cli.options import (
     MethodOptions,
     MethodsOptions,
@@ -22,8 +23,8 @@ from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
 from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import given_options
-from jaxspec.papers import PaperName
-from jaxspec.papers.options import TargetOptions
+from jaxspec.papers import TAKES, PaperName
+from jaxspec.papers.options import PaperOptions, TargetOptions
 
 if TYPE_CHECKING:
     from jaxspec.bench.prompt_files import Task
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 # In the directory of --output.
 RECORDS, REPORT, PAGE = "records.jsonl", "report.json", "report.html"
+# The options that every paper leaves to the user; others stand in `TAKES`.
+_OF_PAPERS = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
+_OF_PAPERS |= {"paper", "model", "dtype", "device", "mesh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Bench:
         if self.paper is not None:
             from jaxspec.cli.bench_paper import run
 
-            return run(self, self.paper)
+            return run(self.model.load, self.paper, self._paper_options(self.paper), as_json=self.json)
         if served := given_options(self.served):
             raise ValueError(f"`{min(served)}` is for the tables of a paper; give paper=s2d, or leave it out")
         if self.peer is not None and self.model.processes.asked:
@@ -146,6 +150,36 @@ class Bench:
             return INTERRUPTED
         return 0
 
+    def _paper_options(self, paper: PaperName) -> PaperOptions:
+        """What the tables of a paper are measured with.
+
+        Raises:
+          ValueError: an option is given that belongs to prompt sets and runs, or to several processes.
+        """
+        if self.model.processes.asked:
+            raise ValueError(
+                "`paper` is measured by one process; leave out `distributed` and `coordinator_address`, and give it a "
+                "mesh of this machine's devices"
+            )
+        taken = {*_OF_PAPERS, *TAKES.get(paper, ())}
+        foreign = [f"`{name}`" for name in _given(self) if name not in taken]
+        if foreign:
+            raise ValueError(
+                f"paper={paper} measures the paper's own runs and has no option {', '.join(foreign)}; leave it out"
+            )
+        if self.output is not None:
+            check_directory(Path(self.output))
+        return PaperOptions(
+            **{field.name: getattr(self.suite, field.name) for field in dataclasses.fields(Amount)},
+            **{field.name: getattr(self.served, field.name) for field in dataclasses.fields(TargetOptions)},
+            seed=self.sampling.seed,
+            prompt_file=self.prompt_file,
+            draft=getattr(self.drafting, "draft", None),
+            runs={words: parse_run(words) for words in self.runs},
+            directory=None if self.output is None else Path(self.output),
+            resume=self.resume,
+        )
+
     def _given_tasks(self) -> list[Task] | None:
         """The prompts of the files, if there are some: read before anything that takes long."""
         from jaxspec.bench.prompt_files import read_tasks
@@ -183,6 +217,16 @@ class Bench:
         write_atomic(Path(self.output) / REPORT, json.dumps(report, indent=2) + "\n")
         write_atomic(Path(self.output) / PAGE, page(report))
         print(f"jaxspec: wrote {Path(self.output) / REPORT} and {PAGE}", file=sys.stderr)
+
+
+def _given(options: Any) -> Iterator[str]:
+    """The names of the options that are not at their defaults, those of the dataclasses in a command too."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(field.default):
+            yield from _given(value)
+        elif value != field.default:
+            yield field.name
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -5,89 +5,51 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.bench.suite_options import Amount
-from jaxspec.cli.runs import parse_run
-from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import Progress
-from jaxspec.papers import TAKES, PaperName, find
-from jaxspec.papers.options import PaperOptions, TargetOptions
+from jaxspec.papers import PaperName, find
+from jaxspec.papers.options import PaperOptions
 
 if TYPE_CHECKING:
-    from jaxspec.cli.bench import Bench
+    from jaxspec.engine.language_model import LanguageModel
     from jaxspec.papers.tables import Report, Table
 
 REPORT = "report.json"
-# The options that every paper leaves to the user; others stand in `TAKES`.
-_TAKEN = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
-_TAKEN |= {"paper", "model", "dtype", "device", "mesh"}
 
 
-def run(command: Bench, paper: PaperName) -> int:
+def run(load: Callable[[], LanguageModel], paper: PaperName, options: PaperOptions, *, as_json: bool) -> int:
     """Measures the tables of a paper; returns the exit status.
 
-    Raises:
-      ValueError: an option is given that belongs to prompt sets and runs.
+    Args:
+      load: loads the target.
+      paper: whose tables.
+      options: how much is measured, and where records go.
+      as_json: print one JSON object and nothing else.
     """
-    if command.model.processes.asked:
-        raise ValueError(
-            "`paper` is measured by one process; leave out `distributed` and `coordinator_address`, and give it a mesh "
-            "of this machine's devices"
-        )
-    taken = {*_TAKEN, *TAKES.get(paper, ())}
-    foreign = [f"`{name}`" for name in _given(command) if name not in taken]
-    if foreign:
-        raise ValueError(
-            f"paper={paper} measures the paper's own runs and has no option {', '.join(foreign)}; leave it out"
-        )
-    if command.output is not None:
-        check_directory(Path(command.output))
-    options = PaperOptions(
-        **{field.name: getattr(command.suite, field.name) for field in dataclasses.fields(Amount)},
-        **{field.name: getattr(command.served, field.name) for field in dataclasses.fields(TargetOptions)},
-        seed=command.sampling.seed,
-        prompt_file=command.prompt_file,
-        draft=getattr(command.drafting, "draft", None),
-        runs={words: parse_run(words) for words in command.runs},
-        directory=None if command.output is None else Path(command.output),
-        resume=command.resume,
-    )
     try:
         with Progress() as progress:
             progress("loading the model")
-            lm = command.model.load()
-            report = find(paper)(lm, options, progress)
+            report = find(paper)(load(), options, progress)
     except KeyboardInterrupt:
         kept = "nothing was kept; with --output it would go on from here"
-        if command.output is not None:
-            kept = f"what was measured is in {command.output}, and the same command goes on from here"
+        if options.directory is not None:
+            kept = f"what was measured is in {options.directory}, and the same command goes on from here"
         print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
     found = dataclasses.asdict(report)
-    if command.output is not None:
+    if options.directory is not None:
         from jaxspec.io.files import write_atomic
 
-        write_atomic(Path(command.output) / REPORT, json.dumps(found, indent=2) + "\n")
-        print(f"jaxspec: wrote {Path(command.output) / REPORT}", file=sys.stderr)
-    if command.json:
+        write_atomic(options.directory / REPORT, json.dumps(found, indent=2) + "\n")
+        print(f"jaxspec: wrote {options.directory / REPORT}", file=sys.stderr)
+    if as_json:
         print(json.dumps(found))
     else:
         show(report)
     return 0
-
-
-def _given(options: Any) -> Iterator[str]:
-    """The names of the options that are not at their defaults, those of the dataclasses in a command too."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(field.default):
-            yield from _given(value)
-        elif value != field.default:
-            yield field.name
 
 
 def show(report: Report) -> None:
