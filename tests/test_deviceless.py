@@ -198,6 +198,53 @@ def test_a_fusion_may_make_several_arrays_by_one_of_its_parts():
     assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == 2
 
 
+SCORES = """HloModule scores
+
+%softer (p0: f32[4,64,8], p1: f32[4,64]) -> f32[4,64,8] {
+  %p0 = f32[4,64,8]{2,1,0} parameter(0)
+  %p1 = f32[4,64]{1,0} parameter(1)
+  %wide = f32[4,64,8]{2,1,0} broadcast(%p1)
+  ROOT %less = f32[4,64,8]{2,1,0} subtract(%p0, %wide)
+}
+
+%turned (p0: f32[4,64,8], p1: f32[4,64]) -> f32[4,8,64] {
+  %p1 = f32[4,64]{1,0} parameter(1)
+  %p0 = f32[4,64,8]{2,1,0} parameter(0)
+  %wide = f32[4,64,8]{2,1,0} broadcast(%p1)
+  %sum = f32[4,64,8]{2,1,0} add(%wide, %p0)
+  ROOT %turn = f32[4,8,64]{2,1,0} transpose(%sum)
+}
+
+%body (t: (f32[4,64,8], f32[4,64])) -> (f32[4,64,8], f32[4,64]) {
+  %t = (f32[4,64,8]{2,1,0}, f32[4,64]{1,0}) parameter(0)
+  %x = f32[4,64,8]{2,1,0} get-tuple-element(%t), index=0
+  %m = f32[4,64]{1,0} get-tuple-element(%t), index=1
+  %scores = f32[4,64,8]{2,1,0} dot(%x, %x)
+  %soft = f32[4,64,8]{2,1,0} fusion(%scores, %m), kind=kLoop, calls=%softer
+  %kept = f32[4,64,8]{2,1,0} copy(%soft)
+  %next = f32[4,64]{1,0} reduce(%kept, %m), to_apply=%softer
+  %other = f32[4,8,64]{2,1,0} fusion(FROM, %next), kind=kLoop, calls=%turned
+  ROOT %out = (f32[4,64,8]{2,1,0}, f32[4,64]{1,0}) tuple(%x, %next)
+}
+
+%more (t: (f32[4,64,8], f32[4,64])) -> pred[] {
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (s: (f32[4,64,8], f32[4,64])) -> (f32[4,64,8], f32[4,64]) {
+  %s = (f32[4,64,8]{2,1,0}, f32[4,64]{1,0}) parameter(0)
+  ROOT %w = (f32[4,64,8]{2,1,0}, f32[4,64]{1,0}) while(%s), condition=%more, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("source", "count"), [("%kept", 0), ("%x", 1)])
+def test_scores_with_the_shape_of_a_cache_are_no_copies(source, count):
+    """The same fusion of what a product made, and of the cache itself."""
+    module = hlo.parse(SCORES.replace("FROM", source))
+    assert rounds.copies(module, rounds.main_loop(module), [(4, 64, 8)]) == count
+
+
 def test_text_that_is_no_program():
     with pytest.raises(ValueError, match="no HLO module"):
         hlo.parse("a text")

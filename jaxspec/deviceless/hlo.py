@@ -46,6 +46,7 @@ class Instruction:
       scope: the name of the operation that it came from, such as jit(f)/while/body/dot_general; "" if unknown.
       target: of a custom call, what is called.
       root: whether the computation gives its result back.
+      index: of a parameter its number, of a get-tuple-element which part it takes; of others None.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Instruction:
     scope: str
     target: str
     root: bool
+    index: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +116,8 @@ def _instruction(line: str) -> Instruction | None:
     rest = rest[end:].lstrip()
     opcode, _, _ = rest.partition("(")
     end = _closed(rest, len(opcode))
-    operands = re.findall(r"%([\w.-]+)", rest[len(opcode) : end])
-    rest = rest[end:]
+    given, rest = rest[len(opcode) : end], rest[end:]
+    number = re.search(r"\((\d+)\)", given) if opcode == "parameter" else re.search(r"\bindex=(\d+)", rest)
     called = {
         kind: tuple(re.findall(r"%([\w.-]+)", f"%{one}" if one else several))
         for kind, one, several in _CALLED.findall(rest)
@@ -126,11 +128,12 @@ def _instruction(line: str) -> Instruction | None:
         name=begins[2],
         opcode=opcode,
         results=results,
-        operands=tuple(operands),
+        operands=tuple(re.findall(r"%([\w.-]+)", given)),
         called=called,
         scope=scope[1] if scope else "",
         target=target[1] if target else "",
         root=bool(begins[1]),
+        index=int(number[1]) if number else None,
     )
 
 

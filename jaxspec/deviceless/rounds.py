@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "coll
 _HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
 _WRITES = ("dynamic-update-slice", "scatter")
 _IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
+# What makes new numbers: an array of a cache's shape that comes out of one, as scores of attention may, is no copy.
+_MAKES = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "iota", "constant", "rng")
 # Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
 # that verify, of which a round takes one (`verification`).
 _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
@@ -73,8 +76,9 @@ def _entered(one: Instruction) -> list[str]:
 def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
     """How many arrays of these shapes the body of a loop writes whole: copies, and whatever else is not in place.
 
-    Moves between main memory and a fast one do not count: so an array is read; see `write_backs` for the way back. In
-    which order the axes lie, and axes of length 1, do not matter.
+    Moves between main memory and a fast one do not count: so an array is read; see `write_backs` for the way back. Nor
+    does what only has such a shape: an array counts if it is made, by other than products and sums, of one that was
+    there before. In which order the axes lie, and axes of length 1, do not matter.
 
     Args:
       module: the program.
@@ -102,6 +106,7 @@ def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]])
       (1, 0)
     """
     wanted = {_squeezed(shape) for shape in shapes}
+    origins = _Origins(module, wanted)
     count = 0
     for computation, one in executed(module, *loop.called["body"]):
         # A TPU reads a large array ahead in slices; this only says that they are one.
@@ -110,12 +115,58 @@ def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]])
         moved = _moved(module, computation, one)
         if moved is not None:
             source, made = moved
-            count += _squeezed(made.dims) in wanted and source.space == made.space
+            written = _squeezed(made.dims) in wanted and source.space == made.space
+            count += written and origins.held(computation, one.operands[0])
         else:
             roots = _roots(module, one) or [one.opcode] * len(one.results)
-            written = zip(one.results, roots, strict=True)
-            count += sum(_squeezed(made.dims) in wanted and root not in _IN_PLACE for made, root in written)
+            count += sum(
+                _squeezed(made.dims) in wanted
+                and root not in _IN_PLACE
+                and origins.held(computation, one.name, part)
+                for part, (made, root) in enumerate(zip(one.results, roots, strict=True))
+            )
     return count
+
+
+class _Origins:
+    """What the arrays of a program are made of."""
+
+    def __init__(self, module: Module, wanted: Iterable[tuple[int, ...]]) -> None:
+        self._wanted = set(wanted)
+        self._named = {name: {one.name: one for one in body} for name, body in module.computations.items()}
+        self.held = functools.cache(self._held)
+
+    def _held(self, computation: str, name: str, part: int = 0, given: tuple[str, ...] = ()) -> bool:
+        """Whether an array has in it one of the wanted shapes that was there before the computation, whole or in part.
+
+        Args:
+          computation, name: of the instruction that makes it.
+          part: which of its results.
+          given: in a fusion, the instruction and the computations around it, from the innermost: where its parameters
+            come from.
+        """
+        one = self._named[computation][name]
+        if one.opcode == "parameter" and given:
+            (outer, fusion), rest = given[:2], given[2:]
+            assert one.index is not None
+            return self.held(outer, self._named[outer][fusion].operands[one.index], 0, rest)
+        if one.opcode in _MAKES and one.target != "ConcatBitcast":
+            return False
+        if one.opcode == "fusion":
+            (inside,) = one.called["calls"]
+            (root,) = [inner for inner in self._named[inside].values() if inner.root]
+            made = root.operands[part] if root.opcode == "tuple" else root.name
+            return self.held(inside, made, 0, (computation, name, *given))
+        if one.opcode == "get-tuple-element" and one.index is not None:
+            source = self._named[computation][one.operands[0]]
+            if source.opcode == "fusion":
+                return self.held(computation, source.name, one.index, given)
+            if source.opcode == "tuple":
+                return self.held(computation, source.operands[one.index], 0, given)
+        if not one.operands or (one.opcode in _HANDED_ON and one.opcode not in ("tuple", "bitcast")):
+            # From outside the computation, or out of a loop or a condition.
+            return any(_squeezed(made.dims) in self._wanted for made in one.results[part : part + 1])
+        return any(self.held(computation, operand, 0, given) for operand in one.operands)
 
 
 def dequantised(module: Module, shapes: Iterable[tuple[int, ...]]) -> int:
