@@ -84,6 +84,7 @@ def test_what_is_written_is_read(tmp_path):
                 {"accept": [float("nan")]},
                 {"accept": 0.5},
                 {"strength": 0},
+                {"strength": 10**400},
                 {"strength": True},
                 {"draft": [0, 0]},
                 {"draft": [1, -1]},
