@@ -483,6 +483,12 @@ def test_among_takes_options_of_its_methods():
     assert made != Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 2})
 
 
+def test_candidates_of_one_method_have_names_of_their_own():
+    """By which a file of choices, and what is learnt, tells them apart."""
+    method = Auto(among=(NGram(), NGram(ngram_max=2), "suffix"))
+    assert [one.name for one in tiny.language_model().candidates(method)] == ["ngram", "ngram (2)", "suffix"]
+
+
 def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line():
     """Near the end of a row its rounds would not fit, for ever."""
     model = tiny.language_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -126,7 +127,14 @@ class Auto(DraftingMethod):
         if not methods:
             kinds = registry.available()[0].values()
             methods = tuple(one for kind in kinds for one in kind.offered(target, resources))
-        return tuple(self._candidate(method, target, resources) for method in methods)
+        made = [self._candidate(method, target, resources) for method in methods]
+        # What is learnt of a candidate, and what a file of choices says, goes by its name.
+        before: Counter[str] = Counter()
+        for at, one in enumerate(made):
+            before[one.name] += 1
+            if before[one.name] > 1:
+                made[at] = dataclasses.replace(one, name=f"{one.name} ({before[one.name]})")
+        return tuple(made)
 
     @staticmethod
     def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
