@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -24,7 +25,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
 from jaxspec.engine.switching import Switching
-from jaxspec.io.choice_file import ChoiceFile, belongs_to
+from jaxspec.io.choice_file import ChoiceFile, Entry, belongs_to
 from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
@@ -387,7 +388,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
     assert [row.tokens for row in again] == [row.tokens for row in first]
     assert [turn[:5] for turn in again[0].choices] == [turn[:5] for turn in first[0].choices]
     assert path.read_text(encoding="utf-8") == lines
-    written(path, **belongs_to(model.fingerprint, [[7, 1, 7, 1, 7], [3]]))
+    written(path, **belongs_to(model.fingerprint, [[7, 1, 7, 1, 7], [3]], 8))
     other = text()
     assert [turn[:3] for turn in other[0].choices][: len(LINES)] == LINES
 
@@ -401,6 +402,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
         ({"num_draft_tokens": 9}, "has the num draft tokens 9"),
         ({"model": "another"}, "has the model 'another', this text .*; give the model, the prompts"),
         ({"prompts": "others"}, "has the prompts 'others'"),
+        ({"rows": 2}, "has the rows 2, this text 3"),
         ([(0, "off", -1)], "line 2 of .* expected a round, a candidate and a length from 0 to 3"),
         ([(0, "guess", 1)], "line 2 of"),
         ([(0.5, "ngram", 1)], "line 2 of"),
@@ -413,15 +415,43 @@ def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
     else:
-        of = belongs_to(model.fingerprint, PROMPTS)
+        of = belongs_to(model.fingerprint, PROMPTS, 8)
         written(path, **of | ({"lines": content} if isinstance(content, list) else content))
     with pytest.raises(ValueError, match=message) as error:
         auto(model, among="ngram", choices=path)
     assert "\n" not in str(error.value)
 
 
+def test_a_file_without_a_choice_is_written_anew(tmp_path):
+    """It was begun for a text that ended, or was given up, before its first."""
+    path = tmp_path / "choices.jsonl"
+    for _ in range(2):
+        file = ChoiceFile(path, ["off", "ngram"], 4)
+        assert file.entries is None
+    file.add(Entry(0, "ngram", 2))
+    assert ChoiceFile(path, ["off", "ngram"], 4).entries == [Entry(0, "ngram", 2)]
+
+
+def test_a_stream_makes_the_choices_of_a_quiet_text_again(model, tmp_path):
+    """Rows are given to those that wait once as many rounds are over, so that what drafts for them is the same."""
+    prompts, turns = [[7, 1, 7, 1, 7], [3], [5, 5]], itertools.cycle([(1, 3), (0, 0), (1, 1)])
+    options = {
+        "method": "auto", "among": "ngram", "num_draft_tokens": tiny.K, "max_new_tokens": [120, 26, 40],
+        "temperature": 1.0, "max_batch": 2, "ignore_eos": True, "choices": tmp_path / "choices.jsonl",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Switching, "_ready", lambda self, *given, **shapes: True)
+        patch.setattr(Choices, "wanted", lambda self, *given: [])
+        patch.setattr(Choices, "_best", lambda self, *given: next(turns))
+        first = model.generate(prompts, **options)
+    pieces = model.stream(prompts, **options)
+    again = {piece.index: piece.result.tokens for piece in pieces if piece.result is not None}
+    assert sum(row.statistics.num_draft_tokens for row in first) > 0
+    assert again == dict(enumerate(row.tokens for row in first))
+
+
 def test_a_choice_that_lies_far_ahead_is_waited_for(model, tmp_path):
-    of = belongs_to(model.fingerprint, PROMPTS[:1])
+    of = belongs_to(model.fingerprint, PROMPTS[:1], 8)
     path = written(tmp_path / "choices.jsonl", [(2, "ngram", 2), (10**12, "off", 0)], **of)
     (row,) = auto(model, PROMPTS[:1], among="ngram", max_new_tokens=60, ignore_eos=True, choices=path)
     assert row.tokens == tiny.greedy(tuple(PROMPTS[0]), 60)

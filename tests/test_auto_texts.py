@@ -64,6 +64,15 @@ def test_stop_strings_and_a_contexts_end():
         assert (mine.text, mine.tokens, mine.finish_reason) == (plain.text, plain.tokens, plain.finish_reason)
 
 
+def test_texts_of_one_seed_are_drawn_apart():
+    """What one accepts has a say in how the other goes on: by the same numbers it would tell what they will be."""
+    lm = tiny.language_model()
+    options = {"temperature": 1.0, "seed": [3, 3], "max_new_tokens": 12, "ignore_eos": True}
+    plain = lm.generate([[5], [5]], **options)
+    mine = lm.generate([[5], [5]], method="auto", **options)
+    assert plain[0].tokens == plain[1].tokens == mine[0].tokens != mine[1].tokens
+
+
 def test_an_interruption_leaves_the_next_text_as_it_is():
     lm, turns = tiny.language_model(), []
     learn = Switching.learn

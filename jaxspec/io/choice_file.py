@@ -28,10 +28,11 @@ class Entry(NamedTuple):
     length: int
 
 
-def belongs_to(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, str]:
-    """What choices belong to beside their candidates: a model, by its fingerprint, and the prompts of a call."""
+def belongs_to(model: str, prompts: Sequence[Sequence[int]], max_batch: int) -> dict[str, Any]:
+    """What choices belong to beside their candidates: a model, by its fingerprint, and the prompts of a call, of which
+    so many are at once in the rounds that are counted."""
     digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode())
-    return {"model": model, "prompts": digest.hexdigest()[:16]}
+    return {"model": model, "prompts": digest.hexdigest()[:16], "rows": min(max_batch, len(prompts))}
 
 
 class ChoiceFile:
@@ -56,12 +57,13 @@ class ChoiceFile:
         path: Path,
         candidates: Sequence[str],
         num_draft_tokens: int,
-        of: Mapping[str, str] | None = None,
+        of: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         header = {"format": FORMAT, "candidates": list(candidates), "num_draft_tokens": num_draft_tokens}
         header |= of or {}
-        self.entries = self._read(header) if path.exists() else None
+        # Of a text that ended before its first choice, nothing can be made again: it is written anew.
+        self.entries = (self._read(header) or None) if path.exists() else None
         if self.entries is None and written_here():
             write_atomic(path, json.dumps(header) + "\n")
 
