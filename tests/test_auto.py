@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import numpy as np
@@ -420,6 +421,18 @@ def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message
     with pytest.raises(ValueError, match=message) as error:
         auto(model, among="ngram", choices=path)
     assert "\n" not in str(error.value)
+
+
+def test_a_place_where_no_file_can_be_is_one_line(tmp_path):
+    for path, message in (
+        (tmp_path, f"{tmp_path} is a directory; give choices=FILE"),
+        (
+            tmp_path / "no" / "choices.jsonl",
+            f"cannot write {tmp_path}/no/choices.jsonl (No such file or directory); ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            ChoiceFile(path, ["off", "ngram"], 4)
 
 
 def test_a_file_without_a_choice_is_written_anew(tmp_path):
