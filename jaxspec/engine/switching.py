@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
       candidates: plain decoding is not among them.
-      expected: what is known of them, by name, beside what they say themselves.
+      expected: what is known of those that the model offers, by name, beside what they say themselves.
       costs: of steps; None where they were not measured.
       seed: of what is drawn to choose.
       known: of the model, so that several texts pay for a program together.
@@ -101,7 +101,10 @@ class Switching:
             file=plan.file,
             measured=plan.costs is not None,
             explains=plan.explain,
-            expectations=[plan.expected.get(one.name, one.expected) for one in plan.candidates],
+            expectations=[
+                plan.expected.get(one.name, one.expected) if one.offered else one.expected
+                for one in plan.candidates
+            ],
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None

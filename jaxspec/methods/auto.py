@@ -123,11 +123,13 @@ class Auto(DraftingMethod):
         Raises:
           ValueError, FileNotFoundError: one that is named in `among` cannot be built, or not be chosen; one line.
         """
-        methods = self.methods()
-        if not methods:
-            kinds = registry.available()[0].values()
-            methods = tuple(one for kind in kinds for one in kind.offered(target, resources))
-        made = [self._candidate(method, target, resources) for method in methods]
+        kinds = registry.available()[0].values()
+        offered = [one for kind in kinds for one in kind.offered(target, resources)]
+        own = [_of_any_length(one) for one in offered]
+        made = [
+            dataclasses.replace(self._candidate(one, target, resources), offered=_of_any_length(one) in own)
+            for one in self.methods() or offered
+        ]
         # What is learnt of a candidate, and what a file of choices says, goes by its name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
@@ -168,6 +170,16 @@ class Auto(DraftingMethod):
         layers = getattr(drafter, "exit_layer", None)
         name = method.name if layers is None else f"{method.name} {layers}"
         return Candidate(name, drafter, params, kind, method.expectation(target, resources))
+
+
+def _of_any_length(method: Method) -> Method:
+    """The method, and those that it is made of, without their K: what is accepted is known by position."""
+    parts: dict[str, Any] = {
+        name: _of_any_length(one) for name, one in method.given.items() if isinstance(one, Method)
+    }
+    if isinstance(method, DraftingMethod):
+        parts["num_draft_tokens"] = None
+    return dataclasses.replace(method, **parts)
 
 
 def _kind(one: str | Method) -> type[Method]:

@@ -219,6 +219,8 @@ class Candidate:
       drafter, params: as of `Method.build`.
       kind: what its drafts make a device do.
       expected: of what is accepted, where something was measured; None where nothing is known.
+      offered: whether it is what the model offers, which `jaxspec tune --method auto` measures; another head or other
+        options are not.
 
     Examples:
       >>> from jaxspec.choosing.costs import Draft
@@ -232,6 +234,7 @@ class Candidate:
     params: Any
     kind: Draft
     expected: Expectation | None = None
+    offered: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
