@@ -193,6 +193,19 @@ def test_times_that_are_not_fair_teach_nothing():
     assert one._known.ratios == {("off", 1): pytest.approx(1.0)}
 
 
+def test_what_bringing_a_state_up_takes_is_expected_too():
+    """It is part of the time that the host sees."""
+    costs = dataclasses.replace(FREE, absorb_ms=1.0)
+    expected = []
+    for taken_up in (False, True):
+        one = Choices(["head"], [Draft(layers=1, absorb_layers=2)], [4], costs, 2)
+        one._last = (1, 4)
+        one.learn([[(4, 1)], [(4, 1)]], [[0, 0]] * 2, np.array([20, 30]), 99.0, not taken_up, taken_up)
+        expected.append(one.chosen[0].expected_ms)
+    # One pass through both layers without a head for each text, and a millisecond for each token.
+    assert expected[1] - expected[0] == pytest.approx(2 * costs.step_ms(layers=2, head=False) + 50)
+
+
 def test_a_program_is_wanted_once_enough_was_missed():
     known = Known()
     rows = np.array([9]), np.array([10])
