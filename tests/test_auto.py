@@ -539,6 +539,15 @@ def test_among_takes_options_of_its_methods():
     assert made != Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 2})
 
 
+def test_candidates_are_made_once_for_batches_of_any_size_and_lie_where_the_model_does():
+    lm, method = tiny.language_model(), Auto(among="suffix")
+    (one,) = made = lm.candidates(method, ("greedy", "greedy"))
+    assert made is lm.candidates(method)
+    assert made is not lm.candidates(method, ("greedy", "temperature-1"))
+    numbers = jax.tree.leaves(one.drafter)
+    assert [number.committed for number in numbers] == [True, True]
+
+
 def test_candidates_of_one_method_have_names_of_their_own():
     """By which a file of choices, and what is learnt, tells them apart."""
     method = Auto(among=(NGram(), NGram(ngram_max=2), "suffix"))

@@ -600,15 +600,25 @@ class LanguageModel:
           >>> [one.name for one in language_model().candidates(Auto())]
           ['ngram', 'suffix']
         """
+        # Of batches of any size, so that what is known of a candidate's programs is known for all of them.
+        laws = tuple(sorted(set(laws)))
         key = dataclasses.replace(method, choices=None, explain=False), laws
         try:
             known = self._chosen_among.get(key)
         except TypeError:  # an option that cannot be a key
-            return method.candidates(self.loaded, self._resources(laws, self.directory))
+            return self._made_candidates(method, laws)
         if known is None:
-            known = method.candidates(self.loaded, self._resources(laws, self.directory))
-            self._chosen_among[key] = known
+            known = self._chosen_among[key] = self._made_candidates(method, laws)
         return known
+
+    def _made_candidates(self, method: Auto, laws: tuple[str, ...]) -> tuple[Candidate, ...]:
+        made = method.candidates(self.loaded, self._resources(laws, self.directory))
+        if self.mesh is not None:
+            return made
+        # Else each call of the loop would bring a drafter's numbers, and texts that it refers to, here from elsewhere.
+        return tuple(
+            dataclasses.replace(one, drafter=jax.device_put(one.drafter, self.device)) for one in made
+        )
 
     @functools.cached_property
     def _chosen_among(self) -> dict[Any, tuple[Candidate, ...]]:
