@@ -132,3 +132,17 @@ def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     found = {one.name: one.kind for one in lm.candidates(Auto())}
     assert list(found) == ["draft-verify", "ngram", "suffix"]
     np.testing.assert_allclose(found["draft-verify"].layers, 1.0)
+
+
+def test_what_is_offered_and_cannot_be_built_is_left_out(tmp_path):
+    """Of what is named, the error stands."""
+    from jaxspec.io.method_files import PLAN_NAME, write_plan
+    from jaxspec.model.plan import LayerPlan
+
+    lm = tiny.language_model()
+    lm.directory = tmp_path
+    write_plan(tmp_path / PLAN_NAME, "another", LayerPlan.skipping(2, [0], [0]), {})
+    with pytest.warns(RuntimeWarning, match="^auto leaves out draft-verify: .* belongs to another model"):
+        assert [one.name for one in lm.candidates(Auto())] == ["ngram", "suffix"]
+    with pytest.raises(ValueError, match="belongs to another model"):
+        lm.candidates(Auto(among="draft-verify"))

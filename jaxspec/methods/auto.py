@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -126,10 +127,17 @@ class Auto(DraftingMethod):
         kinds = registry.available()[0].values()
         offered = [one for kind in kinds for one in kind.offered(target, resources)]
         own = [_of_any_length(one) for one in offered]
-        made = [
-            dataclasses.replace(self._candidate(one, target, resources), offered=_of_any_length(one) in own)
-            for one in self.methods() or offered
-        ]
+        made = []
+        for method in self.methods() or offered:
+            try:
+                candidate = self._candidate(method, target, resources)
+            except (ValueError, OSError) as error:
+                if self.methods():
+                    raise
+                # Nobody asked for it: a stale file beside the model, say.
+                warnings.warn(f"auto leaves out {method.name}: {error}", RuntimeWarning, stacklevel=2)
+                continue
+            made.append(dataclasses.replace(candidate, offered=_of_any_length(method) in own))
         # What is learnt of a candidate, and what a file of choices says, goes by its name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
