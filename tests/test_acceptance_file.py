@@ -13,6 +13,7 @@ from jaxspec.cli import main
 from jaxspec.engine.choices import Choices
 from jaxspec.engine.known import Known
 from jaxspec.io.acceptance_file import NAME, read_acceptance, write_acceptance
+from jaxspec.methods import Auto, Hybrid, LayerSkip, NGram
 from jaxspec.tuning.acceptance import measure_acceptance
 from tests import tiny
 from tests.commands import write_tiny
@@ -84,6 +85,7 @@ def test_what_is_written_is_read(tmp_path):
                 {"accept": [float("nan")]},
                 {"accept": 0.5},
                 {"strength": 0},
+                {"strength": 10**400},
                 {"strength": True},
                 {"draft": [0, 0]},
                 {"draft": [1, -1]},
@@ -128,6 +130,24 @@ def test_what_is_known_to_pay_begins_once_times_are_known():
         one.learn([[(0, 0)] * rounds], [[0] * rounds], np.array([9]), 9.0 * rounds, True)
         firsts.append(one.names[candidate])
     assert firsts == ["off", "head", "off"]
+
+
+@pytest.mark.parametrize(
+    ("method", "known"),
+    [
+        (NGram(), True),
+        (NGram(num_draft_tokens=4), True),
+        (NGram(ngram_max=2), False),
+        (Hybrid(first=NGram(num_draft_tokens=4), second=LayerSkip(exit_layer=1)), False),
+    ],
+)
+def test_what_was_measured_goes_for_what_was_measured_alone(method, known):
+    """Not for the same method with another head, or other options."""
+    lm = tiny.language_model()
+    lm._expected = dict.fromkeys(("ngram", "hybrid"), Expectation((0.9,), 20.0, (20.0, 0.1)))
+    result = lm.generate([5], method=Auto(among=(method,), explain=True), max_new_tokens=3, ignore_eos=True)
+    (expected,) = (one.acceptance for one in result.expected if one.name != "off")
+    assert expected == pytest.approx(0.9 if known else 0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("more", [["--alpha", "0.9"], ["--threshold", "0.5"], ["--draft", "x"]])

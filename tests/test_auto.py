@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import re
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
 from jaxspec.engine.switching import Switching
-from jaxspec.io.choice_file import ChoiceFile, belongs_to
+from jaxspec.io.choice_file import ChoiceFile, Entry, belongs_to
 from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import reference
@@ -189,6 +191,19 @@ def test_times_that_are_not_fair_teach_nothing():
     assert not one._known.ratios
     learn(one, [(0, 0)] * 8, 72.0)
     assert one._known.ratios == {("off", 1): pytest.approx(1.0)}
+
+
+def test_what_bringing_a_state_up_takes_is_expected_too():
+    """It is part of the time that the host sees."""
+    costs = dataclasses.replace(FREE, absorb_ms=1.0)
+    expected = []
+    for taken_up in (False, True):
+        one = Choices(["head"], [Draft(layers=1, absorb_layers=2)], [4], costs, 2)
+        one._last = (1, 4)
+        one.learn([[(4, 1)], [(4, 1)]], [[0, 0]] * 2, np.array([20, 30]), 99.0, not taken_up, taken_up)
+        expected.append(one.chosen[0].expected_ms)
+    # One pass through both layers without a head for each text, and a millisecond for each token.
+    assert expected[1] - expected[0] == pytest.approx(2 * costs.step_ms(layers=2, head=False) + 50)
 
 
 def test_a_program_is_wanted_once_enough_was_missed():
@@ -387,7 +402,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
     assert [row.tokens for row in again] == [row.tokens for row in first]
     assert [turn[:5] for turn in again[0].choices] == [turn[:5] for turn in first[0].choices]
     assert path.read_text(encoding="utf-8") == lines
-    written(path, **belongs_to(model.fingerprint, [[7, 1, 7, 1, 7], [3]]))
+    written(path, **belongs_to(model.fingerprint, [[7, 1, 7, 1, 7], [3]], 8))
     other = text()
     assert [turn[:3] for turn in other[0].choices][: len(LINES)] == LINES
 
@@ -401,6 +416,7 @@ def test_choices_that_were_written_are_made_again(model, tmp_path):
         ({"num_draft_tokens": 9}, "has the num draft tokens 9"),
         ({"model": "another"}, "has the model 'another', this text .*; give the model, the prompts"),
         ({"prompts": "others"}, "has the prompts 'others'"),
+        ({"rows": 2}, "has the rows 2, this text 3"),
         ([(0, "off", -1)], "line 2 of .* expected a round, a candidate and a length from 0 to 3"),
         ([(0, "guess", 1)], "line 2 of"),
         ([(0.5, "ngram", 1)], "line 2 of"),
@@ -413,15 +429,55 @@ def test_a_damaged_file_of_choices_is_one_line(model, tmp_path, content, message
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
     else:
-        of = belongs_to(model.fingerprint, PROMPTS)
+        of = belongs_to(model.fingerprint, PROMPTS, 8)
         written(path, **of | ({"lines": content} if isinstance(content, list) else content))
     with pytest.raises(ValueError, match=message) as error:
         auto(model, among="ngram", choices=path)
     assert "\n" not in str(error.value)
 
 
+def test_a_place_where_no_file_can_be_is_one_line(tmp_path):
+    for path, message in (
+        (tmp_path, f"{tmp_path} is a directory; give choices=FILE"),
+        (
+            tmp_path / "no" / "choices.jsonl",
+            f"cannot write {tmp_path}/no/choices.jsonl (No such file or directory); ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            ChoiceFile(path, ["off", "ngram"], 4)
+
+
+def test_a_file_without_a_choice_is_written_anew(tmp_path):
+    """It was begun for a text that ended, or was given up, before its first."""
+    path = tmp_path / "choices.jsonl"
+    for _ in range(2):
+        file = ChoiceFile(path, ["off", "ngram"], 4)
+        assert file.entries is None
+    file.add(Entry(0, "ngram", 2))
+    assert ChoiceFile(path, ["off", "ngram"], 4).entries == [Entry(0, "ngram", 2)]
+
+
+def test_a_stream_makes_the_choices_of_a_quiet_text_again(model, tmp_path):
+    """Rows are given to those that wait once as many rounds are over, so that what drafts for them is the same."""
+    prompts, turns = [[7, 1, 7, 1, 7], [3], [5, 5]], itertools.cycle([(1, 3), (0, 0), (1, 1)])
+    options = {
+        "method": "auto", "among": "ngram", "num_draft_tokens": tiny.K, "max_new_tokens": [120, 26, 40],
+        "temperature": 1.0, "max_batch": 2, "ignore_eos": True, "choices": tmp_path / "choices.jsonl",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Switching, "_ready", lambda self, *given, **shapes: True)
+        patch.setattr(Choices, "wanted", lambda self, *given: [])
+        patch.setattr(Choices, "_best", lambda self, *given: next(turns))
+        first = model.generate(prompts, **options)
+    pieces = model.stream(prompts, **options)
+    again = {piece.index: piece.result.tokens for piece in pieces if piece.result is not None}
+    assert sum(row.statistics.num_draft_tokens for row in first) > 0
+    assert again == dict(enumerate(row.tokens for row in first))
+
+
 def test_a_choice_that_lies_far_ahead_is_waited_for(model, tmp_path):
-    of = belongs_to(model.fingerprint, PROMPTS[:1])
+    of = belongs_to(model.fingerprint, PROMPTS[:1], 8)
     path = written(tmp_path / "choices.jsonl", [(2, "ngram", 2), (10**12, "off", 0)], **of)
     (row,) = auto(model, PROMPTS[:1], among="ngram", max_new_tokens=60, ignore_eos=True, choices=path)
     assert row.tokens == tiny.greedy(tuple(PROMPTS[0]), 60)
@@ -481,6 +537,21 @@ def test_among_takes_options_of_its_methods():
     assert made == Auto(among=(LayerSkip(exit_layer=1), "ngram"))
     assert dataclasses.replace(made, explain=True).methods() == made.methods()
     assert made != Auto.of({"among": ("layerskip", "ngram"), "exit_layer": 2})
+
+
+def test_candidates_are_made_once_for_batches_of_any_size_and_lie_where_the_model_does():
+    lm, method = tiny.language_model(), Auto(among="suffix")
+    (one,) = made = lm.candidates(method, ("greedy", "greedy"))
+    assert made is lm.candidates(method)
+    assert made is not lm.candidates(method, ("greedy", "temperature-1"))
+    numbers = jax.tree.leaves(one.drafter)
+    assert [number.committed for number in numbers] == [True, True]
+
+
+def test_candidates_of_one_method_have_names_of_their_own():
+    """By which a file of choices, and what is learnt, tells them apart."""
+    method = Auto(among=(NGram(), NGram(ngram_max=2), "suffix"))
+    assert [one.name for one in tiny.language_model().candidates(method)] == ["ngram", "ngram (2)", "suffix"]
 
 
 def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line():

@@ -64,6 +64,15 @@ def test_stop_strings_and_a_contexts_end():
         assert (mine.text, mine.tokens, mine.finish_reason) == (plain.text, plain.tokens, plain.finish_reason)
 
 
+def test_texts_of_one_seed_are_drawn_apart():
+    """What one accepts has a say in how the other goes on: by the same numbers it would tell what they will be."""
+    lm = tiny.language_model()
+    options = {"temperature": 1.0, "seed": [3, 3], "max_new_tokens": 12, "ignore_eos": True}
+    plain = lm.generate([[5], [5]], **options)
+    mine = lm.generate([[5], [5]], method="auto", **options)
+    assert plain[0].tokens == plain[1].tokens == mine[0].tokens != mine[1].tokens
+
+
 def test_an_interruption_leaves_the_next_text_as_it_is():
     lm, turns = tiny.language_model(), []
     learn = Switching.learn
@@ -123,3 +132,17 @@ def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     found = {one.name: one.kind for one in lm.candidates(Auto())}
     assert list(found) == ["draft-verify", "ngram", "suffix"]
     np.testing.assert_allclose(found["draft-verify"].layers, 1.0)
+
+
+def test_what_is_offered_and_cannot_be_built_is_left_out(tmp_path):
+    """Of what is named, the error stands."""
+    from jaxspec.io.method_files import PLAN_NAME, write_plan
+    from jaxspec.model.plan import LayerPlan
+
+    lm = tiny.language_model()
+    lm.directory = tmp_path
+    write_plan(tmp_path / PLAN_NAME, "another", LayerPlan.skipping(2, [0], [0]), {})
+    with pytest.warns(RuntimeWarning, match="^auto leaves out draft-verify: .* belongs to another model"):
+        assert [one.name for one in lm.candidates(Auto())] == ["ngram", "suffix"]
+    with pytest.raises(ValueError, match="belongs to another model"):
+        lm.candidates(Auto(among="draft-verify"))

@@ -227,6 +227,7 @@ class Choices:
         lengths: np.ndarray,
         took_ms: float,
         fair: bool,
+        taken_up: bool = False,
     ) -> None:
         """Takes in what became of the last choice.
 
@@ -236,6 +237,7 @@ class Choices:
           lengths: as of `next`, before those rounds.
           took_ms: how long they took.
           fair: whether that says what they cost: nothing else was done meanwhile.
+          taken_up: whether the candidate's own state was brought up first, in that time.
         """
         assert self._last is not None
         candidate, length = self._last
@@ -249,6 +251,8 @@ class Choices:
             drafted[: len(of_row)] = np.maximum(drafted[: len(of_row)], [one for one, _ in of_row])
         most = 0 if candidate == OFF else self._longest[candidate - 1]
         expected = float(table.round_ms[candidate, np.minimum(drafted, most)].sum())
+        if taken_up:
+            expected += float((table.start_ms + lengths[:, None] * table.absorb_ms)[:, candidate].sum())
         num_tokens = sum(map(len, tokens))
         self._played.add(candidate)
         self._look_up(tokens, candidate)

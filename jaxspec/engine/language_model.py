@@ -43,6 +43,7 @@ from jaxspec.engine.requests import (
     RowRequest,
     batch_of,
     check_text,
+    drawn_apart,
     needs_sampling,
     requests_of,
     stop_strings,
@@ -68,7 +69,7 @@ from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
 from jaxspec.protocol import Drafter, Weights, num_nodes_of
 
-# Rounds between two host polls: while a text is watched (streamed, stop strings), and otherwise.
+# Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
 # A name, or a drafter, alone or with its parameters.
 AnyMethod = str | Method | Drafter | tuple[Drafter, Any]
@@ -327,7 +328,8 @@ class LanguageModel:
             model's generation_config.json says, else greedy without filters.
           top_k, top_p, min_p: see `sampling.Sampling`.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
-            prompt's text does not depend on its place in the list.
+            prompt's text does not depend on its place in the list; with method `auto` it does, as choices are the
+            batch's, and prompts of one seed have streams of their own.
           stop: strings that end a text, found across token borders; the text ends before them. None for none.
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
@@ -471,6 +473,8 @@ class LanguageModel:
         method = self._made(method, options)
         drafter, weights = self._parts(method, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
+        plan = self._plan(method, laws, drafter.num_draft_tokens, requests, rows)
+        requests = requests if plan is None else drawn_apart(requests)
         session = Session(
             self.executables,
             self.config,
@@ -482,10 +486,12 @@ class LanguageModel:
             log_probs=logprobs,
             mesh=self.mesh,
             device=self.device,
-            plan=self._plan(method, laws, drafter.num_draft_tokens, requests),
+            plan=plan,
         )
         lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
-        return self._run(session, requests, stops, STREAM_ROUNDS if stops else rounds, lossy), single
+        # Rows that become free wait for a poll: it comes as often where choices are made again as where they were made.
+        watched = stops or (plan is not None and plan.file is not None)
+        return self._run(session, requests, stops, STREAM_ROUNDS if watched else rounds, lossy), single
 
     def drafter(
         self,
@@ -541,7 +547,12 @@ class LanguageModel:
         )
 
     def _plan(
-        self, method: AnyMethod, laws: tuple[str, ...], longest: int, requests: Sequence[RowRequest]
+        self,
+        method: AnyMethod,
+        laws: tuple[str, ...],
+        longest: int,
+        requests: Sequence[RowRequest],
+        max_batch: int,
     ) -> Plan | None:
         """Returns what a text may change between; None for a method of one drafter, and where nothing can be."""
         if not isinstance(method, Auto):
@@ -559,7 +570,7 @@ class LanguageModel:
         file = None
         if method.choices is not None:
             names = ["off", *(candidate.name for candidate in candidates)]
-            of = belongs_to(self.fingerprint, [request.prompt for request in requests])
+            of = belongs_to(self.fingerprint, [request.prompt for request in requests], max_batch)
             file = ChoiceFile(Path(method.choices), names, longest, of)
         return Plan(
             candidates, self._expected, self.step_costs, known=self._known, file=file, explain=method.explain
@@ -589,15 +600,25 @@ class LanguageModel:
           >>> [one.name for one in language_model().candidates(Auto())]
           ['ngram', 'suffix']
         """
+        # Of batches of any size, so that what is known of a candidate's programs is known for all of them.
+        laws = tuple(sorted(set(laws)))
         key = dataclasses.replace(method, choices=None, explain=False), laws
         try:
             known = self._chosen_among.get(key)
         except TypeError:  # an option that cannot be a key
-            return method.candidates(self.loaded, self._resources(laws, self.directory))
+            return self._made_candidates(method, laws)
         if known is None:
-            known = method.candidates(self.loaded, self._resources(laws, self.directory))
-            self._chosen_among[key] = known
+            known = self._chosen_among[key] = self._made_candidates(method, laws)
         return known
+
+    def _made_candidates(self, method: Auto, laws: tuple[str, ...]) -> tuple[Candidate, ...]:
+        made = method.candidates(self.loaded, self._resources(laws, self.directory))
+        if self.mesh is not None:
+            return made
+        # Else each call of the loop would bring a drafter's numbers, and texts that it refers to, here from elsewhere.
+        return tuple(
+            dataclasses.replace(one, drafter=jax.device_put(one.drafter, self.device)) for one in made
+        )
 
     @functools.cached_property
     def _chosen_among(self) -> dict[Any, tuple[Candidate, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,21 @@ class RowRequest:
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:
     """Whether any row is drawn at random."""
     return any(request.temperature > 0 for request in requests)
+
+
+def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
+    """The same texts, of which no two are drawn by the same randomness.
+
+    For batches in which what one text accepted has a say in how the others go on: a text that is ahead by the same
+    randomness would tell of what is still to be drawn.
+    """
+    before: Counter[tuple[int, int]] = Counter()
+    apart = []
+    for request in requests:
+        stream = request.stream + before[request.seed, request.stream]
+        before[request.seed, request.stream] += 1
+        apart.append(dataclasses.replace(request, stream=stream))
+    return apart
 
 
 def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:

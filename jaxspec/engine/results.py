@@ -145,7 +145,8 @@ class Chosen(NamedTuple):
       name: of the candidate, `off` for plain decoding.
       length: of its drafts at most.
       num_rounds, num_tokens: until the next choice, of all rows.
-      expected_ms: by the costs of its steps, for the drafts that there were; None where nothing was measured yet.
+      expected_ms: by the costs of its steps, for the drafts that there were, and of bringing its state up where that
+        was done first; None where nothing was measured yet.
       took_ms: as the host saw it.
 
     Examples:

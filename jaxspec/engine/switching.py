@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
       candidates: plain decoding is not among them.
-      expected: what is known of them, by name, beside what they say themselves.
+      expected: what is known of those that the model offers, by name, beside what they say themselves.
       costs: of steps; None where they were not measured.
       seed: of what is drawn to choose.
       known: of the model, so that several texts pay for a program together.
@@ -101,11 +101,14 @@ class Switching:
             file=plan.file,
             measured=plan.costs is not None,
             explains=plan.explain,
-            expectations=[plan.expected.get(one.name, one.expected) for one in plan.candidates],
+            expectations=[
+                plan.expected.get(one.name, one.expected) if one.offered else one.expected
+                for one in plan.candidates
+            ],
         )
         # The candidate whose state is there (0: plain decoding), and that state.
         self._at, self._held = 0, None
-        self._fair = True
+        self._fair, self._took_up = True, False
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -147,14 +150,14 @@ class Switching:
         held = self._at if self._held is not None else None
         at, length, rounds = self._choices.next(lengths, remaining, most, held, ready)
         # What is compiled meanwhile takes time from the rounds.
-        self._fair = not self._executables.busy
+        self._fair, self._took_up = not self._executables.busy, False
         if at == 0:
             self.forget()
             return params, parts, state, rounds
         own_params, own_parts = self._of(at, params, parts, length)
         if held != at:
             self._held = self._taken_up(at, own_params, own_parts, state)
-            self._fair &= not jax.tree.leaves(self._held)
+            self._took_up = bool(jax.tree.leaves(self._held))
         self._at = at
         return own_params, own_parts, dataclasses.replace(state, drafter_state=self._held), rounds
 
@@ -180,7 +183,8 @@ class Switching:
             [[token.id for token in row] for row in rows],
             lengths,
             took_ms,
-            self._fair and not blocked,
+            self._fair and not blocked and not self._took_up,
+            self._took_up,
         )
         if self._at:
             self._held = state.drafter_state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ def _parsed(where: str, content: Any) -> Expectation:
 
 
 def _are_numbers(given: Any) -> bool:
+    # A whole number may be larger than any float.
     return isinstance(given, list) and all(
-        type(one) in (int, float) and abs(one) < float("inf") for one in given
+        type(one) in (int, float) and abs(one) <= sys.float_info.max for one in given
     )

@@ -28,10 +28,11 @@ class Entry(NamedTuple):
     length: int
 
 
-def belongs_to(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, str]:
-    """What choices belong to beside their candidates: a model, by its fingerprint, and the prompts of a call."""
+def belongs_to(model: str, prompts: Sequence[Sequence[int]], max_batch: int) -> dict[str, Any]:
+    """What choices belong to beside their candidates: a model, by its fingerprint, and the prompts of a call, of which
+    so many are at once in the rounds that are counted."""
     digest = hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode())
-    return {"model": model, "prompts": digest.hexdigest()[:16]}
+    return {"model": model, "prompts": digest.hexdigest()[:16], "rows": min(max_batch, len(prompts))}
 
 
 class ChoiceFile:
@@ -47,8 +48,9 @@ class ChoiceFile:
       entries: of a file that was there; None where there was none.
 
     Raises:
-      ValueError: the file is damaged, or of other candidates, another model or other prompts; one line.
-      OSError: it cannot be read, or not be written.
+      ValueError: the file is damaged, or of other candidates, another model or other prompts, or it cannot be written;
+        one line.
+      OSError: it cannot be read.
     """
 
     def __init__(
@@ -56,14 +58,22 @@ class ChoiceFile:
         path: Path,
         candidates: Sequence[str],
         num_draft_tokens: int,
-        of: Mapping[str, str] | None = None,
+        of: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         header = {"format": FORMAT, "candidates": list(candidates), "num_draft_tokens": num_draft_tokens}
         header |= of or {}
-        self.entries = self._read(header) if path.exists() else None
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory; give choices=FILE")
+        # Of a text that ended before its first choice, nothing can be made again: it is written anew.
+        self.entries = (self._read(header) or None) if path.exists() else None
         if self.entries is None and written_here():
-            write_atomic(path, json.dumps(header) + "\n")
+            try:
+                write_atomic(path, json.dumps(header) + "\n")
+            except OSError as error:  # which names a file that nobody gave
+                raise ValueError(
+                    f"cannot write {path} ({error.strerror}); give another choices=FILE"
+                ) from None
 
     def add(self, entry: Entry) -> None:
         """Writes a choice behind those before it.

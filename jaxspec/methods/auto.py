@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -123,11 +125,27 @@ class Auto(DraftingMethod):
         Raises:
           ValueError, FileNotFoundError: one that is named in `among` cannot be built, or not be chosen; one line.
         """
-        methods = self.methods()
-        if not methods:
-            kinds = registry.available()[0].values()
-            methods = tuple(one for kind in kinds for one in kind.offered(target, resources))
-        return tuple(self._candidate(method, target, resources) for method in methods)
+        kinds = registry.available()[0].values()
+        offered = [one for kind in kinds for one in kind.offered(target, resources)]
+        own = [_of_any_length(one) for one in offered]
+        made = []
+        for method in self.methods() or offered:
+            try:
+                candidate = self._candidate(method, target, resources)
+            except (ValueError, OSError) as error:
+                if self.methods():
+                    raise
+                # Nobody asked for it: a stale file beside the model, say.
+                warnings.warn(f"auto leaves out {method.name}: {error}", RuntimeWarning, stacklevel=2)
+                continue
+            made.append(dataclasses.replace(candidate, offered=_of_any_length(method) in own))
+        # What is learnt of a candidate, and what a file of choices says, goes by its name.
+        before: Counter[str] = Counter()
+        for at, one in enumerate(made):
+            before[one.name] += 1
+            if before[one.name] > 1:
+                made[at] = dataclasses.replace(one, name=f"{one.name} ({before[one.name]})")
+        return tuple(made)
 
     @staticmethod
     def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
@@ -161,6 +179,16 @@ class Auto(DraftingMethod):
         layers = getattr(drafter, "exit_layer", None)
         name = method.name if layers is None else f"{method.name} {layers}"
         return Candidate(name, drafter, params, kind, method.expectation(target, resources))
+
+
+def _of_any_length(method: Method) -> Method:
+    """The method, and those that it is made of, without their K: what is accepted is known by position."""
+    parts: dict[str, Any] = {
+        name: _of_any_length(one) for name, one in method.given.items() if isinstance(one, Method)
+    }
+    if isinstance(method, DraftingMethod):
+        parts["num_draft_tokens"] = None
+    return dataclasses.replace(method, **parts)
 
 
 def _kind(one: str | Method) -> type[Method]:

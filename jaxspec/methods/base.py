@@ -37,6 +37,8 @@ class Candidate:
       drafter, params: as of `Method.build`.
       kind: what its drafts make a device do.
       expected: of what is accepted, where something was measured; None where nothing is known.
+      offered: whether it is what the model offers, which `jaxspec tune --method auto` measures; another head or other
+        options are not.
 
     Examples:
       >>> from jaxspec.choosing.costs import Draft
@@ -50,6 +52,7 @@ class Candidate:
     params: Any
     kind: Draft
     expected: Expectation | None = None
+    offered: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
