@@ -1,4 +1,4 @@
-"""What a TPU's compiler makes of a training step, without a TPU: `python -m training.compile --topology v5e:4x4 …`.
+"""What an accelerator's compiler makes of a training step, without one: `python -m training.compile --topology h100`.
 
 The step is the one that training runs, lowered from shapes alone: no data is read, and no weight is made.
 """
@@ -37,12 +37,12 @@ from training.parsing import parse_plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compiles a step of sorted fine-tuning (SoFT) for TPUs that need not be there, and says what came out.
+    """Compiles a step of sorted fine-tuning (SoFT) for TPUs or GPUs that need not be there, and says what came out.
 
     The draft has the layers of the shape up to its last exit. One exit is the ordinary next-token loss.
 
     Attributes:
-      topology: kind and number of chips: v5e:4x4, v6e:2x4, v5p:2x2x1 and so on.
+      topology: kind and number of chips: v5e:4x4, v6e:2x4, v5p:2x2x1, h100:8 and so on, as in `jaxspec compile`.
       shape: of the model whose first layers are trained: 1b, 1.2b, 7b, 8b and so on, as in `jaxspec compile`.
       exits: how many layers each exit runs, rising. Default: the whole model.
       mesh: how the chips are arranged, such as data=8,model=2. Default, as in training: all of them along data.
@@ -83,7 +83,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     Raises:
       ValueError: an option does not fit; one line.
-      MissingExtra: libtpu, the compiler, is not installed.
+      MissingExtra: the compiler is not installed; of TPUs it is the extra `aot`, of GPUs `aot-cuda`.
     """
     topology = parse_topology(options.topology)
     axes = mesh_axes(options.mesh or f"data={topology.num_devices},model=1", topology.num_devices)

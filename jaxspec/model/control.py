@@ -28,7 +28,7 @@ def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> C
     """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
 
     A conditional would do the same, but several that write the cache make XLA copy it, on a GPU a single one does;
-    loops do not.
+    loops do not. A loop whose number of trips is traced has no reverse-mode gradient.
     """
     if isinstance(pred, bool):
         return f(carry) if pred else carry

@@ -254,7 +254,8 @@ def run_layers(
       start: int32[B]; start + T ≤ the cache's capacity, else the last writes land elsewhere.
       cache: holds every position below start[b] that these layers attend to.
       plan: which sublayers run: None for all, a static `LayerPlan`, or a traced bool[L, 2]. A skipped
-        sublayer is the identity on the residual stream.
+        sublayer is the identity on the residual stream. Of a traced one there is no reverse-mode gradient, for a loop
+        carries the cache; training runs whole layers, see `run_block`.
       layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
       watch: called while tracing; what it keeps belongs to the same trace.
       tree: what the tokens are where each does not follow the one before it: rows of a tree, in slots start[b] + t, at
