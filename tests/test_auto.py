@@ -158,7 +158,7 @@ def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
 
 
 def make(costs=FREE, known=None, batch=1, file=None):
-    return Choices(["ngram"], [Draft(lookup=True)], [4], costs, batch, known=known, file=file)
+    return Choices(["ngram"], [Draft(lookup=True, replayed=True)], [4], costs, batch, known=known, file=file)
 
 
 def learn(one, rounds, took_ms, fair=True):
@@ -227,7 +227,7 @@ def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
 
 
 def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
-    kinds = [Draft(lookup=True), Draft(layers=1, lookup=True)]
+    kinds = [Draft(lookup=True, replayed=True), Draft(layers=1, lookup=True)]
     one = Choices(["ngram", "hybrid"], kinds, [4, 4], FREE, 1)
     one.begin_row(0, [1, 2, 3, 1, 2])
     turn(one)
@@ -527,3 +527,12 @@ def test_on_a_mesh_nothing_is_chosen_and_one_line_says_so():
     with pytest.warns(RuntimeWarning, match="method auto chooses nothing on a mesh"):
         result = spread.generate([5], method="auto", max_new_tokens=6, ignore_eos=True)
     assert result.tokens == tiny.greedy((5,), 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "replayed"), [({}, True), ({"num_draft_tokens": 4}, True), ({"ngram_max": 5}, False)]
+)
+def test_usual_prompt_lookup_alone_can_be_replayed(model, options, replayed):
+    """`ReplayedLookup` looks for runs of one kind."""
+    (one,) = model.candidates(Auto(among=(NGram(**options),)))
+    assert one.kind.replayed == replayed

@@ -88,7 +88,9 @@ class Choices:
         self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.copies]
         # Of candidates without programs, the share of time that may well be lost for want of them.
         self._missed: dict[str, float] = {}
-        self._exploration = np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names])
+        self._exploration = np.array(
+            [_EXPLORATION, *(0.0 if kind.replayed else _EXPLORATION for kind in kinds)]
+        )
         # Candidates that have drafted in this batch.
         self._played: set[int] = set()
         self.expected: tuple[Expected, ...] = ()
@@ -183,7 +185,7 @@ class Choices:
                 for lookup in self._lookups
             ]
             for at in self._looked_up:
-                if at not in self._played or self.names[at] == "ngram":
+                if at not in self._played or self._kinds[at - 1].replayed:
                     estimate = acceptance.observed_rounds(estimate, at, rounds, forgetting=1.0)
         return estimate
 
@@ -273,7 +275,7 @@ class Choices:
             for lookup, of_row in zip(self._lookups, tokens, strict=True)
         ]
         for at in self._looked_up:
-            if at == candidate or (at in self._played and self.names[at] != "ngram"):
+            if at == candidate or (at in self._played and not self._kinds[at - 1].replayed):
                 continue
             estimate = acceptance.observed_rounds(self._chooser.estimate, at, would, forgetting=1.0)
             self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
