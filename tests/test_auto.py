@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import Draft, StepCosts
 from jaxspec.cli.generate import explained, slower
 from jaxspec.drafting import ngram
 from jaxspec.drafting.draft_model import DraftModel
-from jaxspec.engine import choices
+from jaxspec.engine import choices, compiled
 from jaxspec.engine.choices import ROUNDS, Choices
 from jaxspec.engine.known import Known
 from jaxspec.engine.language_model import LanguageModel
@@ -123,6 +124,48 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
         assert all(drafted == accepted for drafted, accepted in rounds)
 
 
+def begun(tmp_path, **options):
+    """Texts of which a perfect head is known to be one, and what ran for the last of them."""
+    drafter, target, own = tiny.exact_head("eagle")
+    known = Expectation((0.99,), 20.0, (20.0, 0.1))
+    exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3), known)
+    lm, ran = LanguageModel(tiny.TARGET, target), []
+    lm.step_costs = FREE
+    call = lm.executables.call
+    lm.executables.call = lambda function, *args, **static: (
+        ran.append(function) or call(function, *args, **static)
+    )
+    with lm.compiled_early(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "candidates", lambda self, *given: (exact,))
+        for path in options.pop("files", (None, None, tmp_path / "choices")):
+            ran.clear()
+            rows = auto(
+                lm, PROMPTS[:2], max_new_tokens=20, ignore_eos=True, choices=path, explain=True, **options
+            )
+            lm.executables.wait()
+    return lm, rows, set(ran)
+
+
+def test_a_text_begins_with_what_is_known_to_pay_and_feeds_its_prompt_once(tmp_path):
+    lm, rows, ran = begun(tmp_path)
+    for prompt, row in zip(PROMPTS[:2], rows, strict=True):
+        assert row.tokens == lm.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+        assert row.choices[0].name == "exact"
+        assert all(drafted == accepted for drafted, accepted in played_rounds(row.token_records))
+        assert sum(row.statistics.acceptance_histogram) == row.statistics.num_drafts
+        assert len(row.statistics.acceptance_histogram) == tiny.K + 1
+    assert compiled.begin in ran
+    assert not {compiled.prefill, compiled.take_up} & ran
+
+
+def test_what_a_text_began_with_begins_again(tmp_path):
+    """By a file of choices, in a model that has compiled nothing yet."""
+    _, first, _ = begun(tmp_path, temperature=1.0, seed=3)
+    _, again, ran = begun(tmp_path, temperature=1.0, seed=3, files=[tmp_path / "choices"])
+    assert compiled.begin in ran
+    assert [row.tokens for row in again] == [row.tokens for row in first]
+
+
 # The choice
 
 
@@ -160,7 +203,7 @@ def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
 
 
 def make(costs=FREE, known=None, batch=1, file=None):
-    return Choices(["ngram"], [Draft(lookup=True)], [4], costs, batch, known=known, file=file)
+    return Choices(["ngram"], [Draft(lookup=True, replayed=True)], [4], costs, batch, known=known, file=file)
 
 
 def learn(one, rounds, took_ms, fair=True):
@@ -242,7 +285,7 @@ def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
 
 
 def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
-    kinds = [Draft(lookup=True), Draft(layers=1, lookup=True)]
+    kinds = [Draft(lookup=True, replayed=True), Draft(layers=1, lookup=True)]
     one = Choices(["ngram", "hybrid"], kinds, [4, 4], FREE, 1)
     one.begin_row(0, [1, 2, 3, 1, 2])
     turn(one)
@@ -266,6 +309,18 @@ def test_a_candidate_that_cannot_pay_even_with_luck_is_not_tried():
     for _ in range(20):
         assert turn(one)[0] == 0
         learn(one, [(0, 0)] * 8, 72.0)
+
+
+@pytest.mark.parametrize(("prompt", "chosen"), [(100, "off"), (20, "head")])
+def test_a_state_is_brought_up_late_in_a_text(prompt, chosen):
+    """Of a hundred tokens, with a hundred to come at most: a text that has just begun may end soon."""
+    costs = dataclasses.replace(FREE, absorb_ms=1.5)
+    known = [Expectation((0.95,), 20.0, (20.0, 0.1))]
+    one = Choices(["head"], [Draft(layers=0.5, absorb_layers=2)], [4], costs, 1, expectations=known)
+    one.begin_row(0, [1] * prompt)
+    one._exploration *= 0
+    candidate, _ = one._best(np.array([100]), np.array([100]), None, np.array([True, True]))
+    assert one.names[candidate] == chosen
 
 
 def test_a_choice_outlasts_polls_of_the_host(tmp_path):
@@ -598,3 +653,12 @@ def test_on_a_mesh_nothing_is_chosen_and_one_line_says_so():
     with pytest.warns(RuntimeWarning, match="method auto chooses nothing on a mesh"):
         result = spread.generate([5], method="auto", max_new_tokens=6, ignore_eos=True)
     assert result.tokens == tiny.greedy((5,), 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "replayed"), [({}, True), ({"num_draft_tokens": 4}, True), ({"ngram_max": 5}, False)]
+)
+def test_usual_prompt_lookup_alone_can_be_replayed(model, options, replayed):
+    """`ReplayedLookup` looks for runs of one kind."""
+    (one,) = model.candidates(Auto(among=(NGram(**options),)))
+    assert one.kind.replayed == replayed

@@ -132,6 +132,8 @@ class Draft:
       shares: whether verification spares the layers that the draft ran: an early exit.
       lookup: whether a draft is looked up.
       absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
+      replayed: whether what it would have drafted follows from a text that others drafted, as for prompt lookup of the
+        usual kind.
       widths: the numbers of rows for which a verification is compiled, rising, of which the narrowest runs that fits;
         () for all of them.
 
@@ -147,6 +149,7 @@ class Draft:
     shares: bool = False
     lookup: bool = False
     absorb_layers: float = 0.0
+    replayed: bool = False
     widths: tuple[int, ...] = ()
 
     def round_ms(self, costs: StepCosts, length: int, live: int | None = None, batch: int = 1) -> float:

@@ -34,6 +34,8 @@ _ACCEPTANCE, _STRENGTH, _FOUND, _EMPTY = 0.5, 2.0, 0.5, 0.1
 _LEARNING, _FADING = 0.3, 0.02
 # Of the time that a program takes to compile, what has to be lost without it first: it is compiled beside the rounds.
 _SHARE = 0.5
+# Tokens over which a state pays in a text that has just begun.
+_SOON = 32
 # Live tokens between two tables of prices.
 _LIVE = 256
 
@@ -77,7 +79,9 @@ class Choices:
         known_before = [None] * len(kinds) if expectations is None else expectations
         self._prior = _prior(kinds, known_before, max(longest))
         # Those of whose drafts something is known before a text begins.
-        self._informed = np.array([True, *(one is not None for one in known_before)])
+        self.informed = [at for at, one in enumerate(known_before, 1) if one is not None]
+        # What a text begins with, and how many tokens each row then has.
+        self._begun, self._began = (OFF, 0), np.zeros(batch, np.int64)
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
         # How long the last choice holds, and how many of those rounds are still to come.
         self._patience, self._left, self._round = ROUNDS, 0, 0
@@ -88,7 +92,9 @@ class Choices:
         self._looked_up = [at for at, kind in enumerate(kinds, 1) if kind.copies]
         # Of candidates without programs, the share of time that may well be lost for want of them.
         self._missed: dict[str, float] = {}
-        self._exploration = np.array([0.0 if name == "ngram" else _EXPLORATION for name in self.names])
+        self._exploration = np.array(
+            [_EXPLORATION, *(0.0 if kind.replayed else _EXPLORATION for kind in kinds)]
+        )
         # Candidates that have drafted in this batch.
         self._played: set[int] = set()
         self.expected: tuple[Expected, ...] = ()
@@ -97,9 +103,30 @@ class Choices:
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """A text has taken a row: its prompt and its first token."""
         self._chooser, self._left = chooser.with_new_row(self._chooser, row), 0
+        self._began[row] = len(tokens)
         if self._looked_up:
             most = max(self._longest[at - 1] for at in self._looked_up)
             self._lookups[row] = ReplayedLookup(most, tokens)
+
+    def begin(
+        self, lengths: np.ndarray, remaining: np.ndarray, ready: Callable[[int], bool]
+    ) -> tuple[int, int]:
+        """The candidate that drafts from the first round on, and how long: of those of which something is known.
+
+        Plain decoding begins where nobody knows yet what a step takes on this machine.
+
+        Args:
+          lengths, remaining: of the prompts, as of `next`.
+          ready: whether a candidate can begin.
+        """
+        if self._file is not None and self._file.entries is not None:
+            self._begun = self._again(self._file.entries)[:2]
+            return self._begun
+        open_to = np.array([at in self.informed and ready(at) for at in range(len(self.names))])
+        self._begun = (OFF, 0)
+        if open_to.any() and self._ratio(OFF) is not None:
+            self._begun = self._best(lengths, remaining, None, open_to, begins=True)
+        return self._begun
 
     def next(
         self,
@@ -127,12 +154,12 @@ class Choices:
         if self._explains and not self.expected:
             self.expected = self._expectations(self._corrected(lengths), remaining, usable)
         candidate, length = OFF, 0
-        # At first plain decoding says what a step takes here, and what would have been found, for little; where texts
-        # before have said that, what is expected to pay begins.
+        # At first plain decoding says what would have been found, for little; but for what was prefilled.
         begins = self._last is None
-        open_to = usable & self._informed if begins else usable
-        if open_to[1:].any() and not (begins and self._ratio(OFF) is None):
-            candidate, length = self._best(lengths, remaining, held, open_to)
+        if begins and held is not None and held == self._begun[0]:
+            candidate, length = self._begun
+        elif usable[1:].any() and not begins:
+            candidate, length = self._best(lengths, remaining, held, usable)
         if not usable[1:].any():
             self._patience = MOST_ROUNDS
         elif self._last is not None and candidate == self._last[0]:
@@ -140,16 +167,24 @@ class Choices:
         elif candidate == OFF:  # at first, or after a trial that did not pay
             self._patience = ROUNDS if begins else _LONGER * ROUNDS
         else:
-            self._patience = ROUNDS if candidate in self._played else TRIAL
+            self._patience = ROUNDS if candidate in self._played or candidate in self.informed else TRIAL
         self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
         if self._file is not None:
             self._file.add(Entry(self._round, self.names[candidate], length))
         return candidate, length, min(self._left, most_rounds)
 
     def _best(
-        self, lengths: np.ndarray, remaining: np.ndarray, held: int | None, usable: np.ndarray
+        self,
+        lengths: np.ndarray,
+        remaining: np.ndarray,
+        held: int | None,
+        usable: np.ndarray,
+        begins: bool = False,
     ) -> tuple[int, int]:
-        """The candidate and length that give the most tokens per millisecond, by acceptances that are drawn."""
+        """The candidate and length that give the most tokens per millisecond, by acceptances that are drawn.
+
+        `begins`: no state has to be brought up, as the prompts make it, and nothing is tried.
+        """
         table = self._corrected(lengths)
         estimate = self._with_open_drafts()
         # What cannot pay even where fortune is kind is not tried.
@@ -158,17 +193,23 @@ class Choices:
         if not tried[OFF + 1 :].any():
             return OFF, 0
         tried[OFF] = True
-        behind = np.repeat(lengths[:, None], len(self.names), axis=1)
+        behind = np.repeat(0 * lengths[:, None] if begins else lengths[:, None], len(self.names), axis=1)
         if held is not None:
             behind[:, held] = 0
         round_ms = np.where(tried[:, None], table.round_ms, np.inf)
         round_ms[OFF] /= 1 + _GAIN
+        # Nobody knows how soon a text ends. One that has gone on for long may well go on: to bring a state up has to
+        # pay over as many tokens as there are.
+        soon = np.minimum(remaining, _SOON + lengths - self._began)
+        dearer = max(float(remaining.sum()) / max(float(soon.sum()), 1.0), 1.0)
         choice, after = chooser.choose(
             dataclasses.replace(self._chooser, estimate=estimate, behind=behind),
-            dataclasses.replace(table, round_ms=round_ms),
+            dataclasses.replace(
+                table, round_ms=round_ms, start_ms=dearer * table.start_ms, absorb_ms=dearer * table.absorb_ms
+            ),
             self._prior,
             remaining,
-            exploration=self._exploration,
+            exploration=0.0 * self._exploration if begins else self._exploration,
             together=True,
         )
         self._chooser = dataclasses.replace(self._chooser, num_choices=after.num_choices)
@@ -183,7 +224,7 @@ class Choices:
                 for lookup in self._lookups
             ]
             for at in self._looked_up:
-                if at not in self._played or self.names[at] == "ngram":
+                if at not in self._played or self._kinds[at - 1].replayed:
                     estimate = acceptance.observed_rounds(estimate, at, rounds, forgetting=1.0)
         return estimate
 
@@ -277,7 +318,7 @@ class Choices:
             for lookup, of_row in zip(self._lookups, tokens, strict=True)
         ]
         for at in self._looked_up:
-            if at == candidate or (at in self._played and self.names[at] != "ngram"):
+            if at == candidate or (at in self._played and not self._kinds[at - 1].replayed):
                 continue
             estimate = acceptance.observed_rounds(self._chooser.estimate, at, would, forgetting=1.0)
             self._chooser = dataclasses.replace(self._chooser, estimate=estimate)

@@ -7,6 +7,7 @@ import functools
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec import decoding, protocol
@@ -66,6 +67,32 @@ def prefill(
         config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
     )
     return constrained(mesh, state), emitted
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh", "longest")
+)
+def begin(
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    *,
+    config: LlamaConfig,
+    chunk_size: int,
+    merged: bool,
+    log_probs: bool,
+    mesh: Mesh | None,
+    longest: int,
+) -> tuple[DecodeState, protocol.State, Emitted]:
+    """As `prefill`, for a text whose drafter may change: plain decoding's state, with statistics of drafts of up to
+    `longest` tokens, and the drafter's apart."""
+    state, emitted = decoding.prefill(
+        config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
+    )
+    histogram = jnp.zeros((state.length.shape[0], longest + 1), jnp.int32)
+    stats = dataclasses.replace(state.stats, acceptance_histogram=histogram)
+    plain = dataclasses.replace(state, drafter_state=(), stats=stats)
+    return constrained(mesh, plain), state.drafter_state, dataclasses.replace(emitted, stats=stats)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))

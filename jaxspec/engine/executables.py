@@ -10,10 +10,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+
+from jaxspec.engine import background
+from jaxspec.engine.background import Worker
 
 # Specialised executables kept; the least recently used one goes.
 MAX_VARIANTS = 16
@@ -64,10 +67,10 @@ class Executables:
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
         self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
-        self._variant_pool: ThreadPoolExecutor | None = None
+        self._variant_pool: Worker | None = None
         self._futures: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, Worker] = {}
         self._described: list[Future[None]] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -101,6 +104,7 @@ class Executables:
 
         def prepare() -> None:
             for function, args, static in describe():
+                background.go_on()
                 self._prepare(_LATER, function, args, static)
 
         with self._lock:
@@ -113,10 +117,9 @@ class Executables:
                 pool = self._pool(name)
             pool.submit(_as_here(self._compile), key, future, function, args, static)
 
-    def _pool(self, name: str) -> ThreadPoolExecutor:
+    def _pool(self, name: str) -> Worker:
         if name not in self._pools:
-            begin = _yield if name == _LATER else None
-            self._pools[name] = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
+            self._pools[name] = Worker(name, _yield if name == _LATER else None)
         return self._pools[name]
 
     @staticmethod
@@ -150,7 +153,7 @@ class Executables:
             if future is None and all(other.done() for other in self._variants.values()):
                 future = self._variants[key] = Future()
                 if self._variant_pool is None:
-                    self._variant_pool = ThreadPoolExecutor(1, thread_name_prefix="jaxspec-variant")
+                    self._variant_pool = Worker("jaxspec-variant")
                 compile_variant = _as_here(self._compile_variant)
                 self._variant_pool.submit(compile_variant, future, function, args, static)
                 if len(self._variants) > MAX_VARIANTS:
@@ -187,7 +190,9 @@ class Executables:
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
-            compiled = function.lower(*args, **static).compile()
+            lowered = function.lower(*args, **static)
+            background.go_on()
+            compiled = lowered.compile()
         except Exception as error:
             future.set_exception(error)
             return
@@ -203,7 +208,9 @@ class Executables:
     ) -> None:
         began = time.perf_counter()
         try:
-            compiled = function.lower(*args, **static).compile()
+            lowered = function.lower(*args, **static)
+            background.go_on()
+            compiled = lowered.compile()
         except BaseException as error:
             # Forgotten, so that the next call tries again: it may have been an interruption.
             with self._lock:

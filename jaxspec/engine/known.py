@@ -35,6 +35,7 @@ class Known:
       missed_ms: by candidate, what was lost so far for want of its programs.
       ratios: by candidate and rows of the batch, observed over expected times of its rounds.
       programs: by candidate and shapes of the batch; None while nobody knows them yet, but somebody has asked.
+      begins: by candidate, shapes of the batch and piece of a prompt, the key of the program with which it begins.
       lengths: of drafts, on the device: to put one there takes as long as some rounds of a small model.
       eager: whether programs are compiled before it is known that they pay: where times are taken.
     """
@@ -42,6 +43,9 @@ class Known:
     missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     ratios: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     programs: weakref.WeakKeyDictionary[Candidate, dict[Any, Programs | None]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    begins: weakref.WeakKeyDictionary[Candidate, dict[Any, Any]] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)

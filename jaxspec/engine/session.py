@@ -179,7 +179,10 @@ class Session:
         if self._mesh is None and any(request.max_new_tokens > 1 for request in requests):
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_rounds(state)  # beside the prefill
-        self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
+        begun = None if self.switching is None else self.switching.begin(*arguments, static)
+        if begun is None:
+            begun = self._executables.call(compiled.prefill, *arguments, **static)
+        self._state, emitted = begun
         updates = self._updates(emitted, range(len(first)), begins=True)
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
@@ -270,6 +273,8 @@ class Session:
         some = next(iter(rows.values()))
         self._parts = self._parts_of([(held or some)[1] for held in self._rows])
         self._rows_changed = True
+        if self.switching is not None:
+            self.switching.forget()
         return self._updates(emitted, list(rows), begins=True)
 
     def _decode(self, max_rounds: int) -> list[Update]:

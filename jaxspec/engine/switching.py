@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec import decoding
 from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import StepCosts, guessed
-from jaxspec.decoding import DecodeState, Parts
+from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.choices import Choices
 from jaxspec.engine.executables import Call, Executables
@@ -28,6 +28,7 @@ from jaxspec.protocol import Weights
 
 # What a further row of a step costs where nothing is measured, as a share of a step of one.
 _ROW_CPU, _ROW = 0.15, 0.01
+Traced = TypeVar("Traced", DecodeState, Request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +127,43 @@ class Switching:
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """A text has taken a row: its prompt and its first token."""
-        self.forget()
         self._choices.begin_row(row, tokens)
+
+    def begin(
+        self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]
+    ) -> tuple[DecodeState, Emitted] | None:
+        """What a prefill gives, with the state of what is expected to draft best made on the way: to make it later
+        takes another pass over the prompts. None where plain decoding begins.
+
+        Args:
+          params, parts, request, static: as of `compiled.prefill`, of plain decoding.
+        """
+        shapes = self._shapes(parts, request)
+        place = shapes, static["chunk_size"]
+        static = static | {"longest": parts.drafter.num_draft_tokens}
+        lengths = np.asarray(request.length)
+        remaining = np.asarray(request.limit) - lengths
+        ready = functools.partial(self._ready, shapes=shapes)
+        at, length = self._choices.begin(lengths, remaining, ready)
+        replayed = self._plan.file is not None and self._plan.file.entries is not None
+        there = at != 0 and self._executables.ready(self._begins(at).get(place))
+        if not replayed and not there:
+            wanted = self._choices.informed if self._plan.known.eager else [at] if at else []
+            for one in wanted:
+                if place not in self._begins(one):
+                    call = compiled.begin, (*self._of(one, params, parts, 0), _by_shape(request)), static
+                    self._begins(one)[place] = self._executables.key(call[0], *call[1], **static)
+                    self._executables.later(functools.partial(list, [call]))
+        if not there and not (replayed and at):
+            return None
+        own = self._of(at, params, parts, length)
+        state, self._held, emitted = self._executables.call(compiled.begin, *own, request, **static)
+        self._at = at
+        return state, emitted
+
+    def _begins(self, at: int) -> dict[Any, Any]:
+        """By shapes of a batch and piece of a prompt, the program with which a candidate begins."""
+        return self._plan.known.begins.setdefault(self._plan.candidates[at - 1], {})
 
     def next(
         self,
@@ -211,7 +247,7 @@ class Switching:
         size = buckets.prefill_chunk_size(state.capacity, self._platform)
         return {"config": self._config, "chunk_size": min(size, state.capacity)}
 
-    def _shapes(self, parts: Parts, state: DecodeState) -> Any:
+    def _shapes(self, parts: Parts, state: DecodeState | Request) -> Any:
         """What of a batch tells programs of a candidate apart."""
         kinds = jax.tree.structure((parts.acceptor, parts.law))
         return state.tokens.shape, state.eos_ids.shape, self._log_probs, kinds
@@ -275,6 +311,6 @@ class Switching:
             self._executables.later(functools.partial(self._describe, at, params, parts, _by_shape(state)))
 
 
-def _by_shape(state: DecodeState) -> DecodeState:
-    by_shape: DecodeState = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+def _by_shape(state: Traced) -> Traced:
+    by_shape: Traced = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     return by_shape

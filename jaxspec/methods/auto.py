@@ -25,10 +25,11 @@ _USUAL = 10
 class Auto(DraftingMethod):
     """What drafts, and how long, follows what is accepted and what it costs; where nothing pays, nothing is drafted.
 
-    A text begins with plain decoding. Between calls of the compiled loop the choice is made again, by estimates of what
-    is accepted (Thompson sampling) and the costs of steps, which `jaxspec profile --costs` measures; without them they
-    are guessed, and observed times correct both. A candidate's programs are compiled in the background, once it
-    promises to gain what they take. On a mesh nothing is chosen, and texts are decoded plainly.
+    A text begins with what is known to pay, such as a head whose acceptance lies beside it, else with plain decoding.
+    Between calls of the compiled loop the choice is made again, by estimates of what is accepted (Thompson sampling)
+    and the costs of steps, which `jaxspec profile --costs` measures; without them they are guessed, and observed times
+    correct both. A candidate's programs are compiled in the background, once it promises to gain what they take. On a
+    mesh nothing is chosen, and texts are decoded plainly.
 
     Attributes:
       among: methods to choose among, plain decoding always with them; their options stand beside this one. Default:

@@ -72,7 +72,7 @@ class NGram(DraftingMethod):
         return (cls(),)
 
     def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
-        """Returns a lookup."""
+        """Returns a lookup; without an option that changes it, one that can be replayed."""
         from jaxspec.choosing.costs import Draft
 
-        return Draft(lookup=True)
+        return Draft(lookup=True, replayed=set(self.given) <= {"num_draft_tokens"})
