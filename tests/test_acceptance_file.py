@@ -126,7 +126,9 @@ def test_what_is_known_to_pay_begins_once_times_are_known():
     known, firsts = Known(), []
     for expected in (head, head, None):
         one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, known=known, expectations=[expected])
-        candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, None, lambda at: True)
+        begun, _ = one.begin(np.array([9]), np.array([500]), lambda at: True)
+        candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, begun or None, lambda at: True)
+        assert candidate == begun
         one.learn([[(0, 0)] * rounds], [[0] * rounds], np.array([9]), 9.0 * rounds, True)
         firsts.append(one.names[candidate])
     assert firsts == ["off", "head", "off"]

@@ -34,7 +34,7 @@ from jaxspec.drafting.s2d import S2D
 from jaxspec.drafting.token_recycling import TokenRecycling
 from jaxspec.engine import compiled
 from jaxspec.model import cache as kv
-from jaxspec.model import llama, numerics
+from jaxspec.model import llama, numerics, prefill
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Shape, Tree
@@ -307,7 +307,7 @@ def test_who_needs_no_similarities_does_not_pay_for_them(monkeypatch):
 
     program = prefill_program(FIVE, Autoregressive(), 32, 8)
     used = prefill_program(FIVE, ASD(FIVE), 32, 8)
-    monkeypatch.setattr(llama, "cosine", lambda x, y: jnp.zeros(x.shape[:-1]))
+    monkeypatch.setattr(prefill, "cosine", lambda x, y: jnp.zeros(x.shape[:-1]))
     unaware = prefill_program(FIVE, Autoregressive(), 32, 8)
     assert operations(program) == operations(unaware)
     for name in ("flops", "bytes accessed"):
