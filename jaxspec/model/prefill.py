@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Params, Tap, embed, run_tapped
+from jaxspec.model.llama import Params, Tap, embed
 from jaxspec.model.numerics import cosine
 
 # (what has been absorbed, features [B, T, F] at positions start[b] + t, the token after each int32[B, T], start
@@ -118,7 +119,7 @@ def feed(
         start = jnp.full(batch, begin, jnp.int32)
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
-        hidden, features, cache = run_tapped(
+        hidden, features, cache = llama.run_tapped(
             config, params, embed(params, fed), start, state.cache, taps, watch=watch
         )
         real = begin + jnp.arange(chunk_size)[None] < length[:, None]
