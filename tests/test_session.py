@@ -363,6 +363,19 @@ def test_nothing_recompiles_within_a_bucket(lm, method):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def test_what_is_compiled_is_not_traced_again(monkeypatch):
+    """The loop is compiled beside the first prefill, whose result is known by its shapes; a later one has its own."""
+    prepared = []
+    prepare = Session._prepare_rounds
+    monkeypatch.setattr(
+        Session, "_prepare_rounds", lambda self, state: prepared.append(state) or prepare(self, state)
+    )
+    lm = tiny.language_model()
+    for _ in range(2):
+        generate(lm, PROMPTS, "ngram", max_new_tokens=4)
+        assert len(prepared) == 1
+
+
 def test_buckets_are_powers_of_two():
     assert [bucket(size) for size in (1, 32, 33, 64, 65, 1000)] == [32, 32, 64, 64, 128, 1024]
     assert bucket(3, 2) == 4
