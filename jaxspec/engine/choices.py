@@ -193,7 +193,8 @@ class Choices:
         if not tried[OFF + 1 :].any():
             return OFF, 0
         tried[OFF] = True
-        behind = np.repeat(0 * lengths[:, None] if begins else lengths[:, None], len(self.names), axis=1)
+        fed = np.zeros_like(lengths) if begins else lengths
+        behind = np.repeat(fed[:, None], len(self.names), axis=1)
         if held is not None:
             behind[:, held] = 0
         round_ms = np.where(tried[:, None], table.round_ms, np.inf)
@@ -209,7 +210,7 @@ class Choices:
             ),
             self._prior,
             remaining,
-            exploration=0.0 * self._exploration if begins else self._exploration,
+            exploration=np.zeros_like(self._exploration) if begins else self._exploration,
             together=True,
         )
         self._chooser = dataclasses.replace(self._chooser, num_choices=after.num_choices)
