@@ -134,6 +134,18 @@ def test_what_is_known_to_pay_begins_once_times_are_known():
     assert firsts == ["off", "head", "off"]
 
 
+def test_a_slow_moment_rules_no_candidate_out():
+    """What was seen once, thrice as slow as plain decoding; what is seen again and again is believed."""
+    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
+    one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, known=Known())
+    one._observe(0, 1.2)
+    one._observe(1, 3.6)
+    assert one._ratio(1) == pytest.approx(1.2 * 1.5**0.3)
+    for _ in range(20):
+        one._observe(1, 3.6)
+    assert one._ratio(1) == pytest.approx(3.6, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("method", "known"),
     [

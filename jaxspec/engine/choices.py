@@ -32,6 +32,8 @@ _ACCEPTANCE, _STRENGTH, _FOUND, _EMPTY = 0.5, 2.0, 0.5, 0.1
 # The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
 # does not run takes over of plain decoding's in a choice, so that a slow moment does not rule it out for good.
 _LEARNING, _FADING = 0.3, 0.02
+# How far an observation can lie from what was known, as a factor: a slow moment is no news of a candidate.
+_SURPRISE = 1.5
 # Of the time that a program takes to compile, what has to be lost without it first: it is compiled beside the rounds.
 _SHARE = 0.5
 # Tokens over which a state pays in a text that has just begun.
@@ -334,9 +336,11 @@ class Choices:
 
     def _observe(self, candidate: int, ratio: float) -> None:
         ratios, own = self._known.ratios, (self.names[candidate], self._batch)
-        before = ratios.get(own, ratio)
-        ratios[own] = before * (ratio / before) ** _LEARNING
         plain = self._ratio(OFF)
+        # Of a candidate's first rounds, which may be few and cold, plain decoding's ratio is the better guess.
+        before = ratios.get(own, ratio if plain is None else plain)
+        surprise = min(max(ratio / before, 1 / _SURPRISE), _SURPRISE)
+        ratios[own] = before * surprise**_LEARNING
         for name in {*self.names[1:]} - {own[0]}:
             other = ratios.get((name, self._batch))
             if other is not None and plain is not None:
