@@ -62,7 +62,7 @@ def test_the_command_writes_what_auto_begins_with(tmp_path_factory, tmp_path, ca
     error = capfd.readouterr().err
     assert "ngram has {}; expected `accept`" in error
     assert len(error.splitlines()) == 1
-    assert main([*command, "--prompt-file", str(prompt)]) == 0  # which mends it
+    assert main([*command, "--prompt-file", str(prompt)]) == 0  # and writes a good file over it
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -318,8 +318,8 @@ def test_a_state_is_brought_up_late_in_a_text(prompt, chosen):
     known = [Expectation((0.95,), 20.0, (20.0, 0.1))]
     one = Choices(["head"], [Draft(layers=0.5, absorb_layers=2)], [4], costs, 1, expectations=known)
     one.begin_row(0, [1] * prompt)
-    one._exploration *= 0
-    candidate, _ = one._best(np.array([100]), np.array([100]), None, np.array([True, True]))
+    behind, usable, exploration = np.array([[100, 100]]), np.array([True, True]), np.zeros(2)
+    candidate, _ = one._best(np.array([100]), np.array([100]), behind, usable, exploration)
     assert one.names[candidate] == chosen
 
 

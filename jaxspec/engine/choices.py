@@ -78,12 +78,14 @@ class Choices:
         self._kinds, self._longest, self._costs, self._batch = tuple(kinds), tuple(longest), costs, batch
         self._known = Known() if known is None else known
         self._file, self._measured, self._explains = file, measured, explains
+        # Choices that are made again.
+        self._entries = None if file is None else file.entries
         known_before = [None] * len(kinds) if expectations is None else expectations
         self._prior = _prior(kinds, known_before, max(longest))
         # Those of whose drafts something is known before a text begins.
         self.informed = [at for at, one in enumerate(known_before, 1) if one is not None]
-        # What a text begins with, and how many tokens each row then has.
-        self._begun, self._began = (OFF, 0), np.zeros(batch, np.int64)
+        # What the first texts begin with; and of rows, how many tokens each had when its text began.
+        self._first, self._given = (OFF, 0), np.zeros(batch, np.int64)
         self._chooser = chooser.begin(self._prior, np.zeros(batch, np.int64), seed)
         # How long the last choice holds, and how many of those rounds are still to come.
         self._patience, self._left, self._round = ROUNDS, 0, 0
@@ -105,7 +107,7 @@ class Choices:
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """A text has taken a row: its prompt and its first token."""
         self._chooser, self._left = chooser.with_new_row(self._chooser, row), 0
-        self._began[row] = len(tokens)
+        self._given[row] = len(tokens)
         if self._looked_up:
             most = max(self._longest[at - 1] for at in self._looked_up)
             self._lookups[row] = ReplayedLookup(most, tokens)
@@ -121,14 +123,16 @@ class Choices:
           lengths, remaining: of the prompts, as of `next`.
           ready: whether a candidate can begin.
         """
-        if self._file is not None and self._file.entries is not None:
-            self._begun = self._again(self._file.entries)[:2]
-            return self._begun
+        if self._entries is not None:
+            self._first = self._again(self._entries)[:2]
+            return self._first
         open_to = np.array([at in self.informed and ready(at) for at in range(len(self.names))])
-        self._begun = (OFF, 0)
+        self._first = (OFF, 0)
         if open_to.any() and self._ratio(OFF) is not None:
-            self._begun = self._best(lengths, remaining, None, open_to, begins=True)
-        return self._begun
+            # The prompts are fed with whatever is chosen, so no state is behind; and nothing is tried.
+            behind = np.zeros((len(lengths), len(self.names)), np.int64)
+            self._first = self._best(lengths, remaining, behind, open_to, np.zeros_like(self._exploration))
+        return self._first
 
     def next(
         self,
@@ -147,8 +151,8 @@ class Choices:
           held: the candidate whose own state is there; None if none is.
           ready: whether the programs of a candidate are there.
         """
-        if self._file is not None and self._file.entries is not None:
-            candidate, length, rounds = self._again(self._file.entries)
+        if self._entries is not None:
+            candidate, length, rounds = self._again(self._entries)
             return candidate, length, min(rounds, most_rounds)
         if self._left > 0 and self._last is not None and (self._last[0] == OFF or ready(self._last[0])):
             return (*self._last, min(self._left, most_rounds))
@@ -158,10 +162,13 @@ class Choices:
         candidate, length = OFF, 0
         # At first plain decoding says what would have been found, for little; but for what was prefilled.
         begins = self._last is None
-        if begins and held is not None and held == self._begun[0]:
-            candidate, length = self._begun
+        if begins and held is not None and held == self._first[0]:
+            candidate, length = self._first
         elif usable[1:].any() and not begins:
-            candidate, length = self._best(lengths, remaining, held, usable)
+            behind = np.repeat(lengths[:, None], len(self.names), axis=1)
+            if held is not None:
+                behind[:, held] = 0
+            candidate, length = self._best(lengths, remaining, behind, usable, self._exploration)
         if not usable[1:].any():
             self._patience = MOST_ROUNDS
         elif self._last is not None and candidate == self._last[0]:
@@ -179,13 +186,17 @@ class Choices:
         self,
         lengths: np.ndarray,
         remaining: np.ndarray,
-        held: int | None,
+        behind: np.ndarray,
         usable: np.ndarray,
-        begins: bool = False,
+        exploration: np.ndarray,
     ) -> tuple[int, int]:
         """The candidate and length that give the most tokens per millisecond, by acceptances that are drawn.
 
-        `begins`: no state has to be brought up, as the prompts make it, and nothing is tried.
+        Args:
+          lengths, remaining: as of `next`.
+          behind: int[B, M + 1], tokens of each row that the state of each candidate has not absorbed.
+          usable: bool[M + 1].
+          exploration: float[M + 1], how much of its uncertainty each is tried for.
         """
         table = self._corrected(lengths)
         estimate = self._with_open_drafts()
@@ -195,15 +206,11 @@ class Choices:
         if not tried[OFF + 1 :].any():
             return OFF, 0
         tried[OFF] = True
-        fed = np.zeros_like(lengths) if begins else lengths
-        behind = np.repeat(fed[:, None], len(self.names), axis=1)
-        if held is not None:
-            behind[:, held] = 0
         round_ms = np.where(tried[:, None], table.round_ms, np.inf)
         round_ms[OFF] /= 1 + _GAIN
         # Nobody knows how soon a text ends. One that has gone on for long may well go on: to bring a state up has to
         # pay over as many tokens as there are.
-        soon = np.minimum(remaining, _SOON + lengths - self._began)
+        soon = np.minimum(remaining, _SOON + lengths - self._given)
         dearer = max(float(remaining.sum()) / max(float(soon.sum()), 1.0), 1.0)
         choice, after = chooser.choose(
             dataclasses.replace(self._chooser, estimate=estimate, behind=behind),
@@ -212,7 +219,7 @@ class Choices:
             ),
             self._prior,
             remaining,
-            exploration=np.zeros_like(self._exploration) if begins else self._exploration,
+            exploration=exploration,
             together=True,
         )
         self._chooser = dataclasses.replace(self._chooser, num_choices=after.num_choices)

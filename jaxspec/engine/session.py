@@ -176,8 +176,11 @@ class Session:
             )
         capacity = buckets.start_capacity(requests, self._drafter.reach)
         arguments, static = self._prefill_arguments(requests, capacity, self._parts)
-        there = self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
-        if self._mesh is None and not there and any(request.max_new_tokens > 1 for request in requests):
+        if (
+            self._mesh is None
+            and any(request.max_new_tokens > 1 for request in requests)
+            and not self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
+        ):
             # It traces the prefill, which takes some milliseconds of each first token.
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_rounds(state)  # beside the prefill

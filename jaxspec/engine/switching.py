@@ -53,6 +53,11 @@ class Plan:
     file: ChoiceFile | None = None
     explain: bool = False
 
+    @property
+    def replayed(self) -> bool:
+        """Whether the choices are made again from a file."""
+        return self.file is not None and self.file.entries is not None
+
 
 class Switching:
     """Hands a `Session`, before each call of the loop, the candidate that drafts in it.
@@ -145,16 +150,15 @@ class Switching:
         remaining = np.asarray(request.limit) - lengths
         ready = functools.partial(self._ready, shapes=shapes)
         at, length = self._choices.begin(lengths, remaining, ready)
-        replayed = self._plan.file is not None and self._plan.file.entries is not None
         there = at != 0 and self._executables.ready(self._begins(at).get(place))
-        if not replayed and not there:
+        if not self._plan.replayed and not there:
             wanted = self._choices.informed if self._plan.known.eager else [at] if at else []
             for one in wanted:
                 if place not in self._begins(one):
                     call = compiled.begin, (*self._of(one, params, parts, 0), _by_shape(request)), static
                     self._begins(one)[place] = self._executables.key(call[0], *call[1], **static)
                     self._executables.later(functools.partial(list, [call]))
-        if not there and not (replayed and at):
+        if not there and not (self._plan.replayed and at):
             return None
         own = self._of(at, params, parts, length)
         state, self._held, emitted = self._executables.call(compiled.begin, *own, request, **static)
@@ -294,7 +298,7 @@ class Switching:
         shapes: Any,
     ) -> None:
         """Begins to compile the most promising candidate in the background, if it pays and nothing else is compiled."""
-        if self._plan.file is not None and self._plan.file.entries is not None:
+        if self._plan.replayed:
             return
         eager = self._plan.known.eager
         if eager:

@@ -65,7 +65,7 @@ class ChoiceFile:
         header |= of or {}
         if path.is_dir():
             raise ValueError(f"{path} is a directory; give choices=FILE")
-        # Of a text that ended before its first choice, nothing can be made again: it is written anew.
+        # A file without choices, of a text that ended before the first one, has nothing to repeat: it is written again.
         self.entries = (self._read(header) or None) if path.exists() else None
         if self.entries is None and written_here():
             try:

@@ -13,7 +13,7 @@ from flax import struct
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Params, Tap, embed
+from jaxspec.model.llama import Params, Tap
 from jaxspec.model.numerics import cosine
 
 # (what has been absorbed, features [B, T, F] at positions start[b] + t, the token after each int32[B, T], start
@@ -120,7 +120,7 @@ def feed(
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
         hidden, features, cache = llama.run_tapped(
-            config, params, embed(params, fed), start, state.cache, taps, watch=watch
+            config, params, llama.embed(params, fed), start, state.cache, taps, watch=watch
         )
         real = begin + jnp.arange(chunk_size)[None] < length[:, None]
         of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
