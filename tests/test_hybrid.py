@@ -12,6 +12,7 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
+from jaxspec.choosing.acceptance import Expectation
 from jaxspec.cli.runs import parse_run
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive import Autoregressive
@@ -85,14 +86,20 @@ def ended(made: tiny.Loop):
     ("promised", "seen", "cost", "takes"),
     [
         (3, {}, 0.25, True),
+        (1, {}, 0.25, False),
+        # Of a long find at first about one token stands: the rest is chance.
+        (3, {}, 0.05, False),
+        (30, {}, 0.05, False),
         (0, {}, 0.25, False),
         # A second whose drafts all stand: 4 tokens for 1.75.
         (1, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.25, False),
-        (2, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.25, True),
-        (2, {"rounds": 50, "drafted": 150, "accepted": 150}, 0.05, False),
+        (2, {"rounds": 50, "drafted": 150, "accepted": 150, "kept": 39}, 0.25, True),
+        (2, {"rounds": 50, "drafted": 150, "accepted": 150, "kept": 39}, 0.05, False),
+        # A text that repeats itself for long.
+        (30, {"rounds": 50, "drafted": 150, "accepted": 150, "kept": 39}, 0.0, True),
         # A first that seldom keeps its word.
-        (3, {"promised": 40, "kept": 1}, 0.25, False),
-        (3, {"promised": 40, "kept": 39}, 0.25, True),
+        (3, {"missed": 20, "kept": 1}, 0.25, False),
+        (3, {"missed": 1, "kept": 39}, 0.25, True),
         # A second of which nothing stands: a plain step is better, if drafts cost something.
         (0, {"rounds": 50, "drafted": 150, "accepted": 0}, 0.25, True),
         (0, {"rounds": 50, "drafted": 150, "accepted": 0}, 0.0, False),
@@ -101,7 +108,17 @@ def ended(made: tiny.Loop):
 def test_what_promises_more_for_its_cost_is_taken(promised, seen, cost, takes):
     counts = dataclasses.replace(Counts.none(1), **{n: jnp.array([float(v)]) for n, v in seen.items()})
     drafter = hybrid(tiny.suffix(), DraftModel(tiny.TARGET, num_draft_tokens=3), cost=cost)
-    assert drafter.takes_first(counts, jnp.array([float(promised)])).tolist() == [takes]
+    assert drafter.takes_first(counts, jnp.array([float(promised)]), jnp.array([9])).tolist() == [takes]
+
+
+def test_a_second_that_is_known_to_draft_well_is_not_left_for_a_first_find():
+    drafter = hybrid(tiny.suffix(), DraftModel(tiny.TARGET, num_draft_tokens=3))
+    promised = jnp.array([3.0])
+    assert drafter.takes_first(Counts.none(1), promised, jnp.array([9])).all()
+    good = dataclasses.replace(drafter, accept=jnp.array([0.9, 0.95, 1.0]))
+    assert not good.takes_first(Counts.none(1), promised, jnp.array([9])).any()
+    # Where it has room for one token, it brings no more than one.
+    assert good.takes_first(Counts.none(1), promised, jnp.array([1])).all()
 
 
 def texts_of_the_target() -> NGram:
@@ -131,7 +148,7 @@ def test_a_boasting_first_and_a_good_second():
     """What is never accepted loses its turns."""
     whole = DraftModel(tiny.TARGET, num_draft_tokens=tiny.K).taking_turns()
     alone = ended(loop(whole, own=tiny.params()))
-    together = ended(loop(hybrid(Boaster(much=4.0), whole, cost=0.05), own=tiny.params()))
+    together = ended(loop(hybrid(Boaster(), whole, cost=0.3), own=tiny.params()))
     assert tiny.generated(together, PROMPTS) == tiny.generated(alone, PROMPTS)
     tries = together.stats.num_rounds - alone.stats.num_rounds
     assert (tries > 0).all()
@@ -139,7 +156,7 @@ def test_a_boasting_first_and_a_good_second():
 
 
 def test_a_second_that_no_row_wants_does_not_run():
-    state = ended(loop(hybrid(Boaster(), Counting(), memory=0.0)))
+    state = ended(loop(hybrid(Boaster(), Counting(), cost=0.5, memory=0.0)))
     assert state.drafter_state.second.tolist() == [0, 0, 0]
     assert (state.stats.num_drafts > 9).all()
     state = ended(loop(hybrid(Boaster(often=0), Counting())))
@@ -263,6 +280,15 @@ def test_wrong_options_are_one_line(options, line):
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         registry.make("hybrid", options)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
+    made, _ = tiny.language_model().drafter("hybrid", exit_layer=1)
+    assert made.accept.tolist() == [0.75] * made.second.num_draft_tokens
+    known = Expectation((0.8, 0.5), 9.0, (1.0, 0.0))
+    monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: known)
+    made, _ = tiny.language_model().drafter("hybrid", exit_layer=1, num_draft_tokens=3)
+    np.testing.assert_allclose(made.accept, [0.8, 0.5, 0.5], rtol=1e-6)
 
 
 def test_what_it_is_made_of():

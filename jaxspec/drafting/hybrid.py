@@ -31,9 +31,9 @@ from jaxspec.protocol import (
 )
 from jaxspec.sampling import Law
 
-# What a row's counts begin with: as if the first drafter had promised so many tokens and kept its word, and as if the
-# second had drafted in so many rounds K tokens each, of which half were accepted.
-PRIOR_TOKENS, PRIOR_ROUNDS = 2.0, 1.0
+# What a row's counts begin with: as if of the first's tokens so many had been accepted and rejected, and as if the
+# second had drafted in so many rounds.
+PRIOR_KEPT, PRIOR_MISSED, PRIOR_ROUNDS = 1.0, 1.0, 1.0
 
 
 @struct.dataclass
@@ -41,12 +41,13 @@ class Counts:
     """What was seen of each row's drafts, float32[B] each; of earlier rounds less and less.
 
     Attributes:
-      promised, kept: of rounds of the first drafter, how many tokens should be accepted, and were.
+      kept, missed: of rounds of the first drafter, how many of its tokens were accepted, and how many of those rounds
+        accepted fewer than it promised.
       rounds, drafted, accepted: of the second's.
     """
 
-    promised: jax.Array
     kept: jax.Array
+    missed: jax.Array
     rounds: jax.Array
     drafted: jax.Array
     accepted: jax.Array
@@ -78,11 +79,12 @@ class HybridState(NamedTuple):
 class Hybrid:
     """Takes for each row and round the draft of `first` if it is worth more than one of `second`, which costs more.
 
-    The first draft is looked up in every round. It is taken where the tokens per cost that it promises, corrected by
-    how well it kept its word in this row, are at least the second's, by its running means:
-    1 + expected ≥ (1 + accepted) ÷ (1 + draft_cost · drafted), with a verification as the unit of cost. So a round may
-    also be a plain step, where nothing was found and the second's drafts do not pay. Counts fade, so that what was
-    given up is tried again.
+    The first draft is looked up in every round. It is taken where the tokens per cost that are expected of it are at
+    least the second's, by its running means: 1 + expected ≥ (1 + accepted) ÷ (1 + draft_cost · drafted), with a
+    verification as the unit of cost. Of a draft that promises n tokens r + r² + … + rⁿ are expected, where r is the
+    share of the first's tokens that were accepted in this row, of those of which that is known: a long find in a text
+    that does not repeat itself is mostly chance. So a round may also be a plain step, where nothing was found and the
+    second's drafts do not pay. Counts fade, so that what was given up is tried again.
 
     The second drafter runs only in rounds in which some row has a use for it; rows that took the first sit it out. (The
     choice rests on earlier rounds and on the first's draft alone, never on the second's, so that the law of the text
@@ -94,6 +96,8 @@ class Hybrid:
       second: any other drafter; one with a cache of its own as its `taking_turns` gives it.
       draft_cost: what a draft token of the second costs, in verifications.
       memory: what a count is worth a round later, 0 to 1.
+      accept: of the second before it has drafted, the share of draft tokens that are accepted where those before them
+        are: by position, float32[K], or one for all.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -101,6 +105,7 @@ class Hybrid:
     second: Drafter
     draft_cost: jax.Array | float = 0.25
     memory: jax.Array | float = 0.95
+    accept: jax.Array | float = 0.75
 
     @property
     def num_draft_tokens(self) -> int:
@@ -167,12 +172,19 @@ class Hybrid:
             jnp.zeros(batch, jnp.float32),
         )
 
-    def takes_first(self, counts: Counts, promised: jax.Array) -> jax.Array:
-        """Whether the first draft is worth more, bool[B], of which `promised` float32[B] tokens should be accepted."""
-        expected = promised * (PRIOR_TOKENS + counts.kept) / (PRIOR_TOKENS + counts.promised)
+    def takes_first(self, counts: Counts, promised: jax.Array, room: jax.Array) -> jax.Array:
+        """Whether the first draft is worth more, bool[B]: `promised` float32[B] of its tokens would be accepted if the
+        text went on as what was found. There is room for int32[B] draft tokens."""
+        kept, missed = PRIOR_KEPT + counts.kept, PRIOR_MISSED + counts.missed
+        right = kept / (kept + missed)
+        expected = right * (1 - right**promised) / (1 - right)
+        longest = self.second.num_draft_tokens
+        usual = jnp.minimum(room, longest)
+        stand = jnp.cumprod(jnp.broadcast_to(self.accept, longest))
+        usually = jnp.sum(jnp.where(jnp.arange(longest) < usual[:, None], stand, 0), axis=1)
         rounds = PRIOR_ROUNDS + counts.rounds
-        usual = PRIOR_ROUNDS * self.second.num_draft_tokens
-        drafted, accepted = (usual + counts.drafted) / rounds, (usual / 2 + counts.accepted) / rounds
+        drafted = (PRIOR_ROUNDS * usual + counts.drafted) / rounds
+        accepted = (PRIOR_ROUNDS * usually + counts.accepted) / rounds
         return (1 + expected) * (1 + self.draft_cost * drafted) >= 1 + accepted
 
     def propose(
@@ -181,7 +193,7 @@ class Hybrid:
         """Each row's better draft; the second drafts only if some row takes it."""
         keys = jax.vmap(jax.random.split)(keys)
         found, promised = self.first.look_up(keys[:, 0], view)
-        takes = self.takes_first(state.counts, promised)
+        takes = self.takes_first(state.counts, promised, view.room)
 
         def draft(carry: tuple[Proposal | None, State, KVCache]) -> tuple[Proposal, State, KVCache]:
             _, own, cache = carry
@@ -205,8 +217,8 @@ class Hybrid:
 
         first, second = rounds_of(state.took_first), rounds_of(~state.took_first)
         new = Counts(
-            jnp.where(first.drafted > 0, state.promised, 0),
             first.accepted,
+            jnp.where(first.drafted > 0, jnp.clip(state.promised - first.accepted, 0, 1), 0),
             second.drafted > 0,
             second.drafted,
             second.accepted,

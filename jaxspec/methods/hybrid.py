@@ -121,7 +121,8 @@ class Hybrid(Method):
         taking_turns = getattr(second, "taking_turns", None)
         second = second if taking_turns is None else taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
-        return Drafting(target.config, first, second, jnp.float32(cost), jnp.float32(Drafting.memory)), own
+        numbers = cost, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
+        return Drafting(target.config, first, second, *map(jnp.float32, numbers)), own
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
@@ -137,6 +138,14 @@ class Hybrid(Method):
         """Returns the second's, with a search in each round; what rounds with found drafts save, times tell."""
         second = self._parts()["second"].kind(target, getattr(drafter, "second"), params)  # noqa: B009
         return None if second is None else dataclasses.replace(second, lookup=True)
+
+    def _accept(self, longest: int, target: LoadedModel, resources: Resources) -> Sequence[float]:
+        """Returns what is accepted of the second's drafts, by position, where anybody knows it."""
+        from jaxspec.drafting.hybrid import Hybrid as Drafting
+
+        known = self._parts()["second"].expectation(target, resources)
+        accept = (float(Drafting.accept),) if known is None else known.accept
+        return (*accept, *accept[-1:] * longest)[:longest]
 
     def limited(self, longest: int) -> Method:
         """Returns it with both methods limited."""
