@@ -311,6 +311,22 @@ def test_a_candidate_that_cannot_pay_even_with_luck_is_not_tried():
         learn(one, [(0, 0)] * 8, 72.0)
 
 
+def test_a_state_costs_what_prompts_took():
+    """A token of a prompt is cheaper than a row of a step."""
+    kinds = [Draft(lookup=True), Draft(layers=1, absorb_layers=3)]
+    costs = dataclasses.replace(DEAR, absorb_ms=9.0)
+    one = Choices(["ngram", "head"], kinds, [4, 4], costs, 1)
+
+    def absorb_ms() -> list[float]:
+        return one._corrected(np.array([50])).absorb_ms.tolist()
+
+    assert absorb_ms() == [0, 0, 13.5]
+    one.prefilled(100, 50.0)
+    assert absorb_ms() == [0, 0, 0.75]
+    one.prefilled(100, 100.0)
+    assert 0.75 < absorb_ms()[2] < 1.5
+
+
 @pytest.mark.parametrize(("prompt", "chosen"), [(100, "off"), (20, "head")])
 def test_a_state_is_brought_up_late_in_a_text(prompt, chosen):
     """Of a hundred tokens, with a hundred to come at most: a text that has just begun may end soon."""

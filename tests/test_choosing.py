@@ -85,6 +85,21 @@ def test_what_first_tokens_say_goes_for_later_ones_too():
     assert bad[0, 0, 2] > bad[0, 0, 1]  # the profile stays
 
 
+def test_what_a_text_says_of_one_goes_for_its_kin():
+    prior = acceptance.flat_prior(3, 2, 0.8, strength=5.0)
+    kin = dataclasses.replace(prior, kin=np.array([False, True, True]))
+    failed = played(prior, [(1, 2, 0)] * 10)
+    alone, together = (acceptance.mean(one, failed)[0][0] for one in (prior, kin))
+    assert alone[2] == pytest.approx([0.8, 0.8])
+    assert (together[2] < 0.6).all()
+    assert (together[2] > together[1]).all()
+    # The others, and one's own rounds, count as before.
+    assert together[:2] == pytest.approx(alone[:2])
+    # Enough rounds of its own outweigh its kin's.
+    own = played(prior, [(1, 2, 0)] * 10 + [(2, 2, 2)] * 100)
+    assert (acceptance.mean(kin, own)[0][0, 2] > 0.9).all()
+
+
 def test_drawn_acceptances_spread_as_what_is_known_allows():
     prior = acceptance.flat_prior(2, 2, 0.5, strength=2.0)
     known = played(prior, [(1, 2, 1)] * 200)

@@ -7,6 +7,10 @@ give a candidate a level on this text, with a Beta law, and the level shifts the
 (in log-odds) before its own counts are added. Without that, positions that were never reached would keep the prior's
 hopes, and a long draft would look good on a text on which none is.
 
+Candidates that draft with a model stand or fall together: on a text that one head does not suit, another seldom does.
+So what a text says of one shifts what is expected of its kin, until they have counts of their own; else each of them
+would be tried in turn where none pays.
+
 All counts of rounds fade by the same factor in each round, played or not, so that a candidate that was bad a while ago
 is worth a trial again (discounted Thompson sampling: Raj and Kalyani 2017, arXiv:1707.09727).
 
@@ -26,6 +30,8 @@ import numpy as np
 _STRENGTH = (1.0, 20.0)
 # Draft tokens that the level of a text counts as at each position, beside the position's own.
 _POSITION = 8.0
+# How much of a shift (in log-odds) goes for kin.
+_KINSHIP = 0.7
 # Draft tokens of a text below which it says little of the law.
 _HARDLY = 4.0
 # Probabilities stay this far from 0 and 1.
@@ -40,6 +46,7 @@ class Prior:
       accept: float[M, K], expected acceptance by position, given the positions before.
       strength: float[M], how many draft tokens that counts as: the fewer, the more texts differ.
       draft: float[M, 2], Beta counts of rounds (with a draft, without).
+      kin: bool[M], the candidates of which what a text says of one goes for the others; None for none.
 
     Examples:
       >>> prior = Prior(np.array([[0.7, 0.8]]), strength=np.array([4.0]), draft=np.array([[9.0, 1.0]]))
@@ -51,6 +58,7 @@ class Prior:
     accept: np.ndarray
     strength: np.ndarray
     draft: np.ndarray
+    kin: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +80,13 @@ class Expectation:
     draft: tuple[float, float]
 
 
-def joined(expectations: Sequence[Expectation], longest: int) -> Prior:
+def joined(expectations: Sequence[Expectation], longest: int, kin: Sequence[bool] | None = None) -> Prior:
     """The prior of several candidates.
 
     Args:
       expectations: M of them.
       longest: K.
+      kin: M of them, see `Prior`.
 
     Examples:
       >>> joined([Expectation((0.5,), 2.0, (1.8, 0.2))], 2).draft.tolist()
@@ -87,6 +96,7 @@ def joined(expectations: Sequence[Expectation], longest: int) -> Prior:
         np.array([(*one.accept, *one.accept[-1:] * longest)[:longest] for one in expectations]),
         np.array([one.strength for one in expectations]),
         np.array([one.draft for one in expectations]),
+        None if kin is None else np.array(kin),
     )
 
 
@@ -312,15 +322,30 @@ def _at(
     """Acceptances and shares at float[B, M] deviations from the mean."""
     counts, rounds = estimate.accept, prior.draft + estimate.draft
     seen = counts.sum(axis=-1)
-    # What the prior expects of the positions that were seen; before the first round, of the first one.
-    weight = seen.copy()
-    weight[..., 0] += _EDGE
-    expected = (weight * prior.accept).sum(axis=-1) / weight.sum(axis=-1)
-    right = prior.strength * expected + counts[..., 0].sum(axis=-1)
-    shift = _log_odds(_deviated(right, prior.strength + seen.sum(axis=-1), level)) - _log_odds(expected)
-    shifted = 1 / (1 + np.exp(-(_log_odds(prior.accept) + shift[..., None])))
+    base = np.broadcast_to(_log_odds(prior.accept), seen.shape)
+    if prior.kin is not None:
+        # Of several that were seen, each by how much was.
+        shift = _shift(prior, estimate, base, np.zeros_like(level))
+        weight = np.where(prior.kin, seen.sum(axis=-1), 0.0)
+        others = weight[:, None] * ~np.eye(len(prior.kin), dtype=bool)
+        shared = (others @ shift[..., None])[..., 0] / np.maximum(others.sum(axis=-1), _EDGE)
+        base = base + _KINSHIP * np.where(prior.kin, shared, 0.0)[..., None]
+    shifted = _probability(base + _shift(prior, estimate, base, level)[..., None])
     accept = (_POSITION * shifted + counts[..., 0]) / (_POSITION + seen)
     return accept, _deviated(rounds[..., 0], rounds.sum(axis=-1), finding)
+
+
+def _shift(prior: Prior, estimate: Estimate, base: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """How far, in log-odds, acceptances lie from those of `base` float[B, M, K], at levels float[B, M]."""
+    counts, seen = estimate.accept, estimate.accept.sum(axis=-1)
+    # What is expected of the positions that were seen; before the first round, of the first one.
+    weight = seen.copy()
+    weight[..., 0] += _EDGE
+    expected = (weight * _probability(base)).sum(axis=-1) / weight.sum(axis=-1)
+    right = prior.strength * expected + counts[..., 0].sum(axis=-1)
+    deviated = _deviated(right, prior.strength + seen.sum(axis=-1), level)
+    shift: np.ndarray = _log_odds(deviated) - _log_odds(expected)
+    return shift
 
 
 def _deviated(right: np.ndarray, total: np.ndarray, level: np.ndarray) -> np.ndarray:
@@ -330,6 +355,11 @@ def _deviated(right: np.ndarray, total: np.ndarray, level: np.ndarray) -> np.nda
         middle + level * np.sqrt(middle * (1 - middle) / (total + 1)), _EDGE, 1 - _EDGE
     )
     return drawn
+
+
+def _probability(log_odds: np.ndarray) -> np.ndarray:
+    probability: np.ndarray = 1 / (1 + np.exp(-log_odds))
+    return probability
 
 
 def _log_odds(probability: np.ndarray) -> np.ndarray:

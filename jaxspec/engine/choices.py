@@ -274,6 +274,11 @@ class Choices:
                 worth += [at] if lost > _SHARE * compile_ms else []
         return sorted(worth, key=lambda at: -speed[at])
 
+    def prefilled(self, num_tokens: int, took_ms: float) -> None:
+        """Takes in how long a prefill took: about what it takes to bring a state up over as many tokens."""
+        ms, before = took_ms / num_tokens, self._known.prefill_ms
+        self._known.prefill_ms = ms if before is None else before * (ms / before) ** _LEARNING
+
     def learn(
         self,
         rounds: Sequence[Sequence[tuple[int, int]]],
@@ -373,11 +378,15 @@ class Choices:
     def _corrected(self, lengths: np.ndarray) -> Prices:
         table = self._table(lengths)
         ratios = np.array([1.0 if (one := self._ratio(at)) is None else one for at in range(len(self.names))])
+        absorb_ms = table.absorb_ms * ratios
+        if self._known.prefill_ms is not None and self._timed:
+            layers = np.array([0.0, *(kind.absorb_layers for kind in self._kinds)])
+            absorb_ms = self._known.prefill_ms * layers / self._costs.num_layers
         return dataclasses.replace(
             table,
             round_ms=table.round_ms * ratios[:, None],
             start_ms=table.start_ms * ratios,
-            absorb_ms=table.absorb_ms * ratios,
+            absorb_ms=absorb_ms,
         )
 
     def _speedups(
@@ -433,7 +442,7 @@ def _prior(
         one or unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
         for kind, one in zip(kinds, known, strict=True)
     ]
-    return acceptance.joined([unknown(0.0), *each], longest)
+    return acceptance.joined([unknown(0.0), *each], longest, [False, *(not kind.copies for kind in kinds)])
 
 
 @functools.lru_cache(maxsize=64)

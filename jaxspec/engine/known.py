@@ -34,6 +34,7 @@ class Known:
     Attributes:
       missed_ms: by candidate, what was lost so far for want of its programs.
       ratios: by candidate and rows of the batch, observed over expected times of its rounds.
+      prefill_ms: of a token of a prompt; None before the first prefill.
       programs: by candidate and shapes of the batch; None while nobody knows them yet, but somebody has asked.
       begins: by candidate, shapes of the batch and piece of a prompt, the key of the program with which it begins.
       lengths: of drafts, on the device: to put one there takes as long as some rounds of a small model.
@@ -42,6 +43,7 @@ class Known:
 
     missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     ratios: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    prefill_ms: float | None = None
     programs: weakref.WeakKeyDictionary[Candidate, dict[Any, Programs | None]] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )

@@ -184,11 +184,15 @@ class Session:
             # It traces the prefill, which takes some milliseconds of each first token.
             state, _ = compiled.prefill.eval_shape(*arguments, **static)
             self._prepare_rounds(state)  # beside the prefill
+        began, blocked_ms = time.perf_counter(), self._executables.blocked_ms
         begun = None if self.switching is None else self.switching.begin(*arguments, static)
         if begun is None:
             begun = self._executables.call(compiled.prefill, *arguments, **static)
         self._state, emitted = begun
         updates = self._updates(emitted, range(len(first)), begins=True)
+        if self.switching is not None and self._executables.blocked_ms == blocked_ms:
+            took_ms = 1e3 * (time.perf_counter() - began)
+            self.switching.prefilled(sum(len(request.prompt) for request in requests), took_ms)
         if any(row is not None for row in self._rows):
             # The loop is there before anybody sees a first token: a text that has begun goes on.
             self._executables.compiled(

@@ -130,6 +130,10 @@ class Switching:
         """The state that a candidate keeps is of no use any more."""
         self._at, self._held = 0, None
 
+    def prefilled(self, num_tokens: int, took_ms: float) -> None:
+        """Takes in how long it took to feed prompts, of so many tokens in all."""
+        self._choices.prefilled(num_tokens, took_ms)
+
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """A text has taken a row: its prompt and its first token."""
         self._choices.begin_row(row, tokens)
