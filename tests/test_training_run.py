@@ -199,6 +199,9 @@ def test_curves_are_drawn_and_events_written(folder, whole):
 def test_training_goes_on_from_a_directory(folder, whole):
     assert sft.main(arguments(folder, "further", "--steps", "5", "--start", str(folder / "whole"))) == 0
     assert losses_of(metrics(folder, "further"))[0][1] < whole[0][1] - 0.5
+    # A tokenizer that somebody took out of the run directory is put there again.
+    (folder / "run-further" / "tokenizer.json").unlink()
+    assert sft.main(arguments(folder, "further", "--steps", "6", "--start", str(folder / "whole"))) == 0
 
 
 def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsys):

@@ -114,6 +114,8 @@ def _run_loop(
         run.refuse_another(directory, begun.config, same)
     else:
         run.forget(directory)
+    # A run whose tokenizer somebody took away would fail only once it is through.
+    if not (resumed and (directory / "tokenizer.json").is_file()):
         start.put_tokenizer(options, documents[0], begun.words)
     windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
     extra = {"jaxspec": aim.extra} if aim.extra else {}

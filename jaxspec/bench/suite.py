@@ -20,12 +20,12 @@ from jaxspec.bench.margins import first_difference, margin
 from jaxspec.bench.prompt_files import Task, in_turn
 from jaxspec.bench.records import Difference, Record
 from jaxspec.bench.suite_options import SuiteOptions
-from jaxspec.bench.timing import OnProgress, measure_runs
+from jaxspec.bench.timing import OnProgress, measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.io.line_log import LineLog
 from jaxspec.io.method_files import law_name
-from jaxspec.methods import Method, registry
+from jaxspec.methods import Auto, Method, registry
 from jaxspec.model.sharding import fetched
 
 FORMAT = "jaxspec.bench/1"
@@ -234,6 +234,11 @@ class Suite:
         runs = {name: self._by(name, method) for name, method in self._methods.items()}
         runs |= {name: self._by_peer(peer) for name, peer in self._peers.items()}
         warm = False
+        # What drafts changes from text to text: a program's first run, which takes longer, may be in any of them.
+        changing = {name: run for name, run in runs.items() if isinstance(self._methods.get(name), Auto)}
+        if changing:
+            first = [prompts for unit in todo if not unit.turn and (prompts := self._prompts(unit))]
+            warm_up(self._models, changing, first, on_progress)
         for unit in todo:
             prompts = self._prompts(unit)
             if not prompts:

@@ -20,8 +20,8 @@ OnProgress = Callable[[str], None]
 Run = Callable[[Any, int], Result]
 # What a run gives: a text, or several that were generated together.
 Given = TypeVar("Given")
-# Turns of one prompt that are taken again at most because something compiled in them.
-_RETAKEN = 3
+# Turns of one prompt that are taken again at most because something was compiled in them, or ran for the first time.
+_RETAKEN = 4
 
 
 def interleaved(
@@ -72,18 +72,23 @@ def warm_up(
 ) -> None:
     """Generates once by each run after each prompt and waits until nothing compiles in the background any more.
 
+    Method `auto` has all its programs compiled.
+
     Args:
       models: those that generate.
       runs: by name.
       prompts: as the runs take them.
       on_progress: called with what is being done.
     """
-    for prompt in prompts:
-        for number, (name, run) in enumerate(runs.items(), 1):
-            on_progress(f"compiling {name}, {number} of {len(runs)}")
-            run(prompt, 0)
-    for lm in models:
-        lm.executables.wait()
+    with contextlib.ExitStack() as stack:
+        for lm in models:
+            stack.enter_context(lm.compiled_early())
+        for prompt in prompts:
+            for number, (name, run) in enumerate(runs.items(), 1):
+                on_progress(f"compiling {name}, {number} of {len(runs)}")
+                run(prompt, 0)
+        for lm in models:
+            lm.executables.wait()
 
 
 def measure_runs(
@@ -99,7 +104,8 @@ def measure_runs(
     """Generates by several runs in turns, warm, one prompt after another; `bench.speed` says what the results mean.
 
     Within a turn every run generates after the same prompt, there and back: the order is reversed from turn to turn
-    and from prompt to prompt. A turn in which something compiled does not count and is taken again.
+    and from prompt to prompt. A turn in which something compiled does not count, nor does the next one, and both are
+    taken again: a program's first run takes longer, and one that was compiled in the background runs there.
 
     Args:
       models: those that generate.
@@ -128,6 +134,7 @@ def measure_runs(
             taken: dict[str, list[Given]] = {name: [] for name in runs}
             where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
             retaken = turn = 0
+            compiled = False
             while turn < repeats:
                 before = _compilations(models)
                 order = list(runs.items())
@@ -137,7 +144,8 @@ def measure_runs(
                     results[name] = run(prompt, first_turn + turn)
                 for lm in models:
                     lm.executables.wait()
-                if _compilations(models) > before and retaken < _RETAKEN:
+                ran_first, compiled = compiled, _compilations(models) > before
+                if (compiled or ran_first) and retaken < _RETAKEN:
                     retaken += 1
                     continue
                 for name, result in results.items():

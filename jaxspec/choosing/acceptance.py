@@ -163,8 +163,8 @@ def fitted_prior(accept: np.ndarray, draft: np.ndarray) -> Prior:
       ([[0.5]], [1.0])
     """
     mean_accept, _ = _moments(accept)
-    # Of first tokens: later positions are reached on texts that suit the candidate.
-    _, strength = _moments(accept[:, :, 0])
+    # Of all positions together, as a text's level is one for all of them.
+    _, strength = _moments(accept.sum(axis=2))
     mean_draft, rounds = _moments(draft)
     return Prior(mean_accept, strength, rounds[:, None] * np.stack([mean_draft, 1 - mean_draft], axis=-1))
 
@@ -239,7 +239,11 @@ def observed(
 
 
 def observed_rounds(
-    estimate: Estimate, candidate: int, rounds: Sequence[Sequence[tuple[int, int]]], forgetting: float = 0.995
+    estimate: Estimate,
+    candidate: int,
+    rounds: Sequence[Sequence[tuple[int, int]]],
+    forgetting: float = 0.995,
+    asked: int = 0,
 ) -> Estimate:
     """As `observed` for several rounds of one candidate, of which all count alike: for the host between two calls.
 
@@ -248,11 +252,16 @@ def observed_rounds(
       candidate: which one drafted in all of them.
       rounds: by row, (drafted, accepted) of each.
       forgetting: what is left of all counts after a round.
+      asked: how long drafts might have been: where one ended before, the next token counts as wrong, for it was not
+        there to be accepted. 0: a draft's end says nothing of what would have come.
 
     Examples:
       >>> seen = observed_rounds(nothing_seen(flat_prior(1, 2), 1), 0, [[(2, 1), (2, 2), (0, 0)]])
       >>> seen.accept[0, 0].tolist(), seen.draft[0, 0].tolist()
       ([[2.0, 0.0], [1.0, 1.0]], [2.0, 1.0])
+      >>> short = observed_rounds(nothing_seen(flat_prior(1, 2), 1), 0, [[(1, 1)]], asked=2)
+      >>> short.accept[0, 0].tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
     """
     kept = forgetting ** np.array([len(of_row) for of_row in rounds])
     accept = estimate.accept * kept[:, None, None, None]
@@ -261,7 +270,8 @@ def observed_rounds(
     for row, of_row in enumerate(rounds):
         if of_row:
             drafted, accepted = np.array(of_row).T[..., None]
-            wrong = (at == accepted) & (accepted < drafted)
+            longest = np.where(drafted > 0, np.maximum(drafted, asked), 0)
+            wrong = (at == accepted) & (accepted < longest)
             accept[row, candidate] += np.stack([(at < accepted).sum(axis=0), wrong.sum(axis=0)], axis=-1)
             found = int((drafted > 0).sum())
             draft[row, candidate] += (found, len(of_row) - found)

@@ -30,6 +30,9 @@ _EXPLORATION = 0.5
 _HOPE = 1.0
 # What is expected of drafts of which nothing is known, and how often a lookup then finds one.
 _ACCEPTANCE, _STRENGTH, _FOUND, _EMPTY = 0.5, 2.0, 0.5, 0.1
+# As how many draft tokens what is known before counts at most: the text at hand is soon believed more. A few other
+# texts say little of how much texts differ, and one that suits a head is often over before twenty are outweighed.
+_BELIEVED = 5.0
 # The part that a new observation has in a candidate's ratio of observed to expected times; and what a candidate that
 # does not run takes over of plain decoding's in a choice, so that a slow moment does not rule it out for good.
 _LEARNING, _FADING = 0.3, 0.02
@@ -302,7 +305,7 @@ class Choices:
         candidate, length = self._last
         count = max((len(of_row) for of_row in rounds), default=0)
         table = self._table(lengths)
-        estimate = acceptance.observed_rounds(self._chooser.estimate, candidate, rounds)
+        estimate = acceptance.observed_rounds(self._chooser.estimate, candidate, rounds, asked=length)
         self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
         # A round takes as long as its longest draft.
         drafted = np.zeros(count, np.int64)
@@ -338,7 +341,9 @@ class Choices:
         for at in self._looked_up:
             if at == candidate or (at in self._played and not self._kinds[at - 1].replayed):
                 continue
-            estimate = acceptance.observed_rounds(self._chooser.estimate, at, would, forgetting=1.0)
+            estimate = acceptance.observed_rounds(
+                self._chooser.estimate, at, would, forgetting=1.0, asked=self._longest[at - 1]
+            )
             self._chooser = dataclasses.replace(self._chooser, estimate=estimate)
 
     def _again(self, entries: Sequence[Entry]) -> tuple[int, int, int]:
@@ -439,7 +444,9 @@ def _prior(
         return acceptance.Expectation((_ACCEPTANCE,), _STRENGTH, (_STRENGTH * found, _STRENGTH * (1 - found)))
 
     each = [
-        one or unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
+        unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
+        if one is None
+        else dataclasses.replace(one, strength=min(one.strength, _BELIEVED))
         for kind, one in zip(kinds, known, strict=True)
     ]
     return acceptance.joined([unknown(0.0), *each], longest, [False, *(not kind.copies for kind in kinds)])

@@ -75,7 +75,8 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
     for name, texts in played.items():
         longest = max((drafted for rounds in texts for drafted, _ in rounds), default=1)
         flat = acceptance.flat_prior(1, max(longest, 1))
-        seen = acceptance.observed_rounds(acceptance.nothing_seen(flat, len(texts)), 0, texts, forgetting=1.0)
+        nothing = acceptance.nothing_seen(flat, len(texts))
+        seen = acceptance.observed_rounds(nothing, 0, texts, forgetting=1.0, asked=longest)
         prior = acceptance.fitted_prior(seen.accept, seen.draft)
         (strength,), (draft, empty) = _rounded(prior.strength), _rounded(prior.draft[0])
         expected[name] = Expectation(tuple(_rounded(prior.accept[0])), strength, (draft, empty))
