@@ -236,9 +236,8 @@ def _hybrid(
     def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
         drafter, own = second(config, RULES[rule](config.hidden_size))
         accept = jnp.full(drafter.num_draft_tokens, 0.7, jnp.float32)
-        return Hybrid(
-            config, first(), drafter.taking_turns(), jnp.float32(0.3), jnp.float32(0.9), accept
-        ), own
+        numbers = (jnp.float32(number) for number in (0.3, 0.05, 0.9))
+        return Hybrid(config, first(), drafter.taking_turns(), *numbers, accept), own
 
     return Case(made, family="hybrid", has_rule=False, **changes)
 

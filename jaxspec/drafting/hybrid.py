@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.drafting.lookup import LookupDrafter
@@ -31,9 +32,12 @@ from jaxspec.protocol import (
 )
 from jaxspec.sampling import Law
 
-# What a row's counts begin with: as if of the first's tokens so many had been accepted and rejected, and as if the
-# second had drafted in so many rounds.
-PRIOR_KEPT, PRIOR_MISSED, PRIOR_ROUNDS = 1.0, 1.0, 1.0
+# What a row's counts begin with: as if the first had begun a draft rightly so many times and wrongly so many, and gone on
+# with so many tokens rightly and so many wrongly. The second's begin as if it had drafted in one round, with what is
+# expected.
+BEGAN, BEGAN_WRONG, WENT_ON, WENT_WRONG = 0.5, 0.5, 1.5, 0.5
+# Acceptances stay this far from 0 and 1.
+_EDGE = 1e-3
 
 
 @struct.dataclass
@@ -41,21 +45,24 @@ class Counts:
     """What was seen of each row's drafts, float32[B] each; of earlier rounds less and less.
 
     Attributes:
-      kept, missed: of rounds of the first drafter, how many of its tokens were accepted, and how many of those rounds
-        accepted fewer than it promised.
-      rounds, drafted, accepted: of the second's.
+      began, began_wrong: rounds of the first drafter, by whether its first token was accepted.
+      went_on, went_wrong: of the former, how many further tokens were accepted, and how many of those rounds accepted
+        fewer than it promised.
+      right, wrong: of rounds of the second, how many of its tokens were accepted, and how many of those rounds had one
+        rejected.
     """
 
-    kept: jax.Array
-    missed: jax.Array
-    rounds: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
+    began: jax.Array
+    began_wrong: jax.Array
+    went_on: jax.Array
+    went_wrong: jax.Array
+    right: jax.Array
+    wrong: jax.Array
 
     @classmethod
     def none(cls, batch_size: int) -> Counts:
         """Returns those of a new text."""
-        return cls(*(jnp.zeros(batch_size, jnp.float32) for _ in range(5)))
+        return cls(*(jnp.zeros(batch_size, jnp.float32) for _ in range(6)))
 
 
 class HybridState(NamedTuple):
@@ -79,12 +86,17 @@ class HybridState(NamedTuple):
 class Hybrid:
     """Takes for each row and round the draft of `first` if it is worth more than one of `second`, which costs more.
 
-    The first draft is looked up in every round. It is taken where the tokens per cost that are expected of it are at
-    least the second's, by its running means: 1 + expected ≥ (1 + accepted) ÷ (1 + draft_cost · drafted), with a
-    verification as the unit of cost. Of a draft that promises n tokens r + r² + … + rⁿ are expected, where r is the
-    share of the first's tokens that were accepted in this row, of those of which that is known: a long find in a text
-    that does not repeat itself is mostly chance. So a round may also be a plain step, where nothing was found and the
-    second's drafts do not pay. Counts fade, so that what was given up is tried again.
+    The first draft is looked up in every round. Each draft is worth its rate: the tokens that are expected of the round
+    over what it costs, at the length at which that is most, with a step of one row as the unit:
+
+        first:   (1 + b + b·r + … + b·rⁿ⁻¹) ÷ (1 + rows(n))
+        second:  (1 + a₁ + a₁a₂ + … + a₁⋯aₙ) ÷ (1 + rows(n) + n · draft_cost)
+
+    b is the share of the first's drafts that began rightly in this row, r that of its further tokens that were accepted, of
+    those of which it is known: what is found is often chance, but hardly where its first token was right. The aᵢ are `accept`, all raised to the power that explains what was
+    accepted of the second's in this row. rows(n) is `row_cost` for each row after the first of the narrowest verification
+    that fits. The better draft is taken, at its best length; where neither is worth more than a plain step, which is 1,
+    the round is one. Counts fade, so that what was given up is tried again.
 
     The second drafter runs only in rounds in which some row has a use for it; rows that took the first sit it out. (The
     choice rests on earlier rounds and on the first's draft alone, never on the second's, so that the law of the text
@@ -94,7 +106,8 @@ class Hybrid:
       config: the target.
       first: looks drafts up.
       second: any other drafter; one with a cache of its own as its `taking_turns` gives it.
-      draft_cost: what a draft token of the second costs, in verifications.
+      draft_cost: what a draft token of the second costs, in steps of one row.
+      row_cost: what a further row of a verification costs, in the same.
       memory: what a count is worth a round later, 0 to 1.
       accept: of the second before it has drafted, the share of draft tokens that are accepted where those before them
         are: by position, float32[K], or one for all.
@@ -104,6 +117,7 @@ class Hybrid:
     first: LookupDrafter
     second: Drafter
     draft_cost: jax.Array | float = 0.25
+    row_cost: jax.Array | float = 0.0
     memory: jax.Array | float = 0.95
     accept: jax.Array | float = 0.75
 
@@ -172,20 +186,56 @@ class Hybrid:
             jnp.zeros(batch, jnp.float32),
         )
 
-    def takes_first(self, counts: Counts, promised: jax.Array, room: jax.Array) -> jax.Array:
-        """Whether the first draft is worth more, bool[B]: `promised` float32[B] of its tokens would be accepted if the
-        text went on as what was found. There is room for int32[B] draft tokens."""
-        kept, missed = PRIOR_KEPT + counts.kept, PRIOR_MISSED + counts.missed
-        right = kept / (kept + missed)
-        expected = right * (1 - right**promised) / (1 - right)
-        longest = self.second.num_draft_tokens
-        usual = jnp.minimum(room, longest)
-        stand = jnp.cumprod(jnp.broadcast_to(self.accept, longest))
-        usually = jnp.sum(jnp.where(jnp.arange(longest) < usual[:, None], stand, 0), axis=1)
-        rounds = PRIOR_ROUNDS + counts.rounds
-        drafted = (PRIOR_ROUNDS * usual + counts.drafted) / rounds
-        accepted = (PRIOR_ROUNDS * usually + counts.accepted) / rounds
-        return (1 + expected) * (1 + self.draft_cost * drafted) >= 1 + accepted
+    def choose(
+        self, counts: Counts, found: jax.Array, promised: jax.Array, room: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Which draft is worth more, and how long it is to be.
+
+        Args:
+          counts: of the rows so far.
+          found: int32[B], the tokens of the first draft.
+          promised: float32[B], how many of them would be accepted if the text went on as what was found.
+          room: int32[B], draft tokens that there is room for.
+
+        Returns:
+          bool[B], whether it is the first; and int32[B], its best length, 0 for a plain step.
+        """
+        began, went_on = BEGAN + counts.began, WENT_ON + counts.went_on
+        begins = began / (began + BEGAN_WRONG + counts.began_wrong)
+        goes_on = (went_on / (went_on + WENT_WRONG + counts.went_wrong))[:, None]
+        lengths = jnp.arange(1, self.first.num_draft_tokens + 1)
+        so_far = lengths * (promised / jnp.maximum(found, 1))[:, None]
+        copied = begins[:, None] * (1 - goes_on**so_far) / (1 - goes_on)
+        first, first_length = self._best(copied, 0.0, jnp.minimum(found, room))
+
+        accept = jnp.clip(self.accept, _EDGE, 1 - _EDGE)
+        expected = jnp.cumprod(jnp.broadcast_to(accept, self.second.num_draft_tokens))
+        right, wrong = jnp.sum(expected), 1 - expected[-1]
+        seen = counts.right + counts.wrong
+        share = (right + counts.right) / (right + wrong + seen)
+        power = jnp.log(share) / jnp.log(right / (right + wrong))
+        drafted = jnp.cumsum(expected ** power[:, None], axis=1)
+        second, second_length = self._best(drafted, self.draft_cost, room)
+        takes_first = first >= second
+        return takes_first, jnp.where(takes_first, first_length, second_length)
+
+    def _best(
+        self, accepted: jax.Array, draft_cost: jax.Array | float, most: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The best rate of a draft, float32[B], and the length that has it, int32[B], at most int32[B]; 1 and 0 of none.
+
+        Args:
+          accepted: float32[B, N], expected accepted tokens of drafts of 1 … N tokens.
+          draft_cost: of each token.
+          most: the longest that there may be.
+        """
+        lengths = np.arange(accepted.shape[1] + 1)
+        widths = np.array(self.verify_widths)
+        rows = widths[np.searchsorted(widths, lengths, side="right")] - 1
+        cost = 1 + self.row_cost * rows + draft_cost * lengths
+        rates = (1 + jnp.pad(accepted, ((0, 0), (1, 0)))) / cost
+        rates = jnp.where(lengths <= most[:, None], rates, 0)
+        return jnp.max(rates, axis=1), jnp.argmax(rates, axis=1).astype(jnp.int32)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: HybridState, view: View, law: Law
@@ -193,16 +243,18 @@ class Hybrid:
         """Each row's better draft; the second drafts only if some row takes it."""
         keys = jax.vmap(jax.random.split)(keys)
         found, promised = self.first.look_up(keys[:, 0], view)
-        takes = self.takes_first(state.counts, promised, view.room)
+        takes, length = self.choose(state.counts, found.count, promised, view.room)
+        promised = promised * length / jnp.maximum(found.count, 1)
+        found = dataclasses.replace(found, count=jnp.where(takes, length, 0))
 
         def draft(carry: tuple[Proposal | None, State, KVCache]) -> tuple[Proposal, State, KVCache]:
             _, own, cache = carry
-            rest = dataclasses.replace(view, cache=cache, room=jnp.where(takes, 0, view.room))
+            rest = dataclasses.replace(view, cache=cache, room=jnp.where(takes, 0, length))
             return self.second.propose(keys[:, 1], params, own, rest, law)
 
         shapes = jax.eval_shape(draft, (None, state.second, view.cache))[0]
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        runs = jnp.any(~takes & (view.room > 0))
+        runs = jnp.any(~takes & (length > 0))
         drafted, second, cache = once(runs, draft, (nothing, state.second, view.cache))
         view = dataclasses.replace(view, cache=cache)
         proposal, cache = self._joined(takes, runs, found, drafted, params, view)
@@ -216,12 +268,14 @@ class Hybrid:
             return dataclasses.replace(outcome, drafted=drafted, accepted=accepted)
 
         first, second = rounds_of(state.took_first), rounds_of(~state.took_first)
+        begun = first.accepted > 0
         new = Counts(
-            first.accepted,
-            jnp.where(first.drafted > 0, jnp.clip(state.promised - first.accepted, 0, 1), 0),
-            second.drafted > 0,
-            second.drafted,
+            begun,
+            (first.drafted > 0) & ~begun,
+            jnp.maximum(first.accepted - 1, 0),
+            jnp.where(begun, jnp.clip(state.promised - first.accepted, 0, 1), 0),
             second.accepted,
+            second.drafted > second.accepted,
         )
         return state._replace(
             first=self.first.observe(params, state.first, first),

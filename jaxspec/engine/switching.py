@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxspec import decoding
 from jaxspec.choosing.acceptance import Expectation
-from jaxspec.choosing.costs import StepCosts, guessed
+from jaxspec.choosing.costs import StepCosts, guessed, guessed_row
 from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.choices import Choices
@@ -26,8 +26,6 @@ from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Weights
 
-# What a further row of a step costs where nothing is measured, as a share of a step of one.
-_ROW_CPU, _ROW = 0.15, 0.01
 Traced = TypeVar("Traced", DecodeState, Request)
 
 
@@ -87,7 +85,6 @@ class Switching:
         self._plan, self._executables, self._config, self._log_probs = plan, executables, config, log_probs
         self._device, self._platform = device, platform
         one_width = platform != "cpu"
-        row = _ROW if one_width else _ROW_CPU
         drafters = [candidate.drafter for candidate in plan.candidates]
         widths = [
             Parts(drafter, None, None, one_width, longest=0).verify_widths  # type: ignore[arg-type]
@@ -100,7 +97,7 @@ class Switching:
                 for one, of in zip(plan.candidates, widths, strict=True)
             ],
             [drafter.num_draft_tokens for drafter in drafters],
-            guessed(config.num_layers, row) if plan.costs is None else plan.costs,
+            guessed(config.num_layers, guessed_row(platform)) if plan.costs is None else plan.costs,
             batch,
             seed=plan.seed,
             known=plan.known,

@@ -31,8 +31,8 @@ class Hybrid(Method):
     Attributes:
       first: what copies drafts from text: suffix or ngram; its options stand beside this one. Default suffix.
       second: what drafts with a model: any other method; its options stand beside this one. Default layerskip.
-      draft_cost: what a draft token of the second costs, in verifications. Default: its share of the model's layers, or
-        of its parameters; 0.5 where that depends on the text.
+      draft_cost: what a draft token of the second costs, in steps of one token. Default: its share of the model's
+        layers, or of its parameters; 0.5 where that depends on the text.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip, Suffix
@@ -105,6 +105,7 @@ class Hybrid(Method):
         """Makes the drafter of both; its parameters are the second's."""
         import jax.numpy as jnp
 
+        from jaxspec.choosing.costs import guessed_row
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
         from jaxspec.protocol import drafts_trees
@@ -121,7 +122,8 @@ class Hybrid(Method):
         taking_turns = getattr(second, "taking_turns", None)
         second = second if taking_turns is None else taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
-        numbers = cost, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
+        row = guessed_row(resources.platform)
+        numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
         return Drafting(target.config, first, second, *map(jnp.float32, numbers)), own
 
     @classmethod
