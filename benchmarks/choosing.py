@@ -115,8 +115,8 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     on_progress("fitting the prior")
     other = make_texts("stationary", names, _HELD_OUT, options.tokens, options.seed + 1)
     prior = _prior(table, other, options)
-    accept, found = acceptance.mean(prior, acceptance.nothing_seen(prior, 1))
-    fixed = _lengths(table, accept, found)
+    accept, drafted = acceptance.mean(prior, acceptance.nothing_seen(prior, 1))
+    fixed = _lengths(table, accept, drafted)
     report: dict[str, Any] = {
         "device": costs.device,
         "shape": costs.model,
@@ -294,8 +294,10 @@ def _oracle(table: Prices, texts: Texts, options: Options) -> Policy:
     def policy(place: np.ndarray, state: Chooser) -> tuple[Choice, Chooser]:
         right = texts.right[rows, :, np.minimum(place, options.tokens - 1)]
         accept = np.repeat(right[:, :, None], longest, axis=2)
+        accept[:, :, 0] *= texts.found
         remaining = np.maximum(options.tokens - place, 1)
-        return chooser.best(table, accept, texts.found, state.behind, remaining), state
+        drafted = np.repeat(texts.found[:, :, None], longest, axis=2)
+        return chooser.best(table, accept, drafted, state.behind, remaining), state
 
     return policy
 
@@ -304,18 +306,17 @@ def _prior(table: Prices, texts: Texts, options: Options) -> Prior:
     """The prior that these texts suggest: each candidate is played alone, with its longest draft."""
     longest, candidates = table.round_ms.shape[1] - 1, len(table.names)
     flat = acceptance.flat_prior(candidates, longest)
-    accept = np.zeros((len(texts.run), candidates, longest, 2))
-    draft = np.zeros((len(texts.run), candidates, 2))
+    counts = acceptance.nothing_seen(flat, len(texts.run))
     remember = dataclasses.replace(options, forgetting=1.0)
     for at in range(1, candidates):
         played = play(table, texts, _alone(at, longest), remember, flat, learning=True).counts.estimate
-        accept[:, at], draft[:, at] = played.accept[:, at], played.draft[:, at]
-    return acceptance.fitted_prior(accept, draft)
+        counts.accept[:, at], counts.draft[:, at] = played.accept[:, at], played.draft[:, at]
+    return acceptance.fitted_prior(counts)
 
 
-def _lengths(table: Prices, accept: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _lengths(table: Prices, accept: np.ndarray, drafted: np.ndarray) -> np.ndarray:
     """The best length of each candidate, int[M]."""
-    speed = chooser.tokens_of_rounds(accept, found)[0] / chooser.times_of_rounds(table, found)[0]
+    speed = chooser.tokens_of_rounds(accept)[0] / chooser.times_of_rounds(table, drafted)[0]
     speed[1:, 0] = 0
     best: np.ndarray = speed.argmax(axis=1)
     return best

@@ -127,7 +127,7 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
 def begun(tmp_path, **options):
     """Texts of which a perfect head is known to be one, and what ran for the last of them."""
     drafter, target, own = tiny.exact_head("eagle")
-    known = Expectation((0.99,), 20.0, (20.0, 0.1))
+    known = Expectation((0.99,), 20.0)
     exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3), known)
     lm, ran = LanguageModel(tiny.TARGET, target), []
     lm.step_costs = FREE
@@ -290,7 +290,7 @@ def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
     one.begin_row(0, [1, 2, 3, 1, 2])
     turn(one)
     one.learn([[(0, 0)] * 8], [[3, 1, 2, 3, 1, 2, 3, 1]], np.array([5]), 72.0, True)
-    assert one._chooser.estimate.draft[0].sum(axis=1).astype(bool).tolist() == [True, True, False]
+    assert one._chooser.estimate.draft[0].any(axis=(1, 2)).tolist() == [True, True, False]
 
 
 def test_after_a_trial_that_did_not_pay_plain_decoding_stays_for_longer():
@@ -331,7 +331,7 @@ def test_a_state_costs_what_prompts_took():
 def test_a_state_is_brought_up_late_in_a_text(prompt, chosen):
     """Of a hundred tokens, with a hundred to come at most: a text that has just begun may end soon."""
     costs = dataclasses.replace(FREE, absorb_ms=1.5)
-    known = [Expectation((0.95,), 20.0, (20.0, 0.1))]
+    known = [Expectation((0.95,), 20.0)]
     one = Choices(["head"], [Draft(layers=0.5, absorb_layers=2)], [4], costs, 1, expectations=known)
     one.begin_row(0, [1] * prompt)
     behind, usable, exploration = np.array([[100, 100]]), np.array([True, True]), np.zeros(2)
@@ -378,7 +378,7 @@ def test_a_gain_that_is_hardly_one_is_not_chased(row_ms, chosen):
         estimate = one._chooser.estimate
         estimate.accept[0, 1, 0] = (len(rounds) / 2, len(rounds) / 2)
         estimate.accept[0, 1, 1] = (0, len(rounds))
-        estimate.draft[0, 1] = (len(rounds), 0)
+        estimate.draft[0, 1, :, 0] = len(rounds)
         names = set()
         for _ in range(30):
             candidate, _, played = turn(one)

@@ -38,7 +38,7 @@ def test_positions_are_counted_up_to_the_first_wrong_one():
     estimate = played(prior, [(1, 3, 1), (1, 2, 2), (1, 0, 0), (0, 1, 0)])
     assert estimate.accept[0, 1].tolist() == [[2, 0], [1, 1], [0, 0]]
     assert estimate.accept[0, 0].tolist() == [[0, 1], [0, 0], [0, 0]]
-    assert estimate.draft[0].tolist() == [[1, 0], [2, 1]]
+    assert estimate.draft[0].tolist() == [[[1, 0], [0, 0], [0, 0]], [[2, 1], [2, 0], [1, 0]]]
 
 
 def test_rows_are_independent_and_ended_ones_learn_nothing():
@@ -77,7 +77,7 @@ def test_the_mean_goes_from_the_prior_to_the_counts_and_back():
 
 
 def test_what_first_tokens_say_goes_for_later_ones_too():
-    prior = acceptance.Prior(np.array([[0.6, 0.8, 0.9]]), np.array([4.0]), np.array([[9.0, 1.0]]))
+    prior = acceptance.Prior(np.array([[0.6, 0.8, 0.9]]), np.array([4.0]), np.ones((1, 3)))
     bad, _ = acceptance.mean(prior, played(prior, [(0, 3, 0)] * 40))
     good, _ = acceptance.mean(prior, played(prior, [(0, 1, 1)] * 40))
     assert (bad[0, 0] < [0.1, 0.3, 0.5]).all()
@@ -110,7 +110,7 @@ def test_drawn_acceptances_spread_as_what_is_known_allows():
     assert ((accept > 0) & (accept < 1)).all()
     assert accept[:, 0, 0].std() > 0.15
     assert accept[:, 1, 0].std() < 0.02
-    assert found[:, 1].mean() > 0.98
+    assert found[:, 1, 0].mean() > 0.98
     still, _ = acceptance.sampled(np.random.default_rng(0), prior, many, exploration=0.0)
     assert (still == acceptance.mean(prior, many)[0]).all()
 
@@ -121,7 +121,7 @@ def test_a_prior_is_fitted_to_other_texts():
     rates[:, 1] = 0.25
     right = rng.binomial(rounds, rates)
     accept = np.stack([right, rounds - right], axis=-1)[:, :, None].astype(float)
-    prior = acceptance.fitted_prior(accept, np.ones((500, 2, 2)))
+    prior = acceptance.fitted_prior(acceptance.Estimate(accept, np.ones((500, 2, 1, 2))))
     assert prior.accept[:, 0] == pytest.approx([2 / 3, 0.25], abs=0.02)
     assert prior.strength[0] == pytest.approx(
         9, rel=0.25
@@ -138,10 +138,15 @@ def test_a_prior_out_of_range_is_refused(numbers):
 # The choice
 
 
-def best(accept, found=(1, 1, 1), behind=(0, 0, 0), horizon=100.0, **options):
+def best(accept, made=(1, 1, 1), behind=(0, 0, 0), horizon=100.0, **options):
     accept = np.array([accept], float)
     choice = chooser.best(
-        TABLE, accept, np.array([found], float), np.array([behind]), np.array([horizon]), **options
+        TABLE,
+        accept,
+        np.array([made], float)[..., None] * np.ones_like(accept),
+        np.array([behind]),
+        np.array([horizon]),
+        **options,
     )
     return choice.candidate.tolist(), choice.length.tolist()
 
@@ -153,14 +158,15 @@ def test_the_choice_gives_the_most_tokens_per_millisecond():
     assert best([nothing, [0.2, 0.9], [0.3, 0]]) == ([1], [2])  # 1.38 ÷ 1.2 > 1.2 ÷ 1.1
     assert best([nothing, [0.2, 0.9], [0.9, 0]]) == ([2], [1])
     # A round that finds nothing is a plain one.
-    assert best([nothing, [0.9, 0.9], [0.5, 0]], found=(1, 0.0, 1)) == ([OFF], [0])
-    assert best([nothing, [0.9, 0.9], [0.5, 0]], found=(1, 0.1, 1)) == ([1], [2])
+    assert best([nothing, [0.0, 0.9], [0.5, 0]], made=(1, 0.0, 1)) == ([OFF], [0])
+    assert best([nothing, [0.09, 0.9], [0.5, 0]]) == ([OFF], [0])  # 1.17 ÷ 1.2
+    assert best([nothing, [0.09, 0.9], [0.5, 0]], made=(1, 0.1, 1)) == ([1], [2])
 
 
 def test_no_draft_is_the_choice_of_plain_decoding_alone():
     """Although a measured round without a draft may, by noise, seem to cost less than one of plain decoding."""
     noisy = dataclasses.replace(TABLE, round_ms=TABLE.round_ms - np.array([[0.0], [0.05], [0.0]]))
-    given = np.zeros((1, 3, 2)), np.ones((1, 3)), np.zeros((1, 3)), np.ones(1)
+    given = np.zeros((1, 3, 2)), np.ones((1, 3, 2)), np.zeros((1, 3)), np.ones(1)
     choice = chooser.best(noisy, *given)
     assert (choice.candidate.tolist(), choice.length.tolist()) == ([OFF], [0])
 
@@ -175,7 +181,7 @@ def test_a_state_is_brought_up_only_where_it_pays():
 
 def test_rows_together_take_what_is_best_for_all():
     accept = np.array([[[0, 0], [0.9, 0.9], [0, 0]], [[0, 0], [0, 0], [0.9, 0]]])
-    given = (np.ones((2, 3)), np.zeros((2, 3), int), np.full(2, 50.0))
+    given = (np.ones((2, 3, 2)), np.zeros((2, 3), int), np.full(2, 50.0))
     each = chooser.best(TABLE, accept, *given)
     assert (each.candidate.tolist(), each.length.tolist()) == ([1, 2], [2, 1])
     both = chooser.best(TABLE, accept, *given, together=True)  # 3.71 ÷ 1.2, 2.9 ÷ 1.5
@@ -248,14 +254,55 @@ def test_prices_follow_from_costs():
         chooser.prices(costs, drafts, [0])
 
 
+def test_a_prior_is_the_mean_round_of_texts():
+    """Not the product of means: a text on which drafts are short does not reach the positions behind."""
+    rounds = {0: [(4, 4)] * 6, 1: [(4, 0)] * 60}
+    seen = acceptance.observed_rounds(
+        acceptance.nothing_seen(acceptance.flat_prior(1, 4), 20),
+        0,
+        [rounds[at % 2] for at in range(20)],
+        1.0,
+        asked=4,
+    )
+    tokens = chooser.tokens_of_rounds(acceptance.fitted_prior(seen).accept[None])[0, 0, 4]
+    # Of those that suit there are fewer rounds, which count a little less: 6 ÷ (6 + 4) and 60 ÷ (60 + 4).
+    assert tokens == pytest.approx(1 + 4 * 0.6 / (0.6 + 60 / 64), rel=0.1)
+
+
+def test_a_round_is_paid_for_as_far_as_it_drafts():
+    """Straight on from what is known of drafts that begin, and of those that go on."""
+    table = chooser.Prices(
+        ("off", "lookup", "hybrid"),
+        np.array([[1.0, np.inf, np.inf], [1.0, 2.0, 4.0], [1.0, 2.0, np.inf]]),
+        np.zeros(3),
+        np.zeros(3),
+        shortest=np.array([0, 2, 1]),
+    )
+    times = chooser.times_of_rounds(table, np.array([[[0.0, 0.0], [0.5, 0.25], [0.5, 0.25]]]))
+    assert times.tolist() == [[[1, np.inf, np.inf], [1, np.inf, 2.0], [1, 1.5, np.inf]]]
+    prior = acceptance.joined(
+        [
+            acceptance.Expectation((0.5,), 2.0, (0.5, 0.75)),
+            acceptance.Expectation((0.5,), 2.0),
+        ],
+        3,
+    )
+    _, drafted = acceptance.mean(prior, acceptance.nothing_seen(prior, 1))
+    np.testing.assert_allclose(drafted, [[[0.5, 0.375, 0.28125], [1] * 3]], atol=4e-3)
+    rounds = [[(3, 1), (0, 0), (1, 1), (2, 0)]]
+    seen = acceptance.observed_rounds(acceptance.nothing_seen(prior, 1), 0, rounds, 1.0, asked=3)
+    assert seen.draft[0, 0].tolist() == [[3, 1], [2, 1], [1, 1]]
+    assert seen.accept[0, 0].tolist() == [[2, 2], [0, 2], [0, 0]]
+
+
 def test_the_choice_is_explained():
     prior = acceptance.flat_prior(3, 2, 0.8, strength=8.0)
     rows = chooser.explained(chooser.begin(prior, np.array([8])), TABLE, prior)
     assert [name for name, *_ in rows] == ["free", "dear", "off"]
     name, length, accept, ms, speedup = rows[0]
     assert (name, length, accept) == ("free", 2, pytest.approx(0.8))
-    assert ms == pytest.approx(0.9 * 1.2 + 0.1)
-    assert speedup == pytest.approx((1 + 0.9 * 1.44) / ms)
+    assert ms == pytest.approx(0.9 * 1.2 + 0.1, rel=1e-3)
+    assert speedup == pytest.approx((1 + 1.44) / ms, rel=1e-3)
     assert rows[2] == ("off", 0, pytest.approx(0.8), 1.0, 1.0)
 
 

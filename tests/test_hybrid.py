@@ -22,6 +22,7 @@ from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
+from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Proposal, StatelessDrafter, Weights
 from jaxspec.sampling import Greedy
@@ -102,7 +103,7 @@ def chosen(found, seen, cost, *, room=9, **fields):
         (3, {}, 0.5, True),
         # Of a find little more than one token stands at first: the rest is chance.
         (3, {}, 0.05, False),
-        (9, {}, 0.05, True),
+        (9, {}, 0.1, True),
         (0, {}, 0.25, False),
         # A second whose drafts all stand: 4 tokens for 1.75.
         (1, GOOD, 0.25, False),
@@ -129,8 +130,8 @@ def test_what_promises_more_for_its_cost_is_taken(found, seen, cost, takes):
         (0, {}, 0.0, 0.0, (False, 3)),
         # Rows that cost much: as much as is likely to stand.
         (9, {"began": 20, "went_on": 20, "went_wrong": 20}, 0.5, 0.2, (True, 2)),
-        (0, {}, 0.25, 0.1, (False, 2)),
-        (0, GOOD, 0.25, 0.1, (False, 3)),
+        (0, {}, 0.25, 0.3, (False, 2)),
+        (0, GOOD, 0.25, 0.3, (False, 3)),
         (9, {"began_wrong": 20}, 0.5, 0.4, (True, 0)),
     ],
 )
@@ -138,8 +139,7 @@ def test_a_draft_is_as_long_as_it_pays(found, seen, cost, row, expected, monkeyp
     monkeypatch.setattr(Hybrid, "verify_widths", tuple(range(1, 11)))
     assert chosen(found, seen, cost, row_cost=row) == expected
     # There is never more of it than there is room for.
-    takes, length = chosen(found, seen, cost, row_cost=row, room=1)
-    assert length <= 1
+    assert chosen(found, seen, cost, row_cost=row, room=1)[1] <= 1
     assert chosen(found, seen, cost, row_cost=row, room=0)[1] == 0
 
 
@@ -329,10 +329,28 @@ def test_wrong_options_are_one_line(options, line):
 def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
     made, _ = tiny.language_model().drafter("hybrid", exit_layer=1)
     assert made.accept.tolist() == [0.75] * made.second.num_draft_tokens
-    known = Expectation((0.8, 0.5), 9.0, (1.0, 0.0))
+    known = Expectation((0.8, 0.5), 9.0)
     monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: known)
     made, _ = tiny.language_model().drafter("hybrid", exit_layer=1, num_draft_tokens=3)
     np.testing.assert_allclose(made.accept, [0.8, 0.5, 0.5], rtol=1e-6)
+
+
+def test_it_is_expected_to_draft_as_long_as_it_pays(monkeypatch):
+    lm, made = tiny.language_model(), methods.Hybrid(second=methods.LayerSkip(exit_layer=1))
+    resources = Resources(load_draft=lambda model: model.loaded, encode=list)
+    expected = {}
+    for accept in (0.3, 0.6, 0.999):
+        monkeypatch.setattr(
+            methods.LayerSkip, "expectation", lambda *_, known=accept: Expectation((known,), 9.0)
+        )
+        one = expected[accept] = made.expectation(lm.loaded, resources)
+        assert one.strength == 9
+        assert one.accept == (*[accept] * (len(one.accept) - 1), 0.0)
+        assert one.draft == (*[1.0] * (len(one.accept) - 1), 0.0)
+    # 1.3 ÷ 1.17 > 1.39 ÷ 1.34; 1.96 ÷ 1.34 > 1.6 ÷ 1.17 and 2.18 ÷ 1.51
+    assert [len(one.accept) - 1 for one in expected.values()] == [1, 2, 17]
+    monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: None)
+    assert made.expectation(lm.loaded, resources) is None
 
 
 def test_what_it_is_made_of():

@@ -41,6 +41,7 @@ class Prices:
         is a round in which it found nothing.
       start_ms: float[M], to take a candidate up whose state is behind, whatever it is behind.
       absorb_ms: float[M], to bring its state up by one token.
+      shortest: int[M], the shortest drafts that may be asked for; None for any length.
 
     Examples:
       >>> table = Prices(("off", "ngram"), np.array([[9.0, np.inf], [9.1, 9.5]]), np.zeros(2), np.zeros(2))
@@ -52,6 +53,7 @@ class Prices:
     round_ms: np.ndarray
     start_ms: np.ndarray
     absorb_ms: np.ndarray
+    shortest: np.ndarray | None = None
 
 
 def prices(
@@ -154,34 +156,45 @@ def begin(prior: Prior, prompt_lengths: np.ndarray, seed: int = 0) -> Chooser:
     return Chooser(nothing_seen(prior, len(prompt_lengths)), behind, seed)
 
 
-def tokens_of_rounds(accept: np.ndarray, draft: np.ndarray) -> np.ndarray:
-    """Expected tokens of a round by length, float[B, M, K + 1], from what `acceptance.mean` gives.
+def tokens_of_rounds(accept: np.ndarray) -> np.ndarray:
+    """Expected tokens of a round by length, float[B, M, K + 1], from what `acceptance.mean` gives, float[B, M, K].
 
     Examples:
-      >>> tokens_of_rounds(np.array([[[0.5, 0.5]]]), np.array([[1.0]])).tolist()
+      >>> tokens_of_rounds(np.array([[[0.5, 0.5]]])).tolist()
       [[[1.0, 1.5, 1.75]]]
     """
     right = np.cumsum(np.cumprod(accept, axis=-1), axis=-1)
-    return np.concatenate([np.ones_like(right[..., :1]), 1 + draft[..., None] * right], axis=-1)
+    return np.concatenate([np.ones_like(right[..., :1]), 1 + right], axis=-1)
 
 
-def times_of_rounds(table: Prices, draft: np.ndarray) -> np.ndarray:
-    """Expected milliseconds of a round by length, float[B, M, K + 1]: a draft, or none that was found.
+def times_of_rounds(table: Prices, drafted: np.ndarray) -> np.ndarray:
+    """Expected milliseconds of a round by length, float[B, M, K + 1]; ∞ for what cannot be asked for.
+
+    Args:
+      table: prices.
+      drafted: float[B, M, K], the share of rounds that draft a token at each position, where as many are asked for.
 
     Examples:
       >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 2.0]]), np.zeros(2), np.zeros(2))
-      >>> times_of_rounds(table, np.array([[1.0, 0.5]])).tolist()
+      >>> times_of_rounds(table, np.array([[[1.0], [0.5]]])).tolist()
       [[[1.0, inf], [1.0, 1.5]]]
     """
-    empty, full = table.round_ms[None, :, :1], table.round_ms[None]
-    known = np.where(np.isinf(full), 0.0, full)  # as 0 · ∞ is no number
-    return np.where(np.isinf(full), np.inf, draft[..., None] * known + (1 - draft[..., None]) * empty)
+    # A length that cannot be asked for costs what the next one does.
+    known = np.minimum.accumulate(table.round_ms[:, ::-1], axis=1)[:, ::-1]
+    known = np.where(np.isinf(known), 0.0, known)  # behind the longest, or of what is closed
+    further = np.cumsum(drafted * np.diff(known), axis=-1)
+    times = known[:, :1] + np.concatenate([np.zeros_like(further[..., :1]), further], axis=-1)
+    closed = np.isinf(table.round_ms)
+    if table.shortest is not None:
+        lengths = np.arange(known.shape[1])
+        closed |= (lengths > 0) & (lengths < table.shortest[:, None])
+    return np.where(closed, np.inf, times)
 
 
 def best(
     table: Prices,
     accept: np.ndarray,
-    draft: np.ndarray,
+    drafted: np.ndarray,
     behind: np.ndarray,
     horizon: np.ndarray,
     together: bool = False,
@@ -191,7 +204,7 @@ def best(
     Args:
       table: prices; of rounds of the whole batch where rows choose together.
       accept: float[B, M, K], acceptance by position.
-      draft: float[B, M], the share of rounds with a draft.
+      drafted: float[B, M, K], the share of rounds that draft a token there.
       behind: int[B, M], see `Chooser`.
       horizon: float[B], tokens over which bringing a state up has to pay.
       together: whether all rows take one candidate and length: the one that gives the most tokens of all rows together
@@ -200,10 +213,10 @@ def best(
     Examples:
       >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
       >>> accept = np.array([[[0.0], [0.05]], [[0.0], [0.9]]])
-      >>> best(table, accept, np.ones((2, 2)), np.zeros((2, 2)), np.full(2, 64.0)).candidate.tolist()
+      >>> best(table, accept, np.ones((2, 2, 1)), np.zeros((2, 2)), np.full(2, 64.0)).candidate.tolist()
       [0, 1]
     """
-    tokens, times = tokens_of_rounds(accept, draft), times_of_rounds(table, draft)
+    tokens, times = tokens_of_rounds(accept), times_of_rounds(table, drafted)
     starting = np.where(behind > 0, table.start_ms + behind * table.absorb_ms, 0.0)
     if together:
         # One round serves every row; it takes as long as one with a draft where any row has one.
@@ -250,11 +263,11 @@ def choose(
     """
     rng = np.random.default_rng([chooser.seed, chooser.num_choices])
     worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)[:, None]
-    accept, draft = sampled(rng, prior, chooser.estimate, worth)
+    accept, drafted = sampled(rng, prior, chooser.estimate, worth)
     horizon = np.minimum(np.maximum(remaining, 1), memory)
     # Rows that have ended have no say in what the others do.
     says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)
-    choice = best(table, accept[says], draft[says], chooser.behind[says], horizon[says], together)
+    choice = best(table, accept[says], drafted[says], chooser.behind[says], horizon[says], together)
     if together:
         choice = Choice(*(np.repeat(chosen[:1], len(says)) for chosen in (choice.candidate, choice.length)))
     return choice, dataclasses.replace(chooser, num_choices=chooser.num_choices + 1)
@@ -287,7 +300,9 @@ def after_round(
       >>> after.estimate.accept[0, 1].tolist(), after.behind.tolist()
       ([[1.0, 0.0]], [[10, 0]])
     """
-    estimate = observed(chooser.estimate, choice.candidate, drafted, accepted, forgetting, committed > 0)
+    estimate = observed(
+        chooser.estimate, choice.candidate, drafted, accepted, forgetting, committed > 0, choice.length
+    )
     behind = chooser.behind + committed[:, None]
     rows = np.arange(len(committed))
     ran = committed > 0
@@ -302,12 +317,14 @@ def with_new_row(chooser: Chooser, row: int) -> Chooser:
       >>> from jaxspec.choosing.acceptance import flat_prior
       >>> seen = begin(flat_prior(2, 4), np.array([30, 40]))
       >>> seen.estimate.draft[:] = 1
-      >>> with_new_row(seen, 1).estimate.draft.sum(axis=(1, 2)).tolist()
-      [4.0, 0.0]
+      >>> with_new_row(seen, 1).estimate.draft.sum(axis=(1, 2, 3)).tolist()
+      [16.0, 0.0]
     """
-    accept, draft = chooser.estimate.accept.copy(), chooser.estimate.draft.copy()
-    accept[row], draft[row] = 0, 0
-    return dataclasses.replace(chooser, estimate=Estimate(accept, draft))
+    seen = chooser.estimate
+    counts = [of_rows.copy() for of_rows in (seen.accept, seen.draft)]
+    for of_rows in counts:
+        of_rows[row] = 0
+    return dataclasses.replace(chooser, estimate=Estimate(*counts))
 
 
 def explained(
@@ -326,8 +343,8 @@ def explained(
       >>> [name for name, *_ in explained(begin(prior, np.array([8])), table, prior)]
       ['ngram', 'off']
     """
-    accept, draft = mean(prior, chooser.estimate)
-    tokens, times = tokens_of_rounds(accept, draft)[row], times_of_rounds(table, draft)[row]
+    accept, drafted = mean(prior, chooser.estimate)
+    tokens, times = tokens_of_rounds(accept)[row], times_of_rounds(table, drafted)[row]
     times[1:, 0] = np.inf
     speed = tokens / times / (1 / table.round_ms[OFF, 0])
     lengths = speed.argmax(axis=1)

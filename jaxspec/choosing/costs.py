@@ -148,6 +148,7 @@ class Draft:
       absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
       replayed: whether what it would have drafted follows from a text that others drafted, as for prompt lookup of the
         usual kind.
+      adapts: whether a draft ends by itself where it does not pay, so that nobody has to choose its length.
       widths: the numbers of rows for which a verification is compiled, rising, of which the narrowest runs that fits;
         () for all of them.
 
@@ -164,6 +165,7 @@ class Draft:
     lookup: bool = False
     absorb_layers: float = 0.0
     replayed: bool = False
+    adapts: bool = False
     widths: tuple[int, ...] = ()
 
     def round_ms(self, costs: StepCosts, length: int, live: int | None = None, batch: int = 1) -> float:

@@ -32,10 +32,12 @@ from jaxspec.protocol import (
 )
 from jaxspec.sampling import Law
 
-# What a row's counts begin with: as if the first had begun a draft rightly so many times and wrongly so many, and gone on
-# with so many tokens rightly and so many wrongly. The second's begin as if it had drafted in one round, with what is
+# What a row's counts begin with: as if the first had begun a draft rightly so many times and wrongly so many, and gone
+# on with so many tokens rightly and so many wrongly. The second's begin as if it had drafted in one round, with what is
 # expected.
 BEGAN, BEGAN_WRONG, WENT_ON, WENT_WRONG = 0.5, 0.5, 1.5, 0.5
+# By how many standard deviations of its law the second's share is taken above the mean: longer drafts also tell more.
+_HOPE = 0.5
 # Acceptances stay this far from 0 and 1.
 _EDGE = 1e-3
 
@@ -92,11 +94,12 @@ class Hybrid:
         first:   (1 + b + b·r + … + b·rⁿ⁻¹) ÷ (1 + rows(n))
         second:  (1 + a₁ + a₁a₂ + … + a₁⋯aₙ) ÷ (1 + rows(n) + n · draft_cost)
 
-    b is the share of the first's drafts that began rightly in this row, r that of its further tokens that were accepted, of
-    those of which it is known: what is found is often chance, but hardly where its first token was right. The aᵢ are `accept`, all raised to the power that explains what was
-    accepted of the second's in this row. rows(n) is `row_cost` for each row after the first of the narrowest verification
-    that fits. The better draft is taken, at its best length; where neither is worth more than a plain step, which is 1,
-    the round is one. Counts fade, so that what was given up is tried again.
+    b is the share of the first's drafts that began rightly in this row, r that of its further tokens that were
+    accepted, of those of which it is known: what is found is often chance, but hardly where its first token was right.
+    The aᵢ are `accept`, all raised to the power that explains what was accepted of the second's in this row. rows(n) is
+    `row_cost` for each row after the first of the narrowest verification that fits. The better draft is taken, at its
+    best length; where neither is worth more than a plain step, which is 1, the round is one. Counts fade, so that what
+    was given up is tried again.
 
     The second drafter runs only in rounds in which some row has a use for it; rows that took the first sit it out. (The
     choice rests on earlier rounds and on the first's draft alone, never on the second's, so that the law of the text
@@ -213,6 +216,8 @@ class Hybrid:
         right, wrong = jnp.sum(expected), 1 - expected[-1]
         seen = counts.right + counts.wrong
         share = (right + counts.right) / (right + wrong + seen)
+        spread = jnp.sqrt(share * (1 - share) / (right + wrong + seen + 1))
+        share = jnp.minimum(share + _HOPE * spread, 1 - _EDGE)
         power = jnp.log(share) / jnp.log(right / (right + wrong))
         drafted = jnp.cumsum(expected ** power[:, None], axis=1)
         second, second_length = self._best(drafted, self.draft_cost, room)
@@ -222,12 +227,12 @@ class Hybrid:
     def _best(
         self, accepted: jax.Array, draft_cost: jax.Array | float, most: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The best rate of a draft, float32[B], and the length that has it, int32[B], at most int32[B]; 1 and 0 of none.
+        """The best rate of a draft, float32[B], and the length that has it, int32[B]; 1 and 0 of none.
 
         Args:
           accepted: float32[B, N], expected accepted tokens of drafts of 1 … N tokens.
           draft_cost: of each token.
-          most: the longest that there may be.
+          most: int32[B], the longest that there may be.
         """
         lengths = np.arange(accepted.shape[1] + 1)
         widths = np.array(self.verify_widths)

@@ -179,8 +179,8 @@ class Choices:
             self._patience = min(_LONGER * self._patience, MOST_ROUNDS)
         elif candidate == OFF:  # at first, or after a trial that did not pay
             self._patience = ROUNDS if begins else _LONGER * ROUNDS
-        elif begins:
-            self._patience = FIRST
+        elif begins:  # what ends its own drafts where they do not pay needs nobody to look so soon
+            self._patience = ROUNDS if self._kinds[candidate - 1].adapts else FIRST
         else:
             self._patience = ROUNDS if candidate in self._played or candidate in self.informed else TRIAL
         self._last, self._left, self._chosen_at = (candidate, length), self._patience, self._round
@@ -357,8 +357,9 @@ class Choices:
     def _observe(self, candidate: int, ratio: float) -> None:
         ratios, own = self._known.ratios, (self.names[candidate], self._batch)
         plain = self._ratio(OFF)
-        # Of a candidate's first rounds, which may be few and cold, plain decoding's ratio is the better guess.
-        before = ratios.get(own, ratio if plain is None else plain)
+        # Of a candidate's first rounds, which may be few and cold, what others take is the better guess.
+        usual = self._ratio(candidate)
+        before = ratio if usual is None else usual
         surprise = min(max(ratio / before, 1 / _SURPRISE), _SURPRISE)
         ratios[own] = before * surprise**_LEARNING
         for name in {*self.names[1:]} - {own[0]}:
@@ -367,9 +368,16 @@ class Choices:
                 ratios[name, self._batch] = other * (plain / other) ** _FADING
 
     def _ratio(self, candidate: int) -> float | None:
-        """Of a candidate that has not run, plain decoding's; None before the first observation."""
-        plain = self._known.ratios.get((self.names[OFF], self._batch))
-        return self._known.ratios.get((self.names[candidate], self._batch), plain)
+        """Of a candidate that has not run, that of those that have: costs that are guessed too low are so for all;
+        else plain decoding's. None before the first observation."""
+        ratios = self._known.ratios
+        if (own := ratios.get((self.names[candidate], self._batch))) is not None:
+            return own
+        others = [ratios[key] for name in self.names[1:] if (key := (name, self._batch)) in ratios]
+        plain = ratios.get((self.names[OFF], self._batch))
+        if candidate == OFF or not others:
+            return plain
+        return float(np.exp(np.log(others).mean()))
 
     @property
     def _timed(self) -> bool:
@@ -405,9 +413,9 @@ class Choices:
         live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
         estimate = self._chooser.estimate if estimate is None else estimate
         known = acceptance.hoped(self._prior, estimate, deviations)
-        accept, draft = (of_rows[live] for of_rows in known)
-        tokens = chooser.tokens_of_rounds(accept, draft).mean(axis=0)
-        times = chooser.times_of_rounds(table, draft).max(axis=0)
+        accept, drafted = (of_rows[live] for of_rows in known)
+        tokens = chooser.tokens_of_rounds(accept).mean(axis=0)
+        times = chooser.times_of_rounds(table, drafted).max(axis=0)
         times[1:, 0] = np.inf
         speed = tokens / times * table.round_ms[OFF, 0]
         lengths = speed.argmax(axis=1)
@@ -441,7 +449,7 @@ def _prior(
     kinds: Sequence[Draft], known: Sequence[acceptance.Expectation | None], longest: int
 ) -> acceptance.Prior:
     def unknown(found: float) -> acceptance.Expectation:
-        return acceptance.Expectation((_ACCEPTANCE,), _STRENGTH, (_STRENGTH * found, _STRENGTH * (1 - found)))
+        return acceptance.Expectation((_ACCEPTANCE * found, _ACCEPTANCE), _STRENGTH, (found, 1.0))
 
     each = [
         unknown(_FOUND if kind.copies else 1.0 - _EMPTY)
@@ -466,4 +474,6 @@ def _prices(
     table = chooser.prices(costs, list(zip(names, kinds, strict=True)), lengths, live, batch)
     for at, most in enumerate(longest, 1):
         table.round_ms[at, most + 1 :] = np.inf
-    return table
+    # Of one that ends its drafts where they do not pay there is no length to choose.
+    shortest = [most if kind.adapts else 1 for kind, most in zip(kinds, longest, strict=True)]
+    return dataclasses.replace(table, shortest=np.array([0, *shortest]))

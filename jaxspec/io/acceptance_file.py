@@ -13,7 +13,7 @@ from jaxspec.io.files import write_json
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import check_model, read_format
 
-FORMAT = "jaxspec.acceptance/1"
+FORMAT = "jaxspec.acceptance/2"
 # Beside a model.
 NAME = "jaxspec.acceptance.json"
 _REMEDY = "jaxspec tune --method auto"
@@ -45,16 +45,16 @@ def _parsed(where: str, content: Any) -> Expectation:
     given = content if isinstance(content, dict) else {}
     values: list[Any] = [given.get(field.name) for field in dataclasses.fields(Expectation)]
     accept, strength, draft = values
-    if (
-        not (_are_numbers(accept) and accept and all(0 <= number <= 1 for number in accept))
-        or not (_are_numbers([strength]) and strength > 0)
-        or not (_are_numbers(draft) and len(draft) == 2 and min(draft) >= 0 and sum(draft) > 0)
-    ):
+    if not all(map(_are_shares, (accept, draft))) or not (_are_numbers([strength]) and strength > 0):
         raise ValueError(
-            f"{where} has {shown(content)}; expected `accept`, numbers from 0 to 1, `strength`, a number above 0, and "
-            f"`draft`, two counts; make the file with `{_REMEDY}`"
+            f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one "
+            f"above 0; make the file with `{_REMEDY}`"
         )
     return Expectation(tuple(accept), strength, tuple(draft))
+
+
+def _are_shares(given: Any) -> bool:
+    return _are_numbers(given) and len(given) > 0 and all(0 <= number <= 1 for number in given)
 
 
 def _are_numbers(given: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Heads that draft best, the best first.
 _HEADS = ("eagle3", "eagle", "kangaroo")
+# What a draft token of a head costs about, in steps of one token; and drafts longer than any that pays.
+_HEAD_COST, _LONG = 0.05, 16
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
 
@@ -133,13 +136,22 @@ class Hybrid(Method):
         return tuple(cls(first="ngram", second=head) for head in itertools.islice(heads, 1))
 
     def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
-        """Returns the second's: what is found in the text beside is known in rounds alone."""
-        return self._parts()["second"].expectation(target, resources)
+        """Returns the second's, as far as its drafts pay; what is found beside is known in rounds alone."""
+        from jaxspec.choosing.costs import guessed_row
+
+        known = self._parts()["second"].expectation(target, resources)
+        if known is None:
+            return None
+        cost = guessed_row(resources.platform) + (_HEAD_COST if self.draft_cost is None else self.draft_cost)
+        accept = (*known.accept, *known.accept[-1:] * _LONG)
+        tokens = list(itertools.accumulate(itertools.accumulate(accept, operator.mul), initial=1.0))
+        longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))
+        return dataclasses.replace(known, accept=(*accept[:longest], 0.0), draft=(*[1.0] * longest, 0.0))
 
     def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
-        """Returns the second's, with a search in each round; what rounds with found drafts save, times tell."""
+        """Returns the second's, with a search in each round, as long as it pays; what found drafts save, times tell."""
         second = self._parts()["second"].kind(target, getattr(drafter, "second"), params)  # noqa: B009
-        return None if second is None else dataclasses.replace(second, lookup=True)
+        return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
     def _accept(self, longest: int, target: LoadedModel, resources: Resources) -> Sequence[float]:
         """Returns what is accepted of the second's drafts, by position, where anybody knows it."""

@@ -76,10 +76,16 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
         longest = max((drafted for rounds in texts for drafted, _ in rounds), default=1)
         flat = acceptance.flat_prior(1, max(longest, 1))
         nothing = acceptance.nothing_seen(flat, len(texts))
-        seen = acceptance.observed_rounds(nothing, 0, texts, forgetting=1.0, asked=longest)
-        prior = acceptance.fitted_prior(seen.accept, seen.draft)
-        (strength,), (draft, empty) = _rounded(prior.strength), _rounded(prior.draft[0])
-        expected[name] = Expectation(tuple(_rounded(prior.accept[0])), strength, (draft, empty))
+        # A text's last draft had no room, or a text ended within it: no fault of the drafter.
+        before, last = (
+            [rounds[:-1] for rounds in texts],
+            [[one for one in rounds[-1:] if one[0]] for rounds in texts],
+        )
+        seen = acceptance.observed_rounds(nothing, 0, before, forgetting=1.0, asked=longest)
+        seen = acceptance.observed_rounds(seen, 0, last, forgetting=1.0)
+        prior = acceptance.fitted_prior(seen)
+        accept, strength, draft = map(_rounded, (prior.accept[0], prior.strength, prior.draft[0]))
+        expected[name] = Expectation(tuple(accept), strength[0], tuple(draft))
     return expected
 
 
