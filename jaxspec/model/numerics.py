@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -40,19 +41,65 @@ def linear(
         scaled: jax.Array = (y * weight.scale.astype(between)).astype(out_dtype)
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
+    product = functools.partial(_product, out_dtype=out_dtype)
     if rows <= FEW_ROWS and x.dtype == jnp.float32:
-        y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=_product)
+        y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=product)
+    elif x.dtype == weight.dtype == jnp.bfloat16:
+        short = functools.partial(_short_product, out_dtype=out_dtype)
+        y = jax.lax.platform_dependent(x, weight, cpu=short, default=product)
     else:
-        y = _product(x, weight, out_dtype)
+        y = product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
 
 
-def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(
         x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype
     )
+
+
+def _short_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """The same product of bfloat16 on a CPU, and its gradient.
+
+    XLA has a fast kernel for it there, but only for two rows or more and only with float32 results: one row without
+    it takes ten times as long. So a row goes in twice, and results are rounded afterwards.
+    """
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
+    if rows.shape[0] == 1:
+        twice = jax.lax.optimization_barrier(jnp.broadcast_to(rows, (2, rows.shape[1])))
+        y = _float32_product(twice, matrix)[:1]
+    else:
+        y = _float32_product(rows, matrix)
+    return y.astype(out_dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+@jax.custom_vjp
+def _float32_product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """bfloat16 rows [R, I] times matrix [O, I] → float32[R, O]; the two products of its gradient are of bfloat16."""
+    return _product(rows, matrix, jnp.float32)
+
+
+def _float32_product_forward(
+    rows: jax.Array, matrix: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _float32_product(rows, matrix), (rows, matrix)
+
+
+def _float32_product_backward(
+    factors: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    rows, matrix = factors
+    # Without the barrier XLA would widen the factors, and multiply at half the speed.
+    rounded = jax.lax.optimization_barrier(cotangent.astype(rows.dtype))
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    of_rows = product(rounded, matrix, (((1,), (0,)), ((), ())))
+    of_matrix = product(rounded, rows, (((0,), (0,)), ((), ())))
+    return of_rows.astype(rows.dtype), of_matrix.astype(matrix.dtype)
+
+
+_float32_product.defvjp(_float32_product_forward, _float32_product_backward)
 
 
 def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
