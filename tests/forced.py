@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from jaxspec.choosing.costs import Draft
+from jaxspec.engine.alternatives import Alternatives
 from jaxspec.engine.choices import Choices
-from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods.base import Candidate
 from tests import tiny
 
@@ -37,7 +37,7 @@ def forced(turns, candidates=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Choices, "next", forced_next)
         patch.setattr(Choices, "wanted", lambda self, *given: [])
-        patch.setattr(LanguageModel, "candidates", lambda self, *given: made)
+        patch.setattr(Alternatives, "candidates", lambda self, *given: made)
         yield
 
 

@@ -21,6 +21,7 @@ from jaxspec.cli.generate import explained, slower
 from jaxspec.drafting import ngram
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.engine import choices, compiled
+from jaxspec.engine.alternatives import Alternatives
 from jaxspec.engine.choices import ROUNDS, Choices
 from jaxspec.engine.known import Known
 from jaxspec.engine.language_model import LanguageModel
@@ -136,7 +137,7 @@ def begun(tmp_path, **options):
         ran.append(function) or call(function, *args, **static)
     )
     with lm.compiled_early(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LanguageModel, "candidates", lambda self, *given: (exact,))
+        patch.setattr(Alternatives, "candidates", lambda self, *given: (exact,))
         for path in options.pop("files", (None, None, tmp_path / "choices")):
             ran.clear()
             rows = auto(
@@ -181,7 +182,7 @@ def played(lm, prompt, **options):
 def test_what_pays_is_chosen_and_nothing_else(costs, chosen):
     """The tiny model's greedy texts repeat themselves."""
     lm = tiny.language_model()
-    lm.step_costs, lm._known.missed_ms["ngram"] = costs, 1e9
+    lm.step_costs, lm._alternatives.known.missed_ms["ngram"] = costs, 1e9
     with pytest.MonkeyPatch.context() as patch:  # the times of a machine are not those of the table
         patch.setattr(
             Choices, "_observe", lambda self, candidate, ratio: self._known.ratios.update({("off", 1): 1.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
@@ -17,13 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import StepCosts
 from jaxspec.engine import compilation_cache as persistent_cache
+from jaxspec.engine.alternatives import Alternatives
 from jaxspec.engine.buckets import START_CAPACITY, bucket
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
-from jaxspec.engine.known import Known
 from jaxspec.engine.loading import (
     check_mesh,
     find_model,
@@ -55,7 +53,6 @@ from jaxspec.engine.switching import Plan
 from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, cost_files, memory, processes
 from jaxspec.io.arguments import flag, whole
-from jaxspec.io.choice_file import ChoiceFile, belongs_to
 from jaxspec.io.hf_config import check_exits
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import Sampled, law_name
@@ -564,17 +561,12 @@ class LanguageModel:
                 stacklevel=4,
             )
             return None
-        candidates = self.candidates(method, laws)
-        if not candidates:
-            return None
-        file = None
-        if method.choices is not None:
-            names = ["off", *(candidate.name for candidate in candidates)]
-            of = belongs_to(self.fingerprint, [request.prompt for request in requests], max_batch)
-            file = ChoiceFile(Path(method.choices), names, longest, of)
-        return Plan(
-            candidates, self._expected, self.step_costs, known=self._known, file=file, explain=method.explain
-        )
+        return self._alternatives.plan(method, laws, self.step_costs, longest, requests, max_batch)
+
+    @functools.cached_property
+    def _alternatives(self) -> Alternatives:
+        device = self.device if self.mesh is None else None
+        return Alternatives(self.loaded, functools.partial(self._resources, directory=self.directory), device)
 
     @functools.cached_property
     def step_costs(self) -> StepCosts | None:
@@ -600,40 +592,9 @@ class LanguageModel:
           >>> [one.name for one in language_model().candidates(Auto())]
           ['ngram', 'suffix']
         """
-        # Of batches of any size, so that what is known of a candidate's programs is known for all of them.
-        laws = tuple(sorted(set(laws)))
-        key = dataclasses.replace(method, choices=None, explain=False), laws
-        try:
-            known = self._chosen_among.get(key)
-        except TypeError:  # an option that cannot be a key
-            return self._made_candidates(method, laws)
-        if known is None:
-            known = self._chosen_among[key] = self._made_candidates(method, laws)
-        return known
+        return self._alternatives.candidates(method, laws)
 
-    def _made_candidates(self, method: Auto, laws: tuple[str, ...]) -> tuple[Candidate, ...]:
-        made = method.candidates(self.loaded, self._resources(laws, self.directory))
-        if self.mesh is not None:
-            return made
-        # Else each call of the loop would bring a drafter's numbers, and texts that it refers to, here from elsewhere.
-        return tuple(
-            dataclasses.replace(one, drafter=jax.device_put(one.drafter, self.device)) for one in made
-        )
-
-    @functools.cached_property
-    def _chosen_among(self) -> dict[Any, tuple[Candidate, ...]]:
-        return {}
-
-    @functools.cached_property
-    def _expected(self) -> dict[str, Expectation]:
-        return Auto.expected(self.loaded, self._resources(("greedy",), self.directory))
-
-    @functools.cached_property
-    def _known(self) -> Known:
-        return Known()
-
-    @contextlib.contextmanager
-    def compiled_early(self) -> Iterator[None]:
+    def compiled_early(self) -> contextlib.AbstractContextManager[None]:
         """Within it method `auto` compiles whatever a text may change to at once, in the background, not only what
         pays: for those who take times, once `executables.wait()` has returned.
 
@@ -644,11 +605,7 @@ class LanguageModel:
           ...     text = lm.generate("ab", method="auto", among="ngram", max_new_tokens=4)
           ...     lm.executables.wait()
         """
-        before, self._known.eager = self._known.eager, True
-        try:
-            yield
-        finally:
-            self._known.eager = before
+        return self._alternatives.compiled_early()
 
     def _parts(
         self, method: AnyMethod, laws: tuple[str, ...], directory: Path | None
