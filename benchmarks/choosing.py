@@ -284,7 +284,13 @@ def _alone(candidate: int, length: int) -> Policy:
 def _auto(table: Prices, prior: Prior, options: Options) -> Policy:
     memory = 1 / max(1 - options.forgetting, 1e-6)
     return lambda place, state: chooser.choose(
-        state, table, prior, options.tokens - place, memory, options.exploration
+        state,
+        table,
+        prior,
+        options.tokens - place,
+        memory,
+        options.exploration,
+        rounds=options.rounds_per_choice,
     )
 
 
@@ -311,7 +317,9 @@ def _prior(table: Prices, texts: Texts, options: Options) -> Prior:
     for at in range(1, candidates):
         played = play(table, texts, _alone(at, longest), remember, flat, learning=True).counts.estimate
         counts.accept[:, at], counts.draft[:, at] = played.accept[:, at], played.draft[:, at]
-    return acceptance.fitted_prior(counts)
+    fitted = acceptance.fitted_prior(counts)
+    kin = np.array([name not in ("off", "lookup") for name in table.names])
+    return dataclasses.replace(fitted, strength=np.minimum(fitted.strength, 5.0), kin=kin)
 
 
 def _lengths(table: Prices, accept: np.ndarray, drafted: np.ndarray) -> np.ndarray:

@@ -1,16 +1,19 @@
-"""Acceptors: which draft tokens stand, and the token after them. All three are lossless.
+"""Acceptors: which draft tokens stand, and the token after them. All four are lossless.
 
 A draft token is meaningless from `proposal.count` on; the logits there are too, and never looked at.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.protocol import Acceptance, Proposal
-from jaxspec.sampling import Law, categorical
+from jaxspec.sampling import Law, categorical, drawn_by
+from jaxspec.tree_acceptance import walk
 
 
 @struct.dataclass
@@ -100,6 +103,40 @@ class BlockAcceptor:
         tried = (_uniforms(keys, width) < stands) & (prefix[:, 1:] <= proposal.count[:, None])
         count = jnp.max(jnp.where(tried, prefix[:, 1:], 0), axis=1, initial=0)
         return _redraw(keys, weighted, draft, count, count < proposal.count)
+
+
+@struct.dataclass
+class CoupledAcceptor:
+    """Keeps drafts while they equal what the target draws at their places: a seed gives plain decoding's text.
+
+    The target's token of each place is drawn by a key that follows from the place alone, so no draft has a say in the
+    text: not only its law is the target's, it is the text of plain decoding token for token, as far as the logits are.
+    Drafts that are drawn by the same keys, thus with the same Gumbel noise, equal it with a probability of at least
+    (1 − d) ÷ (1 + d), d the distance Σ|p − q| ÷ 2 of the laws, where `RejectionAcceptor` keeps 1 − d of them:
+    drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024, "Coupling without Communication and
+    Drafter-Invariant Speculative Decoding", arXiv:2408.07978).
+
+    Examples:
+      >>> from jaxspec.sampling import Sampling
+      >>> keys = jax.random.split(jax.random.key(0), (1, 2))
+      >>> logits = jnp.array([[[0.0, 1.0, 0.5], [0.3, 0.2, 0.1]]])
+      >>> law, every = Sampling(jnp.ones(1)), [Proposal(jnp.array([[x]]), jnp.array([1])) for x in range(3)]
+      >>> accepted = [CoupledAcceptor().accept(keys, draft, logits, law).count for draft in every]
+      >>> sorted(int(count[0]) for count in accepted)  # one of the three is what the target draws
+      [0, 0, 1]
+    """
+
+    coupled: ClassVar[bool] = True
+
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+        """Draws the target's token of each place, keys [B, T] or more, see `protocol.Acceptor`."""
+        places = drawn_by(keys[:, : logits.shape[1]])
+        drawn = jax.vmap(categorical, 1, 1)(places, law.log_probs(logits))
+        count = _leading(proposal.tokens == drawn[:, :-1], proposal.count)
+        return Acceptance(count, jnp.take_along_axis(drawn, count[:, None], axis=1)[:, 0])
+
+    # Even where the nodes of a tree were drawn.
+    accept_tree = staticmethod(walk)
 
 
 def _leading(good: jax.Array, count: jax.Array) -> jax.Array:

@@ -34,11 +34,12 @@ from jaxspec.protocol import (
     View,
     Weights,
     drafts_trees,
+    is_coupled,
     kinds_of,
     rising_widths,
     taps_of,
 )
-from jaxspec.sampling import Law, is_finite
+from jaxspec.sampling import Law, drawn_by, is_finite
 
 
 @struct.dataclass
@@ -420,16 +421,16 @@ def decode_round(
     room = jnp.where(live, state.limit - state.length - 1, 0)
     if parts.longest is not None:
         room = jnp.minimum(room, parts.longest)
-    view = View(state.tokens, state.length, state.cache, room)
-    proposal, drafter_state, cache = parts.drafter.propose(
+    drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
+    coupled = is_coupled(parts.acceptor)
+    draws = drawn_by(_of_places(state, depth)) if coupled else None
+    view = View(state.tokens, state.length, state.cache, room, draws)
+    proposal, drafter_state, cache = drafter.propose(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )
-    drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
     proposal = verification.trimmed(proposal, room, depth)
-    own = _fold_in(keys, 1)
-    if proposal.parents is not None:  # those of the rounds that plain decoding would take
-        rounds = state.length[:, None] + jnp.arange(depth + 1)
-        own = jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
+    by_place = coupled or proposal.parents is not None
+    own = _of_places(state, depth) if by_place else _fold_in(keys, 1)
     view = dataclasses.replace(view, cache=cache)
     verified = verification.verify(
         config,
@@ -516,6 +517,12 @@ def _counted(stats: Stats, outcome: Outcome) -> Stats:
         num_accepted_tokens=stats.num_accepted_tokens + outcome.accepted,
         acceptance_histogram=stats.acceptance_histogram + bins * drew[:, None],
     )
+
+
+def _of_places(state: DecodeState, depth: int) -> jax.Array:
+    """The keys of the rounds that plain decoding would take at the next places of the text, [B, depth + 1]."""
+    rounds = state.length[:, None] + jnp.arange(depth + 1)
+    return jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
 
 
 def _fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:

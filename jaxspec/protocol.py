@@ -60,6 +60,8 @@ class View:
         length − 1 on; the committed ones it must leave as they are.
       room: int32[B], how many draft tokens a row has a use for: what its budget leaves, less the token that
         verification adds; 0 in a finished row.
+      draws: [B, K + 1], the keys by which the target's next tokens will be drawn, where the acceptor is `coupled`: a
+        draft that draws by the same keys is more often right. None where it must know nothing of them.
 
     Examples:
       >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
@@ -71,6 +73,7 @@ class View:
     length: jax.Array
     cache: KVCache
     room: jax.Array
+    draws: jax.Array | None = None
 
     @property
     def start(self) -> jax.Array:
@@ -352,6 +355,17 @@ def drafts_trees(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "drafts_trees", False))
 
 
+def is_coupled(acceptor: Acceptor) -> bool:
+    """Returns whether an acceptor draws the target's tokens by keys that drafters know; most do not.
+
+    Examples:
+      >>> from jaxspec.acceptance import CoupledAcceptor, GreedyAcceptor
+      >>> is_coupled(GreedyAcceptor()), is_coupled(CoupledAcceptor())
+      (False, True)
+    """
+    return bool(getattr(acceptor, "coupled", False))
+
+
 def num_likely_of(drafter: Drafter) -> int:
     """Returns how many likely tokens a drafter wants in `Outcome.likely`; 0 for those that want none.
 
@@ -444,6 +458,9 @@ class Acceptor(Protocol):
 
     `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
     (pending, draft 1, …, draft T − 1).
+
+    One whose static `coupled` is true gets keys [B, T], by the places of the text: it draws the target's token of each
+    place whatever was drafted, and drafters know the keys (`View.draws`).
 
     A tree is accepted by `tree_acceptance.walk`, or `reject` where its tokens were drawn, whatever the acceptor; or by
     the `accept_tree` of one that has it, which takes and returns the same.

@@ -155,3 +155,13 @@ def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
       [0, 1]
     """
     return jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)
+
+
+def drawn_by(keys: jax.Array) -> jax.Array:
+    """Returns the keys with which the target's tokens are drawn at places of the text, of the places' keys [B, T].
+
+    Examples:
+      >>> drawn_by(jax.random.split(jax.random.key(0), (2, 3))).shape
+      (2, 3)
+    """
+    return jax.vmap(jax.vmap(lambda place: jax.random.fold_in(place, 1)))(keys)

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from jaxspec import acceptance
-from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.drafting.chain import draft_chain
+from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Acceptance, Proposal
-from jaxspec.sampling import Greedy, Sampling
+from jaxspec.sampling import Greedy, Sampling, drawn_by
+from jaxspec.stopping import Constant
 from tests import tiny
 
 V, K, TEXT = 3, 2, 3
@@ -381,3 +384,63 @@ def test_the_numbers_of_a_row_have_nothing_to_do_with_each_other():
     assert np.abs(np.corrcoef(columns) - np.eye(4)).max() < 0.1
     assert np.histogram(drawn, bins=10, range=(0, 1))[0].min() > 500
     assert not np.isin(np.asarray(redraw), drawn[:50]).any()
+
+
+# The coupled acceptor
+
+
+def coupled(p: np.ndarray, q: np.ndarray, keys: jax.Array, few: tuple[int, ...] | None = None) -> Acceptance:
+    """One draft token of each row, drawn from q [V] (over `few` of the tokens) by the keys that draw from p."""
+    rows, vocabulary = len(keys), None
+    if few is not None:
+        vocabulary, q = Vocabulary(None, jnp.array(few), size=len(p)), q[list(few)]
+    logits = jnp.broadcast_to(jnp.log(q), (rows, len(q)))
+    proposal, _, _ = draft_chain(
+        lambda carry, token, i, active: (logits, logits, carry),
+        *((), jnp.zeros(rows, jnp.int32), jnp.full(rows, 9), 1, keys[:, 0]),
+        *(Sampling(jnp.ones(rows)), Constant(), (), vocabulary, drawn_by(keys)),
+    )
+    assert proposal.log_probs is None
+    targets = jnp.broadcast_to(jnp.log(p), (rows, 2, len(p)))
+    return CoupledAcceptor().accept(keys, proposal, targets, Sampling(jnp.ones(rows)))
+
+
+def test_coupled_draws_agree_as_often_as_they_must():
+    """In at least (1 − d) ÷ (1 + d) of the rows, d the distance of the laws; and the text is the target's."""
+    rng, rows = np.random.default_rng(8), 20_000
+    keys = jax.random.split(jax.random.key(3), (rows, 2))
+    for sharpness in (0.5, 1.5, 4.0):
+        p, other = (weights / weights.sum() for weights in np.exp(sharpness * rng.standard_normal((2, 8))))
+        texts = []
+        for q in (p, 0.7 * p + 0.3 * other, other):
+            accepted = coupled(p, q, keys)
+            distance = np.abs(p - q).sum() / 2
+            least, most = (1 - distance) / (1 + distance), 1 - distance
+            assert least - 0.01 < float(accepted.count.mean()) <= most + 0.01
+            texts.append(np.where(accepted.count == 1, -1, accepted.token))
+        assert (texts[0] == -1).all()
+        # What stands in place of a draft that fell is the same, whichever draft it was.
+        fell = (texts[1] >= 0) & (texts[2] >= 0)
+        assert (texts[1] == texts[2])[fell].all()
+        assert fell.sum() > 100
+
+
+def test_where_nothing_is_drafted_coupled_draws_are_those_of_the_others():
+    keys = jax.random.split(jax.random.key(5), (500, 2))
+    logits = jax.random.normal(jax.random.key(6), (500, 1, V))
+    nothing = Proposal(jnp.zeros((500, 0), jnp.int32), jnp.zeros(500, jnp.int32))
+    law = Sampling(jnp.full(500, 0.8))
+    found = CoupledAcceptor().accept(keys, nothing, logits, law)
+    for acceptor in (RejectionAcceptor(), BlockAcceptor()):
+        assert (acceptor.accept(keys[:, 0], nothing, logits, law).token == found.token).all()
+
+
+def test_a_coupled_draft_over_some_tokens_has_the_noise_of_these():
+    p = np.exp(np.random.default_rng(1).standard_normal(8))
+    p /= p.sum()
+    keys, few = jax.random.split(jax.random.key(4), (5_000, 2)), (1, 2, 5, 6)
+    accepted = coupled(p, p, keys, few)
+    drawn = jax.vmap(jax.random.categorical, (0, None))(drawn_by(keys)[:, 0], jnp.log(p))
+    assert (np.isin(drawn, few) == (accepted.count == 1)).all()
+    after = jax.vmap(jax.random.categorical, (0, None))(drawn_by(keys)[:, 1], jnp.log(p))
+    assert (accepted.token == np.where(accepted.count == 1, after, drawn)).all()

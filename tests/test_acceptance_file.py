@@ -13,7 +13,7 @@ from jaxspec.cli import main
 from jaxspec.engine.choices import Choices
 from jaxspec.engine.known import Known
 from jaxspec.io.acceptance_file import NAME, read_acceptance, write_acceptance
-from jaxspec.methods import Auto, Hybrid, LayerSkip, NGram
+from jaxspec.methods import Auto, Hybrid, LayerSkip, NGram, Resources
 from jaxspec.tuning.acceptance import fitted, measure_acceptance
 from tests import tiny
 from tests.commands import write_tiny
@@ -48,6 +48,11 @@ def test_a_text_that_ends_within_a_draft_is_no_fault_of_it():
     # A draft that is shorter elsewhere has the wrong next token.
     expected = fitted({"lookup": [[(4, 4), (2, 2), (0, 0), (4, 4)]] * 9})["lookup"]
     assert expected.accept[0] < expected.accept[1] > expected.accept[2] < expected.accept[3]
+
+
+def test_what_never_drafts_is_not_expected_to_be_right():
+    assert fitted({"lookup": [[(0, 0)] * 30] * 8})["lookup"].accept[0] < 0.1
+    assert fitted({"lookup": [[]]}) == fitted({"lookup": [[(0, 0)]] * 8}) == {}
 
 
 def test_the_command_writes_what_auto_begins_with(tmp_path_factory, tmp_path, capfd):
@@ -176,6 +181,32 @@ def test_what_was_measured_goes_for_what_was_measured_alone(method, acceptance):
     result = lm.generate([5], method=Auto(among=(method,), explain=True), max_new_tokens=3, ignore_eos=True)
     (expected,) = (one.acceptance for one in result.expected if one.name != "off")
     assert expected == pytest.approx(acceptance, abs=0.02)
+
+
+def test_heads_that_come_along_bring_what_is_known(tmp_path, monkeypatch):
+    """And what the model's own file says counts more."""
+    loaded = tiny.language_model().loaded
+    model, *heads = (tmp_path / name for name in ("model", "eagle", "medusa"))
+    for directory in (model, *heads):
+        directory.mkdir()
+    resources = Resources(load_draft=lambda model: model.loaded, encode=list, directory=model)
+    monkeypatch.setattr(
+        "jaxspec.io.heads.embedded_heads",
+        lambda target: {one.name: one for one in heads if target == loaded.fingerprint},
+    )
+    assert Auto.expected(loaded, resources) == {}
+    brought, own = Expectation((0.5,), 2.0, (1.0,)), Expectation((0.75,), 4.0, (0.5,))
+    write_acceptance(heads[0] / NAME, loaded.fingerprint, {"eagle": brought, "hybrid": brought}, {})
+    assert Auto.expected(loaded, resources) == {"eagle": brought, "hybrid": brought}
+    write_acceptance(model / NAME, loaded.fingerprint, {"hybrid": own}, {})
+    assert Auto.expected(loaded, resources) == {"eagle": brought, "hybrid": own}
+    # What is known of a head is not what is known of the user's own of that kind.
+    (model / "heads" / "eagle").mkdir(parents=True)
+    (model / "heads" / "eagle" / "config.json").write_text("{}")
+    assert Auto.expected(loaded, resources) == {"hybrid": own}
+    write_acceptance(heads[1] / NAME, "other", {"ngram": own}, {})
+    with pytest.raises(ValueError, match=r"medusa.*belongs to another model"):
+        Auto.expected(loaded, resources)
 
 
 @pytest.mark.parametrize("more", [["--alpha", "0.9"], ["--threshold", "0.5"], ["--draft", "x"]])

@@ -240,6 +240,17 @@ def test_an_acceptor_belongs_to_every_method(lm):
             lm.generate([3, 4], method=method, acceptor="greedy", **options)
 
 
+def test_with_the_coupled_acceptor_a_seed_gives_plain_decodings_text(lm):
+    options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": [1.0, 0.0, 0.6], "seed": [7, 7, 9]}
+    prompts = [[3, 4], [3, 4, 3, 4], [5]]
+    plain = lm.generate(prompts, **options)
+    for method in ("autoregressive", "ngram", "layerskip", "auto"):
+        given = {} if method == "auto" else {"acceptor": "coupled"}
+        more = {"exit_layer": 1} if method == "layerskip" else {}
+        found = lm.generate(prompts, method=method, **given, **more, **options)
+        assert [one.tokens for one in found] == [one.tokens for one in plain], method
+
+
 @pytest.mark.parametrize("model", [3, b"small", ["small"]])
 def test_a_model_that_is_no_name_is_refused(model):
     with pytest.raises(ValueError, match=r"model is .*; give a directory, a hub id or the name"):

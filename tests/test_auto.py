@@ -246,8 +246,8 @@ def test_what_bringing_a_state_up_takes_is_expected_too():
         one._last = (1, 4)
         one.learn([[(4, 1)], [(4, 1)]], [[0, 0]] * 2, np.array([20, 30]), 99.0, not taken_up, taken_up)
         expected.append(one.chosen[0].expected_ms)
-    # One pass through both layers without a head for each text, and a millisecond for each token.
-    assert expected[1] - expected[0] == pytest.approx(2 * costs.step_ms(layers=2, head=False) + 50)
+    # One pass of all texts through both layers without a head, and a millisecond for each token.
+    assert expected[1] - expected[0] == pytest.approx(costs.step_ms(layers=2, head=False) + 50)
 
 
 def test_a_program_is_wanted_once_enough_was_missed():

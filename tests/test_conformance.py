@@ -245,16 +245,16 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
 
 
 WHOLE = [
-    ("draft-model", "block"),
+    ("draft-model", "coupled"),
     ("draft-model-pairs", "block"),
     ("asd", "block"),
-    ("clasp", "block"),
+    ("clasp", "coupled"),
     ("draft-verify", "rejection"),
     ("layerskip", "greedy"),
     ("s2d", "block"),
     ("eagle", "greedy"),
-    ("eagle3", "block"),
-    ("hydra", "block"),
+    ("eagle3", "coupled"),
+    ("hydra", "coupled"),
     ("kangaroo", "rejection"),
 ]
 
@@ -275,6 +275,14 @@ def test_a_draft_that_is_the_target_is_accepted_whole(drafter, acceptor):
     assert state.done.all()
     assert state.stats.num_accepted_tokens.tolist() == state.stats.num_draft_tokens.tolist()
     assert state.stats.num_rounds.tolist() == [3, 2, 4]
+
+
+COUPLED = [one for one in tiny.full_product() if one.acceptor == "coupled"]
+
+
+@pytest.mark.parametrize("combination", parameters(COUPLED, tiny.ordinary()))
+def test_coupled_text_is_plain_decodings_by_the_seed(combination):
+    contracts.check_seeded_text(tiny.loop(combination))
 
 
 # Drafts over a part of the vocabulary are drawn in one place for all drafters: of those, one with a model
@@ -306,6 +314,7 @@ SAMPLED = [
     tiny.Combination("hydra", "confidence", "block"),
     tiny.Combination("kangaroo", "confidence", "rejection"),
     tiny.Combination("dflash", "constant", "rejection"),
+    tiny.Combination("draft-model-vocab", "constant", "coupled"),
 ]
 LAWS = parameters([one for one in tiny.full_product() if one.acceptor != "greedy"], SAMPLED)
 

@@ -336,7 +336,7 @@ def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
 
 
 def test_it_is_expected_to_draft_as_long_as_it_pays(monkeypatch):
-    lm, made = tiny.language_model(), methods.Hybrid(second=methods.LayerSkip(exit_layer=1))
+    lm, made = tiny.language_model(), methods.Hybrid(second=methods.LayerSkip(exit_layer=1), draft_cost=0.05)
     resources = Resources(load_draft=lambda model: model.loaded, encode=list)
     expected = {}
     for accept in (0.3, 0.6, 0.999):

@@ -141,7 +141,7 @@ def test_a_result_says_so():
     options |= {"method": "token-recycling", "temperature": 1.0}
     assert lm.generate([3, 4, 3, 4], tree="3x2", **options).lossy
     assert lm.generate([3, 4, 3, 4], no_tree=True, num_draft_tokens=2, **options).lossy
-    with pytest.raises(ValueError, match="give one of greedy, rejection, block, typical"):
+    with pytest.raises(ValueError, match="give one of greedy, rejection, block, coupled, typical"):
         lm.generate([3, 4], acceptor="usual")
 
 

@@ -242,7 +242,7 @@ from jaxspec.cli.vocab import Vocab
 from jaxspec.console import distributed
 from jaxspec.io.processes import of_first
 from jaxspec.tuning import search
-from jaxspec.tuning.options import ASDGrid, SearchOptions, Sweep
+from jaxspec.tuning.options import ASDGrid, PromptOptions, SearchOptions, Sweep
 
 address, number, model, folder, prompt, *names = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
@@ -252,12 +252,12 @@ lm = ModelOptions(model=model, mesh="model=8").load()
 ModelOptions.load = lambda self, template=None: lm
 steps.ROUNDS, search.measure_costs = 2, functools.partial(search.measure_costs, repeats=1)
 out = Path(folder) / number
-ngram, given = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}
+ngram, given, read = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}, PromptOptions((prompt,))
 
 
 def searched(name, **changes):
     sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4, **changes)
-    return Search(output=str(out / name), search=sought, **given)
+    return Search(output=str(out / name), search=sought, prompts=read, json=True)
 
 
 commands = {
@@ -270,7 +270,8 @@ commands = {
         output=str(out / "asd"),
         asd=ASDGrid(alphas=(0.5,), everys=(0,), keep_lasts=(0, 1)),
         sweep=Sweep(max_new_tokens=4, repeats=1),
-        **given,
+        prompts=read,
+        json=True,
     ),
     "vocab": Vocab(generate=True, max_new_tokens=4, output=str(out / "vocab"), **given),
     "speed": searched("speed", objective="speed"),

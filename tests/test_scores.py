@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import types
 
 import pytest
 
@@ -14,6 +16,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.model import llama
 from jaxspec.tuning import objectives
+from jaxspec.tuning.options import PromptOptions
 from jaxspec.tuning.texts import read_prompts
 from tests import tiny
 
@@ -76,9 +79,53 @@ def test_numbers_are_tuned_on_other_prompts_than_those_that_are_reported():
     lm = deep()
     lm.encode = lambda text, chat=False: [hash(text)]
     lm.config = dataclasses.replace(lm.config, max_position_embeddings=1000)
-    tuned = {ids[0] for ids in read_prompts(lm, (), 8)}
+    tuned = {ids[0] for ids in read_prompts(lm, 8)}
     assert len(tuned) == 8
     assert not tuned & {hash(text) for texts in prompts.load().values() for text in texts}
+
+
+def _reader():
+    """A model that reads one token for each character, and a chat's first message with one before it."""
+
+    def encode(text, chat=False):
+        return [*map(ord, text)] if isinstance(text, str) else [0, *map(ord, text[0]["content"])]
+
+    lm = deep()
+    lm.encode, lm.tokenizer = encode, types.SimpleNamespace(has_chat_template=True)
+    lm.config = dataclasses.replace(lm.config, max_position_embeddings=20)
+    return lm
+
+
+def test_prompts_to_tune_on_are_read_as_the_suite_reads_them(tmp_path):
+    lm = _reader()
+    turns = [("a", "ab"), ("a", "abc"), ("b", "x" * 13), ("b", "y"), ("c", "z")]
+    entries = [
+        {"question_id": i, "category": kind, "turns": [text, "?"]} for i, (kind, text) in enumerate(turns)
+    ]
+    prompts_of = {"set": tmp_path / "set.jsonl", "text": tmp_path / "text.txt"}
+    prompts_of["set"].write_text("\n".join(map(json.dumps, entries)))
+    prompts_of["text"].write_text("one\ntwo\n")
+
+    def read(name, **options):
+        files = tuple(str(prompts_of[one]) for one in name.split())
+        found = read_prompts(lm, 8, PromptOptions(files, **options))
+        return ["".join(chr(one or ord("<")) for one in ids) for ids in found]
+
+    assert read("set") == ["<ab", "<z", "<abc", "<y"]  # one is too long
+    assert read("set", limit=3, chat="off") == ["ab", "z", "abc"]
+    assert read("set", limit=1) == ["<ab"]
+    assert read("text") == ["one\ntwo"]
+    assert read("text", chat="on") == ["<one\ntwo"]
+    with pytest.raises(
+        ValueError, match=r"names .*text\.txt, a text, and .*set\.jsonl, a prompt set; give files of"
+    ):
+        read("text set")
+    with pytest.raises(
+        ValueError, match=r"the prompts and max_new_tokens \(19\) exceed .* context of 20; give"
+    ):
+        read_prompts(lm, 19, PromptOptions((str(prompts_of["set"]),)))
+    with pytest.raises(ValueError, match="limit is 0; give at least 1"):
+        PromptOptions(limit=0)
 
 
 # Intervals

@@ -9,11 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxspec.bench import prompts
+from jaxspec.bench.suite_options import Chat
 from jaxspec.io.files import parse_json, read_text
 from jaxspec.io.messages import shown
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
 
 _EXPECTED = (
     "give JSON lines with `turns` (Spec-Bench, MT-bench), `question` and `answer` (GSM8K) or `prompt` and "
@@ -144,6 +148,20 @@ def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
             )
         first.add(task.id)
     return tasks
+
+
+def encoded(lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Chat = "auto") -> list[int]:
+    """A task's next turn in tokens.
+
+    Args:
+      lm: the model, with a tokenizer.
+      task: the prompt.
+      said: the model's answers to the turns before.
+      chat: whether through the model's chat template: on, off, or auto, where it has one and the prompt is a message.
+    """
+    template = lm.tokenizer is not None and lm.tokenizer.has_chat_template
+    chats = (task.message and template) if chat == "auto" else chat == "on"
+    return lm.encode(task.messages(said) if chats else task.text(said))
 
 
 def in_turn(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxspec.bench import free_rows
 from jaxspec.bench.compare import BASELINE
 from jaxspec.bench.free_rows import Passes
 from jaxspec.bench.margins import first_difference, margin
-from jaxspec.bench.prompt_files import Task, in_turn
+from jaxspec.bench.prompt_files import Task, encoded, in_turn
 from jaxspec.bench.records import Difference, Record
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress, measure_runs, warm_up
@@ -75,22 +75,6 @@ def check_tokenizer(lm: LanguageModel) -> None:
     """Refuses a model that cannot read prompts of text."""
     if lm.tokenizer is None:
         raise ValueError(f"{lm.name} has no tokenizer; prompts of text need one")
-
-
-def encoded(
-    lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Literal["auto", "on", "off"] = "auto"
-) -> list[int]:
-    """A task's next turn in tokens.
-
-    Args:
-      lm: the model, with a tokenizer.
-      task: the prompt.
-      said: the model's answers to the turns before.
-      chat: see `SuiteOptions`.
-    """
-    template = lm.tokenizer is not None and lm.tokenizer.has_chat_template
-    chats = (task.message and template) if chat == "auto" else chat == "on"
-    return lm.encode(task.messages(said) if chats else task.text(said))
 
 
 def _digest(made: Any) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# Whether prompts go through a chat template; auto: those that are messages, where the model has one.
+Chat = Literal["auto", "on", "off"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
@@ -46,7 +49,7 @@ class SuiteOptions(Amount):
     """
 
     batch: int = 1
-    chat: Literal["auto", "on", "off"] = "auto"
+    chat: Chat = "auto"
     carry_gamma: bool = False
 
     def __post_init__(self) -> None:

@@ -8,6 +8,10 @@ uncertain is tried as often as it may be the best, and the choice then maximises
 
 or, where a candidate's own state has to be brought up first, ends soonest with the tokens in sight.
 
+A trial costs time where it fails, and of several candidates each has its trial. So none is open that might, with bad
+luck, bring what was lost against plain decoding above a small part of the text so far: what pays earns the time for
+further trials (conservative bandits: Wu et al. 2016, arXiv:1602.04282).
+
 **Why it is lossless.** A choice depends on the seed, on how often was chosen before, and on counts of drafted and
 accepted tokens in rounds that are over: never on a token that is still to be drawn. Given all that happened before a
 round, the tokens that it adds follow the target's law, whichever candidate drafts: that is what each method proves, and
@@ -23,12 +27,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.choosing.acceptance import Estimate, Prior, mean, nothing_seen, observed, sampled
+from jaxspec.choosing.acceptance import Estimate, Prior, hoped, nothing_seen, observed, sampled
 from jaxspec.choosing.costs import Draft, StepCosts
 
 OFF = 0
 # Tokens to come for which a trial is worth all that it may be.
 _WORTH = 256.0
+# What a draft has to promise to gain over plain decoding: of several uncertain promises the largest is rarely kept.
+_GAIN = 0.03
+# By how many deviations a candidate's acceptances may exceed their mean where it is asked whether it can pay at all, or
+# fall below where it is asked what it may lose.
+_LUCK = 1.0
+# What may be lost against plain decoding: a part of the text so far, and of some tokens to come, or nothing could be
+# tried at first. After 256 tokens it is 3 %.
+_LOSS, _ADVANCE = 0.02, 128.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +119,8 @@ class Chooser:
     Attributes:
       estimate: what the rounds said.
       behind: int[B, M], tokens that a candidate's own state has not absorbed; 0 where it has none.
+      tokens: float[B], tokens so far.
+      lost: float[B], how much longer they took than by plain decoding, in its steps; below 0 where they took less.
       seed: of what is drawn.
       num_choices: made so far.
 
@@ -118,6 +132,8 @@ class Chooser:
 
     estimate: Estimate
     behind: np.ndarray
+    tokens: np.ndarray
+    lost: np.ndarray
     seed: int = 0
     num_choices: int = 0
 
@@ -153,7 +169,8 @@ def begin(prior: Prior, prompt_lengths: np.ndarray, seed: int = 0) -> Chooser:
       [[30, 30]]
     """
     behind = np.repeat(np.asarray(prompt_lengths)[:, None], len(prior.draft), axis=1)
-    return Chooser(nothing_seen(prior, len(prompt_lengths)), behind, seed)
+    nothing = np.zeros(len(prompt_lengths))
+    return Chooser(nothing_seen(prior, len(prompt_lengths)), behind, nothing, nothing, seed)
 
 
 def tokens_of_rounds(accept: np.ndarray) -> np.ndarray:
@@ -179,8 +196,7 @@ def times_of_rounds(table: Prices, drafted: np.ndarray) -> np.ndarray:
       >>> times_of_rounds(table, np.array([[[1.0], [0.5]]])).tolist()
       [[[1.0, inf], [1.0, 1.5]]]
     """
-    # A length that cannot be asked for costs what the next one does.
-    known = np.minimum.accumulate(table.round_ms[:, ::-1], axis=1)[:, ::-1]
+    known = _filled(table)
     known = np.where(np.isinf(known), 0.0, known)  # behind the longest, or of what is closed
     further = np.cumsum(drafted * np.diff(known), axis=-1)
     times = known[:, :1] + np.concatenate([np.zeros_like(further[..., :1]), further], axis=-1)
@@ -191,6 +207,12 @@ def times_of_rounds(table: Prices, drafted: np.ndarray) -> np.ndarray:
     return np.where(closed, np.inf, times)
 
 
+def _filled(table: Prices) -> np.ndarray:
+    """Milliseconds by candidate and drafted tokens: a length that cannot be asked for costs what the next one does."""
+    filled: np.ndarray = np.minimum.accumulate(table.round_ms[:, ::-1], axis=1)[:, ::-1]
+    return filled
+
+
 def best(
     table: Prices,
     accept: np.ndarray,
@@ -198,6 +220,7 @@ def best(
     behind: np.ndarray,
     horizon: np.ndarray,
     together: bool = False,
+    open_to: np.ndarray | None = None,
 ) -> Choice:
     """The choice for acceptances that are taken as known.
 
@@ -209,6 +232,7 @@ def best(
       horizon: float[B], tokens over which bringing a state up has to pay.
       together: whether all rows take one candidate and length: the one that gives the most tokens of all rows together
         per millisecond. Else each has its own.
+      open_to: bool[B, M] ([1, M] together), the candidates to choose among; None for all.
 
     Examples:
       >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
@@ -217,20 +241,87 @@ def best(
       [0, 1]
     """
     tokens, times = tokens_of_rounds(accept), times_of_rounds(table, drafted)
-    starting = np.where(behind > 0, table.start_ms + behind * table.absorb_ms, 0.0)
+    starting = _starting(table, behind, together)
     if together:
         # One round serves every row; it takes as long as one with a draft where any row has one.
         tokens = tokens.sum(axis=0, keepdims=True)
         times = times.max(axis=0, keepdims=True)
-        starting, horizon = starting.sum(axis=0, keepdims=True), horizon.sum(keepdims=True)
-    # Length 0 is nobody's choice but of plain decoding, whose only one it is.
-    times = times.copy()
-    times[:, 1:, 0] = np.inf
-    needed = starting[..., None] + horizon[:, None, None] * times / tokens
+        horizon = horizon.sum(keepdims=True)
+    needed = starting[..., None] + horizon[:, None, None] * _asked_for(times) / tokens
+    if open_to is not None:
+        needed = np.where(open_to[..., None], needed, np.inf)
     flat = needed.reshape(len(needed), -1).argmin(axis=1)
     candidate, length = np.divmod(flat, needed.shape[-1])
     rows = len(behind)
     return Choice(np.broadcast_to(candidate, rows), np.broadcast_to(length, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What is expected of M candidates, in the order of `Prices`.
+
+    Attributes:
+      speedup: float[B, M], over plain decoding, with the best length; what bringing a state up costs is not in it.
+      length: int[B, M], that length.
+      accept: float[B, M], acceptance of the first draft token.
+      round_ms: float[B, M], of a round of that length.
+
+    Examples:
+      >>> Outlook(np.array([[1.0, 1.4]]), np.array([[0, 3]]), np.array([[0.0, 0.7]]), np.array([[9.0, 12.0]])).length
+      array([[0, 3]])
+    """
+
+    speedup: np.ndarray
+    length: np.ndarray
+    accept: np.ndarray
+    round_ms: np.ndarray
+
+
+def outlook(
+    table: Prices, prior: Prior, estimate: Estimate, deviations: float = 0.0, together: bool = False
+) -> Outlook:
+    """What is expected of each candidate, without drawing anything.
+
+    Args:
+      table, together: as for `best`; together, the rows of the result are one.
+      prior, estimate: what is known.
+      deviations: how lucky the acceptances are, see `acceptance.hoped`.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
+      >>> prior = flat_prior(2, 1, acceptance=0.8)
+      >>> outlook(table, prior, nothing_seen(prior, 1)).speedup.round(2).tolist()
+      [[1.0, 1.65]]
+    """
+    accept, drafted = hoped(prior, estimate, deviations)
+    tokens, times, first = tokens_of_rounds(accept), times_of_rounds(table, drafted), accept[:, :, 0]
+    if together:
+        tokens = tokens.mean(axis=0, keepdims=True)
+        times = times.max(axis=0, keepdims=True)
+        first = first.mean(axis=0, keepdims=True)
+    times = _asked_for(times)
+    speed = tokens / times * table.round_ms[OFF, 0]
+    length = speed.argmax(axis=-1)
+
+    def there(of_lengths: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(of_lengths, length[..., None], axis=-1)[..., 0]
+
+    return Outlook(there(speed), length, first, there(times))
+
+
+def _starting(table: Prices, behind: np.ndarray, together: bool) -> np.ndarray:
+    """Milliseconds of bringing the state of each candidate up, float[B, M]; [1, M] where one pass serves all rows."""
+    if together:
+        behind = behind.sum(axis=0, keepdims=True)
+    return np.where(behind > 0, table.start_ms + behind * table.absorb_ms, 0.0)
+
+
+def _asked_for(times: np.ndarray) -> np.ndarray:
+    """Times without length 0, which is nobody's choice but of plain decoding, whose only one it is."""
+    times = times.copy()
+    times[:, 1:, 0] = np.inf
+    return times
 
 
 def choose(
@@ -241,8 +332,14 @@ def choose(
     memory: float = 200.0,
     exploration: float | np.ndarray = 0.5,
     together: bool = False,
+    usable: np.ndarray | None = None,
+    rounds: int = 4,
+    soon: np.ndarray | None = None,
 ) -> tuple[Choice, Chooser]:
     """The next choice, and the chooser after it.
+
+    A candidate has to promise 3 % more than plain decoding, and is not open where it would not gain as much even with
+    good luck, nor where with bad luck the text would be behind plain decoding by more than 2 % of it.
 
     Args:
       chooser: before.
@@ -252,6 +349,9 @@ def choose(
       memory: tokens for which what is known now will hold, at most.
       exploration: see `acceptance.sampled`, a number or float[M]. It falls with the last tokens, for which a trial is
         worth less and less.
+      usable: bool[M], the candidates to choose among, plain decoding always; None for all.
+      rounds: for which the choice holds, about.
+      soon: float[B], tokens over which bringing a state up has to pay; None for those that remain. At most `memory`.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -261,16 +361,69 @@ def choose(
       >>> choice.candidate.tolist(), choice.length.tolist()  # 1.5 tokens in 1.1 ms
       ([1], [1])
     """
+    # Rows that have ended have no say in what the others do.
+    says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)
+    known = Estimate(chooser.estimate.accept[says], chooser.estimate.draft[says])
+    open_to = outlook(table, prior, known, _LUCK, together).speedup > 1 + _GAIN
+    horizon = np.minimum(np.maximum(remaining if soon is None else soon, 1), memory)
+    open_to &= _affordable(
+        chooser, outlook(table, prior, known, -_LUCK, together), table, says, rounds, horizon
+    )
+    if usable is not None:
+        open_to &= usable
+    after = dataclasses.replace(chooser, num_choices=chooser.num_choices + 1)
+    nothing = np.zeros(len(remaining), np.int64)
+    if not open_to.any():
+        return Choice(nothing + OFF, nothing), after
+    open_to[:, OFF] = True
+    round_ms = table.round_ms.copy()
+    round_ms[OFF] /= 1 + _GAIN
     rng = np.random.default_rng([chooser.seed, chooser.num_choices])
     worth = exploration * np.minimum(1.0, np.maximum(remaining, 1) / _WORTH)[:, None]
     accept, drafted = sampled(rng, prior, chooser.estimate, worth)
-    horizon = np.minimum(np.maximum(remaining, 1), memory)
-    # Rows that have ended have no say in what the others do.
-    says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)
-    choice = best(table, accept[says], drafted[says], chooser.behind[says], horizon[says], together)
+    choice = best(
+        dataclasses.replace(table, round_ms=round_ms),
+        accept[says],
+        drafted[says],
+        chooser.behind[says],
+        horizon[says],
+        together,
+        open_to,
+    )
     if together:
         choice = Choice(*(np.repeat(chosen[:1], len(says)) for chosen in (choice.candidate, choice.length)))
-    return choice, dataclasses.replace(chooser, num_choices=chooser.num_choices + 1)
+    return choice, after
+
+
+def _affordable(
+    chooser: Chooser,
+    unlucky: Outlook,
+    table: Prices,
+    says: np.ndarray,
+    rounds: int,
+    horizon: np.ndarray,
+) -> np.ndarray:
+    """Whether each candidate would, with bad luck, lose no more than may be lost, bool[B, M] (a row where together).
+
+    One that gains even then is kept over the horizon, and may so earn what bringing its state up took; another is left
+    after so many rounds.
+    """
+    step = table.round_ms[OFF, 0]
+    behind, horizon = chooser.behind[says], horizon[says]
+    tokens, lost = chooser.tokens[says], chooser.lost[says]
+    together = len(unlucky.speedup) < len(behind)
+    loss = _starting(table, behind, together) / step
+    if together:
+        tokens, lost, horizon = (of_rows.mean(keepdims=True) for of_rows in (tokens, lost, horizon))
+    loss = loss + np.where(
+        unlucky.speedup < 1,
+        rounds * unlucky.round_ms / step * (1 - unlucky.speedup),
+        horizon[:, None] * (1 / np.maximum(unlucky.speedup, 1) - 1),
+    )
+    # What gains in any case is open where nothing may be lost any more.
+    left = np.maximum(_LOSS * (_ADVANCE + tokens) - lost, 0.0)
+    affordable: np.ndarray = loss <= left[:, None]
+    return affordable
 
 
 def after_round(
@@ -303,15 +456,36 @@ def after_round(
     estimate = observed(
         chooser.estimate, choice.candidate, drafted, accepted, forgetting, committed > 0, choice.length
     )
+    rows, ran = np.arange(len(committed)), committed > 0
+    took = _filled(table)[choice.candidate, drafted]
+    before = chooser.behind[rows, choice.candidate]
+    took = took + np.where(
+        before > 0, table.start_ms[choice.candidate] + before * table.absorb_ms[choice.candidate], 0.0
+    )
     behind = chooser.behind + committed[:, None]
-    rows = np.arange(len(committed))
-    ran = committed > 0
     behind[rows[ran], choice.candidate[ran]] = 0
-    return dataclasses.replace(chooser, estimate=estimate, behind=behind)
+    return with_time(
+        dataclasses.replace(chooser, estimate=estimate, behind=behind),
+        committed,
+        np.where(ran, took / table.round_ms[OFF, 0], 0.0),
+    )
+
+
+def with_time(chooser: Chooser, tokens: np.ndarray | float, steps: np.ndarray | float) -> Chooser:
+    """The chooser after tokens that took as long as so many steps of plain decoding, float[B] each or for all rows.
+
+    Examples:
+      >>> from jaxspec.choosing.acceptance import flat_prior
+      >>> with_time(begin(flat_prior(2, 4), np.array([30])), tokens=8, steps=6.5).lost.tolist()
+      [-1.5]
+    """
+    return dataclasses.replace(
+        chooser, tokens=chooser.tokens + tokens, lost=chooser.lost + (np.asarray(steps) - tokens)
+    )
 
 
 def with_new_row(chooser: Chooser, row: int) -> Chooser:
-    """The chooser once another text has taken a row: nothing is known of it.
+    """The chooser once another text has taken a row: nothing is known of it but `behind`, which stays.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -321,41 +495,9 @@ def with_new_row(chooser: Chooser, row: int) -> Chooser:
       [16.0, 0.0]
     """
     seen = chooser.estimate
-    counts = [of_rows.copy() for of_rows in (seen.accept, seen.draft)]
-    for of_rows in counts:
+    accept, draft, tokens, lost = (
+        of_rows.copy() for of_rows in (seen.accept, seen.draft, chooser.tokens, chooser.lost)
+    )
+    for of_rows in (accept, draft, tokens, lost):
         of_rows[row] = 0
-    return dataclasses.replace(chooser, estimate=Estimate(*counts))
-
-
-def explained(
-    chooser: Chooser, table: Prices, prior: Prior, row: int = 0
-) -> list[tuple[str, int, float, float, float]]:
-    """What is expected of each candidate now, without drawing anything: for `--explain`.
-
-    Returns:
-      (name, best length, acceptance of its first draft token, milliseconds of a round, speed-up over `OFF`), the
-      fastest first; what bringing its state up costs is not in it.
-
-    Examples:
-      >>> from jaxspec.choosing.acceptance import flat_prior
-      >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
-      >>> prior = flat_prior(2, 1, acceptance=0.8)
-      >>> [name for name, *_ in explained(begin(prior, np.array([8])), table, prior)]
-      ['ngram', 'off']
-    """
-    accept, drafted = mean(prior, chooser.estimate)
-    tokens, times = tokens_of_rounds(accept)[row], times_of_rounds(table, drafted)[row]
-    times[1:, 0] = np.inf
-    speed = tokens / times / (1 / table.round_ms[OFF, 0])
-    lengths = speed.argmax(axis=1)
-    found = [
-        (
-            name,
-            int(lengths[at]),
-            float(accept[row, at, 0]),
-            float(times[at, lengths[at]]),
-            float(speed[at, lengths[at]]),
-        )
-        for at, name in enumerate(table.names)
-    ]
-    return sorted(found, key=lambda one: -one[-1])
+    return dataclasses.replace(chooser, estimate=Estimate(accept, draft), tokens=tokens, lost=lost)

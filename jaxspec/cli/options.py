@@ -151,8 +151,8 @@ class TextOptions:
         `role` and `content`.
       ignore_eos: go on past the model's end-of-text token.
       acceptor: how drafts are accepted; the text keeps its distribution with each but typical (Medusa's rule), which
-        is lossy: at a temperature above 0 likely tokens come more often than the model says. Default: greedy at
-        temperature 0, else block.
+        is lossy: at a temperature above 0 likely tokens come more often than the model says. With coupled, a seed gives
+        the text that plain decoding gives. Default: greedy at temperature 0, else block (coupled with auto).
       json: print one JSON object and nothing else.
     """
 

@@ -12,7 +12,7 @@ from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.io.extras import require
-from jaxspec.tuning.options import SearchOptions
+from jaxspec.tuning.options import PromptOptions, SearchOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +26,17 @@ class Search:
     The time is mostly that of compiling and of measuring what the parts of a round cost: about a minute on a CPU.
 
     Attributes:
-      prompt_file: a file that holds one prompt. Default: a few short ones.
       output: the plan file to write. Default: jaxspec.plan.json beside the model or, where that cannot be
         written or comes with jaxspec, in the user's data directory; the method finds it in both.
       resume: go on with a search that was interrupted; --no-resume begins again. Default: yes.
       json: print one JSON object and nothing else.
     """
 
-    prompt_file: tuple[str, ...] = ()
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     resume: bool = True
     json: bool = False
     search: SearchOptions = SearchOptions()  # noqa: RUF009
+    prompts: PromptOptions = PromptOptions()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
@@ -55,7 +54,7 @@ class Search:
             output = output_file(self.output, lm, PLAN_NAME)
             found = search(
                 lm,
-                read_prompts(lm, self.prompt_file, options.tokens),
+                read_prompts(lm, options.tokens, self.prompts),
                 options,
                 output.with_suffix(".trials.jsonl"),
                 resume=self.resume,

@@ -13,7 +13,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.tuning.options import ASDGrid, S2DGrid, Sweep
+from jaxspec.tuning.options import ASDGrid, PromptOptions, S2DGrid, Sweep
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -39,7 +39,6 @@ class Tune:
     Attributes:
       method: whose numbers.
       draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
-      prompt_file: a file that holds one prompt. Default: a few short ones, none of which the suite reports on.
       output: the file to write. Default: beside the model or, where that cannot be written or comes with jaxspec, in
         the user's data directory; the method finds it in both.
       json: print one JSON object and nothing else.
@@ -47,12 +46,12 @@ class Tune:
 
     method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d,auto}"})
     draft: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
-    prompt_file: tuple[str, ...] = ()
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
     asd: ASDGrid = ASDGrid()  # noqa: RUF009
     s2d: S2DGrid = S2DGrid()  # noqa: RUF009
     sweep: Sweep = Sweep()  # noqa: RUF009
+    prompts: PromptOptions = PromptOptions()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
 
     def run(self) -> int:
@@ -114,11 +113,16 @@ class Tune:
             bar("loading the model")
             lm = self.model.load()
             output = output_file(self.output, lm, acceptance_file.NAME)
-            prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+            prompts = read_prompts(lm, self.sweep.max_new_tokens, self.prompts)
             expected, results = measure_acceptance(
                 lm, lm.candidates(Auto()), prompts, self.sweep.max_new_tokens, on_progress=bar
             )
-        about = {"prompts": len(prompts), "max_new_tokens": self.sweep.max_new_tokens, "dtype": lm.precision}
+        about = {
+            "prompts": len(prompts),
+            "chat": self.prompts.chat,
+            "max_new_tokens": self.sweep.max_new_tokens,
+            "dtype": lm.precision,
+        }
         found_by = {"command": "jaxspec tune --method auto", **about}
         acceptance_file.write_acceptance(output, lm.fingerprint, expected, found_by)
         report = {"model": lm.name, "method": self.method, **about, "results": results, "output": str(output)}
@@ -135,7 +139,7 @@ class Tune:
         from jaxspec.tuning.texts import read_prompts
 
         output = output_file(self.output, lm, ASD_NAME)
-        prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+        prompts = read_prompts(lm, self.sweep.max_new_tokens, self.prompts)
         report = tune_asd(lm, prompts, self.asd, self.sweep, on_progress=bar, on_measured=_shown(bar))
         best = report["results"][0]
         numbers = ASDNumbers(best["alpha"], best["every"], best["keep_last"])
@@ -150,7 +154,7 @@ class Tune:
 
         drafter, params, draft = sorted_draft(lm, self.draft)
         output = output_file(self.output, lm, thresholds_name(draft))
-        prompts = read_prompts(lm, self.prompt_file, self.sweep.max_new_tokens)
+        prompts = read_prompts(lm, self.sweep.max_new_tokens, self.prompts)
         report = tune_s2d(
             lm, prompts, drafter, params, self.s2d, self.sweep, on_progress=bar, on_measured=_shown(bar)
         )

@@ -99,12 +99,14 @@ class Vocab:
 
     def _written(self, lm: LanguageModel, progress: Progress) -> list[list[int]]:
         """What the model writes after the prompts."""
+        from jaxspec.tuning.options import PromptOptions
         from jaxspec.tuning.texts import continuations, read_prompts
 
         if not self.generate:
             return []
+        options = PromptOptions(self.prompt_file, chat="on" if self.chat else "off")
         budget = 128 if self.max_new_tokens is None else self.max_new_tokens
-        prompts = read_prompts(lm, self.prompt_file, budget, chat=self.chat)
+        prompts = read_prompts(lm, budget, options)
         return continuations(lm, prompts, budget, progress)
 
 

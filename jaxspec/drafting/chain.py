@@ -25,7 +25,7 @@ from jaxspec.protocol import (
     Weights,
     rising_widths,
 )
-from jaxspec.sampling import Law, is_finite
+from jaxspec.sampling import Law, categorical, is_finite
 from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
@@ -45,6 +45,7 @@ def draft_chain(
     rule: StopRule,
     rule_state: State,
     vocabulary: Vocabulary | None = None,
+    draws: jax.Array | None = None,
 ) -> tuple[Proposal, Carry, State]:
     """Drafts up to K tokens per row, each after the one before, until the rule has stopped every row.
 
@@ -60,6 +61,7 @@ def draft_chain(
       rule: sees every token that its row kept.
       rule_state: its state.
       vocabulary: the tokens of which the step gives logits; None for all.
+      draws: see `protocol.View`.
 
     Returns:
       The proposal, the carry and the rule's state. A draft ends before a token whose logits are not finite, which
@@ -79,7 +81,11 @@ def draft_chain(
 
     def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry) -> tuple[Any, ...]:
         logits, hidden, carry = step(carry, token, i, active)
-        index, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
+        if draws is None:
+            index, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
+        else:
+            here = jax.lax.dynamic_index_in_dim(draws, i, axis=1, keepdims=False)
+            index, log_probs = _as_the_target_draws(here, law.log_probs(logits), vocabulary), None
         drawn = index if vocabulary is None else vocabulary.ids[index]
         if vocabulary is not None and log_probs is not None:
             log_probs = vocabulary.spread(log_probs)
@@ -112,6 +118,14 @@ def draft_chain(
     with jax.named_scope(f"trips_{num_draft_tokens}"):  # for a reader of the compiled program
         state = jax.lax.while_loop(lambda s: (s[0] < num_draft_tokens) & jnp.any(s[1]), body, state)
     return state[3], state[5], state[4]
+
+
+def _as_the_target_draws(keys: jax.Array, log_probs: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
+    """Draws with the noise that each token has when the target draws by these keys [B]: an index, int32[B]."""
+    if vocabulary is None:
+        return categorical(keys, log_probs)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary.size,), log_probs.dtype))(keys)
+    return jnp.argmax(log_probs + noise[:, vocabulary.ids], axis=-1).astype(jnp.int32)
 
 
 def keep_rows(active: jax.Array, new: State, old: State) -> State:
@@ -231,6 +245,7 @@ class ChainDrafter:
         proposal, carry, rule = draft_chain(
             *(step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule),
             vocabulary,
+            view.draws,
         )
         return proposal, carry, state._replace(rule=rule)
 

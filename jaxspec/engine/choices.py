@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxspec.choosing import acceptance, chooser
-from jaxspec.choosing.chooser import OFF, Prices
+from jaxspec.choosing.chooser import OFF, Outlook, Prices
 from jaxspec.choosing.costs import Draft, StepCosts
 from jaxspec.engine.known import Known
 from jaxspec.engine.replayed_lookup import ReplayedLookup
@@ -22,12 +22,10 @@ from jaxspec.io.choice_file import ChoiceFile, Entry
 # which want long drafts and are often short, from others.
 ROUNDS, MOST_ROUNDS, TRIAL, FIRST = 8, 64, 4, 2
 _LONGER = 4
-# What a draft has to promise to gain over plain decoding: of several uncertain promises the largest is rarely kept.
-_GAIN = 0.03
+# Tokens of prompts whose time says what one more takes.
+_WHOLE = 64
 # How much of its uncertainty a candidate is tried for; of one whose rounds are known without running it, none.
 _EXPLORATION = 0.5
-# By how many deviations a candidate's acceptances may exceed their mean where it is asked whether it can pay at all.
-_HOPE = 1.0
 # What is expected of drafts of which nothing is known, and how often a lookup then finds one.
 _ACCEPTANCE, _STRENGTH, _FOUND, _EMPTY = 0.5, 2.0, 0.5, 0.1
 # As how many draft tokens what is known before counts at most: the text at hand is soon believed more. A few other
@@ -205,28 +203,19 @@ class Choices:
           exploration: float[M + 1], how much of its uncertainty each is tried for.
         """
         table = self._corrected(lengths)
-        estimate = self._with_open_drafts()
-        # What cannot pay even where fortune is kind is not tried.
-        hopes, _, _, _ = self._speedups(table, remaining, estimate, deviations=_HOPE)
-        tried = usable & (hopes > 1 + _GAIN)
-        if not tried[OFF + 1 :].any():
-            return OFF, 0
-        tried[OFF] = True
-        round_ms = np.where(tried[:, None], table.round_ms, np.inf)
-        round_ms[OFF] /= 1 + _GAIN
         # Nobody knows how soon a text ends. One that has gone on for long may well go on: to bring a state up has to
         # pay over as many tokens as there are.
         soon = np.minimum(remaining, _SOON + lengths - self._given)
-        dearer = max(float(remaining.sum()) / max(float(soon.sum()), 1.0), 1.0)
         choice, after = chooser.choose(
-            dataclasses.replace(self._chooser, estimate=estimate, behind=behind),
-            dataclasses.replace(
-                table, round_ms=round_ms, start_ms=dearer * table.start_ms, absorb_ms=dearer * table.absorb_ms
-            ),
+            dataclasses.replace(self._chooser, estimate=self._with_open_drafts(), behind=behind),
+            table,
             self._prior,
             remaining,
             exploration=exploration,
             together=True,
+            usable=usable,
+            rounds=TRIAL,
+            soon=soon,
         )
         self._chooser = dataclasses.replace(self._chooser, num_choices=after.num_choices)
         return int(choice.candidate[0]), int(choice.length[0])
@@ -264,8 +253,8 @@ class Choices:
         if not missing or self._ratio(OFF) is None:
             return []
         table = self._corrected(lengths)
-        speed, plain_ms = self._speedups(table, remaining, deviations=1.0)[0], table.round_ms[OFF, 0]
-        expected = self._speedups(table, remaining)[0]
+        speed, plain_ms = self._outlook(table, remaining, deviations=1.0).speedup[0], table.round_ms[OFF, 0]
+        expected = self._outlook(table, remaining).speedup[0]
         best = max(expected[at] for at in range(len(speed)) if at not in missing)
         worth = []
         for at in missing:
@@ -279,6 +268,8 @@ class Choices:
 
     def prefilled(self, num_tokens: int, took_ms: float) -> None:
         """Takes in how long a prefill took: about what it takes to bring a state up over as many tokens."""
+        if num_tokens < _WHOLE:
+            return  # a few tokens take as long as one
         ms, before = took_ms / num_tokens, self._known.prefill_ms
         self._known.prefill_ms = ms if before is None else before * (ms / before) ** _LEARNING
 
@@ -314,7 +305,7 @@ class Choices:
         most = 0 if candidate == OFF else self._longest[candidate - 1]
         expected = float(table.round_ms[candidate, np.minimum(drafted, most)].sum())
         if taken_up:
-            expected += float((table.start_ms + lengths[:, None] * table.absorb_ms)[:, candidate].sum())
+            expected += float(table.start_ms[candidate] + lengths.sum() * table.absorb_ms[candidate])
         num_tokens = sum(map(len, tokens))
         self._played.add(candidate)
         self._look_up(tokens, candidate)
@@ -326,9 +317,17 @@ class Choices:
         self.chosen.append(turn)
         self._round += count
         self._left -= count
-        if not count or not fair:
+        if not count:
             return
-        self._observe(candidate, took_ms / expected)
+        if fair:
+            self._observe(candidate, took_ms / expected)
+        # By prices, which a slow moment does not change.
+        to_plain = [1.0 if (one := self._ratio(at)) is None else one for at in (candidate, OFF)]
+        steps = expected * to_plain[0] / (float(table.round_ms[OFF, 0]) * to_plain[1])
+        # So many steps of plain decoding would have brought as many tokens.
+        self._chooser = chooser.with_time(self._chooser, count * num_tokens / sum(map(len, rounds)), steps)
+        if not fair:
+            return
         for name, share in self._missed.items():
             self._known.missed_ms[name] = self._known.missed_ms.get(name, 0.0) + took_ms * share
 
@@ -402,29 +401,22 @@ class Choices:
             absorb_ms=absorb_ms,
         )
 
-    def _speedups(
-        self,
-        table: Prices,
-        remaining: np.ndarray,
-        estimate: acceptance.Estimate | None = None,
-        deviations: float = 0.0,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """By candidate, over live rows: expected speed-up, best length, first acceptance, milliseconds of a round."""
+    def _outlook(self, table: Prices, remaining: np.ndarray, deviations: float = 0.0) -> Outlook:
+        """What is expected of each candidate, of live rows together."""
+        seen = self._chooser.estimate
         live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
-        estimate = self._chooser.estimate if estimate is None else estimate
-        known = acceptance.hoped(self._prior, estimate, deviations)
-        accept, drafted = (of_rows[live] for of_rows in known)
-        tokens = chooser.tokens_of_rounds(accept).mean(axis=0)
-        times = chooser.times_of_rounds(table, drafted).max(axis=0)
-        times[1:, 0] = np.inf
-        speed = tokens / times * table.round_ms[OFF, 0]
-        lengths = speed.argmax(axis=1)
-        each = np.arange(len(speed))
-        return speed[each, lengths], lengths, accept[:, :, 0].mean(axis=0), times[each, lengths]
+        return chooser.outlook(
+            table,
+            self._prior,
+            acceptance.Estimate(seen.accept[live], seen.draft[live]),
+            deviations,
+            together=True,
+        )
 
     def _expectations(self, table: Prices, remaining: np.ndarray, usable: np.ndarray) -> tuple[Expected, ...]:
-        columns = self._speedups(table, remaining)
-        rows = zip(self.names, *(column.tolist() for column in columns), usable.tolist(), strict=True)
+        seen = self._outlook(table, remaining)
+        columns = (seen.speedup, seen.length, seen.accept, seen.round_ms)
+        rows = zip(self.names, *(column[0].tolist() for column in columns), usable.tolist(), strict=True)
         expected = [
             Expected(
                 name, length, None if name == "off" else first, took if self._timed else None, speed, ready

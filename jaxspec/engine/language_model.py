@@ -64,7 +64,7 @@ from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
-from jaxspec.protocol import Drafter, Weights, num_nodes_of
+from jaxspec.protocol import Drafter, Weights, is_coupled, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -317,16 +317,17 @@ class LanguageModel:
             chat template, or a list of such conversations.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
-          acceptor: how drafts are accepted: greedy, rejection or block, with each of which the text keeps its law; or
-            typical, which is lossy: sampled text then follows another law (see `lossy.TypicalAcceptor`), and its
-            `Result.lossy` says so. None for greedy at temperature 0, else block.
+          acceptor: how drafts are accepted: greedy, rejection, block or coupled, with each of which the text keeps its
+            law, with coupled (after Daliri et al. 2024) it even is the text that plain decoding draws by the same seed;
+            or typical, which is lossy: sampled text then follows another law (see `lossy.TypicalAcceptor`), and its
+            `Result.lossy` says so. None for greedy at temperature 0, else block, coupled with method `auto`.
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
           top_k, top_p, min_p: see `sampling.Sampling`.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
-            prompt's text does not depend on its place in the list; with method `auto` it does, as choices are the
-            batch's, and prompts of one seed have streams of their own.
+            prompt's text does not depend on its place in the list; with method `auto` and an acceptor that is not
+            coupled it does, as choices are the batch's, and prompts of one seed have streams of their own.
           stop: strings that end a text, found across token borders; the text ends before them. None for none.
           ignore_eos: go on to the budget.
           logprobs: report each token's log-probability under the model's raw law.
@@ -466,12 +467,15 @@ class LanguageModel:
             name="prompts" if messages is None else "messages",
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
-        accept = build_acceptor(acceptor, needs_sampling(requests))
         method = self._made(method, options)
+        if acceptor is None and isinstance(method, Auto):
+            # So that what is chosen, which follows times, has no say in the text that a seed gives.
+            acceptor = "coupled"
+        accept = build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._parts(method, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
         plan = self._plan(method, laws, drafter.num_draft_tokens, requests, rows)
-        requests = requests if plan is None else drawn_apart(requests)
+        requests = requests if plan is None or is_coupled(accept) else drawn_apart(requests)
         session = Session(
             self.executables,
             self.config,

@@ -53,13 +53,14 @@ def head_name(kind: str) -> str:
     return f"{HEADS_NAME}/{kind}/config.json"
 
 
-def embedded_head(kind: str, target: str) -> Path | None:
-    """The head that comes with jaxspec of this kind, for the target of this fingerprint; None if there is none."""
+def embedded_heads(target: str) -> dict[str, Path]:
+    """The heads that come with jaxspec for the target of this fingerprint, by kind."""
+    found: dict[str, Path] = {}
     for config in embedded_files(f"{HEADS_NAME}/*/config.json"):
         own = section(read_json(config), "jaxspec")
-        if (own.get("kind"), own.get("target")) == (kind, target):
-            return config.parent
-    return None
+        if own.get("target") == target:
+            found.setdefault(str(own.get("kind")), config.parent)
+    return found
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:

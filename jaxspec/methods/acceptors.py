@@ -10,7 +10,7 @@ from jaxspec.io.messages import shown
 if TYPE_CHECKING:
     from jaxspec.protocol import Acceptor
 
-AcceptorName = Literal["greedy", "rejection", "block", "typical"]
+AcceptorName = Literal["greedy", "rejection", "block", "coupled", "typical"]
 # Those with which sampled text follows another law than the model's.
 LOSSY: frozenset[AcceptorName] = frozenset({"typical"})
 
@@ -32,19 +32,24 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
       >>> build_acceptor(None, sampling=False)
       GreedyAcceptor()
     """
-    from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+    from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
     from jaxspec.lossy import TypicalAcceptor
 
     known = typing.get_args(AcceptorName)
     if name is not None and not (isinstance(name, str) and name in known):
         raise ValueError(f"unknown acceptor {shown(name)}; give one of {', '.join(known)}")
     name = name or ("block" if sampling else "greedy")
-    if name == "typical":
-        return TypicalAcceptor() if sampling else GreedyAcceptor()
-    if name == "greedy":
-        if sampling:
-            raise ValueError(
-                "acceptor='greedy' would not follow the law at a temperature above 0; choose rejection or block"
-            )
+    if name == "greedy" and sampling:
+        raise ValueError(
+            "acceptor='greedy' would not follow the law at a temperature above 0; choose rejection, block or coupled"
+        )
+    of_sampled: dict[str, type[Acceptor]] = {
+        "rejection": RejectionAcceptor,
+        "block": BlockAcceptor,
+        "coupled": CoupledAcceptor,
+        "typical": TypicalAcceptor,
+    }
+    # Where nothing is drawn, the greedy one's text is the others', but for near-ties.
+    if name == "greedy" or (not sampling and name in ("coupled", "typical")):
         return GreedyAcceptor()
-    return RejectionAcceptor() if name == "rejection" else BlockAcceptor()
+    return of_sampled[name]()

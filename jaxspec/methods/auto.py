@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Auto(DraftingMethod):
       among: methods to choose among, plain decoding always with them; their options stand beside this one. Default:
         ngram, suffix, early exits that the model was trained for, and heads that lie beside it or come with jaxspec.
       choices: a file of choices: where it is there, its choices are made again, with which a seed gives the same text
-        again; else what is chosen is written to it.
+        again whatever the acceptor is; else what is chosen is written to it.
       explain: report what was expected and what was chosen, see `Result.choices`; the command line writes it to
         standard error after the text.
 
@@ -152,13 +153,25 @@ class Auto(DraftingMethod):
     def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
         """Returns what `jaxspec tune --method auto` found out about a model's candidates, by name; {} where nothing.
 
+        The model's own file counts, and for what it does not name those of the heads that come with jaxspec for the
+        model, unless it has a head of that kind beside it.
+
         Raises:
-          ValueError: the file is damaged, or another model's; one line.
+          ValueError: a file is damaged, or another model's; one line.
         """
         from jaxspec.io import acceptance_file
+        from jaxspec.io.heads import embedded_heads, head_name
 
-        path = found(None, target, resources, acceptance_file.NAME)
-        return {} if path is None else acceptance_file.read_acceptance(path, target.fingerprint)
+        brought = (
+            directory / acceptance_file.NAME
+            for kind, directory in embedded_heads(target.fingerprint).items()
+            if found(None, target, resources, head_name(kind)) is None
+        )
+        own = found(None, target, resources, acceptance_file.NAME)
+        expected: dict[str, Expectation] = {}
+        for path in (*filter(os.path.isfile, brought), *filter(None, [own])):
+            expected |= acceptance_file.read_acceptance(path, target.fingerprint)
+        return expected
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         from jaxspec.protocol import drafts_trees

@@ -59,10 +59,10 @@ class HeadMethod(ChainMethod):
     @classmethod
     def beside(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
         """Returns the method, where there is a head of its kind for the model without naming it; else nothing."""
-        from jaxspec.io.heads import embedded_head, head_name
+        from jaxspec.io.heads import embedded_heads, head_name
 
         found_beside = found(None, target, resources, head_name(cls.name)) is not None
-        return (cls(),) if found_beside or embedded_head(cls.name, target.fingerprint) is not None else ()
+        return (cls(),) if found_beside or cls.name in embedded_heads(target.fingerprint) else ()
 
     def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
         """Returns what its training found on held-out prompts, which lies beside the head."""
@@ -74,12 +74,12 @@ class HeadMethod(ChainMethod):
 
     def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
         """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""
-        from jaxspec.io.heads import embedded_head, head_name
+        from jaxspec.io.heads import embedded_heads, head_name
 
         if self.draft is not None:
             return self.draft
         beside = found(None, target, resources, head_name(self.name))
-        return embedded_head(self.name, target.fingerprint) if beside is None else beside.parent
+        return embedded_heads(target.fingerprint).get(self.name) if beside is None else beside.parent
 
     def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
         """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # Heads that draft best, the best first.
 _HEADS = ("eagle3", "eagle", "kangaroo")
-# What a draft token of a head costs about, in steps of one token; and drafts longer than any that pays.
-_HEAD_COST, _LONG = 0.05, 16
+# Drafts longer than any that pays.
+_LONG = 16
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
 
@@ -137,12 +137,11 @@ class Hybrid(Method):
 
     def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
         """Returns the second's, as far as its drafts pay; what is found beside is known in rounds alone."""
-        from jaxspec.choosing.costs import guessed_row
-
         known = self._parts()["second"].expectation(target, resources)
         if known is None:
             return None
-        cost = guessed_row(resources.platform) + (_HEAD_COST if self.draft_cost is None else self.draft_cost)
+        drafter: Any = self.build(target, resources)[0]
+        cost = float(drafter.row_cost + drafter.draft_cost)
         accept = (*known.accept, *known.accept[-1:] * _LONG)
         tokens = list(itertools.accumulate(itertools.accumulate(accept, operator.mul), initial=1.0))
         longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))

@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.prompt_files import Task, in_turn, own_tasks, read_tasks
+from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_tasks
 from jaxspec.bench.records import Record
 from jaxspec.bench.speed import Taken
-from jaxspec.bench.suite import Peer, Suite, check_tokenizer, encoded
+from jaxspec.bench.suite import Peer, Suite, check_tokenizer
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.language_model import LanguageModel

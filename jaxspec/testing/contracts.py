@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decoding
-from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
+from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts
+from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
@@ -39,6 +40,7 @@ ACCEPTORS: dict[str, Callable[[], Acceptor]] = {
     "greedy": GreedyAcceptor,
     "rejection": RejectionAcceptor,
     "block": BlockAcceptor,
+    "coupled": CoupledAcceptor,
 }
 # The target's config → a drafter and its parameters, None for a drafter without.
 MakeDrafter = Callable[[LlamaConfig], tuple[Drafter, Any]]
@@ -55,7 +57,7 @@ def check_drafter(
     Args:
       make: a drafter that fits every model, or what makes one and its parameters for a target's config.
       config: the target of all checks but the sampled law's, whose vocabulary has four tokens.
-      acceptors: names among greedy, rejection and block.
+      acceptors: names among greedy, rejection, block and coupled.
       report: called with the name of each check before it begins.
 
     Raises:
@@ -71,6 +73,9 @@ def check_drafter(
         for check in CHECKS:
             report(f"{check.__name__}, {name} acceptor")
             check(loop)
+        if name == "coupled":
+            report(f"{check_seeded_text.__name__}, {name} acceptor")
+            check_seeded_text(loop)
         if name != "greedy":
             report(f"check_sampled_law, {name} acceptor")
             check_sampled_law(functools.partial(drafter_loop, make, name, small))
@@ -269,6 +274,21 @@ def _greedy(
     config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     return tuple(reference.greedy(config, params(config), prompt, budget, eos))
+
+
+def check_seeded_text(loop: Loop) -> None:
+    """With the coupled acceptor each row has the text that plain decoding draws by its key, whatever is drafted.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> check_seeded_text(drafter_loop(NGram(num_draft_tokens=3), "coupled"))
+    """
+    parts = dataclasses.replace(loop.parts, drafter=Autoregressive(), acceptor=BlockAcceptor())
+    plain = Loop(parts, Weights(loop.weights.target), loop.config)
+    for seeds in ((1, 2, 3), (44, 55, 66)):
+        found, expected = (one.texts(PROMPTS, BUDGETS, seeds=seeds) for one in (loop, plain))
+        for row in range(len(PROMPTS)):
+            _same(found[row], expected[row], row)
 
 
 def check_rows_are_independent(loop: Loop) -> None:

@@ -73,14 +73,17 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
     """
     expected = {}
     for name, texts in played.items():
-        longest = max((drafted for rounds in texts for drafted, _ in rounds), default=1)
-        flat = acceptance.flat_prior(1, max(longest, 1))
+        # What never drafts might have had one token, and was wrong each time.
+        longest = max([1, *(drafted for rounds in texts for drafted, _ in rounds)])
+        flat = acceptance.flat_prior(1, longest)
         nothing = acceptance.nothing_seen(flat, len(texts))
         # A text's last draft had no room, or a text ended within it: no fault of the drafter.
         before, last = (
             [rounds[:-1] for rounds in texts],
             [[one for one in rounds[-1:] if one[0]] for rounds in texts],
         )
+        if not any(rounds for texts in (before, last) for rounds in texts):
+            continue  # nothing is known of it
         seen = acceptance.observed_rounds(nothing, 0, before, forgetting=1.0, asked=longest)
         seen = acceptance.observed_rounds(seen, 0, last, forgetting=1.0)
         prior = acceptance.fitted_prior(seen)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxspec.bench.suite_options import Chat, check_count
+
 Objective = Literal["agreement", "speed"]
 OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
 # Tokens generated per prompt: a pass is cheap, and the paper's number for speed.
@@ -51,6 +53,29 @@ class SearchOptions:
     def tokens(self) -> int:
         """Tokens generated per prompt."""
         return self.max_new_tokens if self.max_new_tokens is not None else _TOKENS[self.objective]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptOptions:
+    """What the model reads.
+
+    Attributes:
+      prompt_file: a text file, which holds one prompt, or JSON lines in a form of `jaxspec bench`. Default: prompts of
+        each kind of work, none of which the suite reports on.
+      limit: prompts at most, taken from the kinds in turn. Default: all of the files, else two of each kind.
+      chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
+        prompts are messages: those with turns (of which the first is read), and GSM8K.
+
+    Raises:
+      ValueError: a number outside its range.
+    """
+
+    prompt_file: tuple[str, ...] = ()
+    limit: int | None = None
+    chat: Chat = "auto"
+
+    def __post_init__(self) -> None:
+        check_count("limit", self.limit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import warnings
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench import prompts as prompt_set
+from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_tasks
 from jaxspec.bench.suite_options import check_budget
 from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
@@ -18,44 +18,60 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.files import read_text
 from jaxspec.model.sharding import local
 from jaxspec.tuning.agreement import AgreementTexts, prepare
+from jaxspec.tuning.options import PromptOptions
+
+_USUAL = PromptOptions()
+# Prompts of each kind of work where no files are given.
+_EACH = 2
+_WANTED = "`prompt_file` must be text files, one prompt each, or JSON lines"
 
 
-def read_prompts(
-    lm: LanguageModel, prompt_file: Sequence[str], max_new_tokens: int, *, chat: bool = False
-) -> list[list[int]]:
-    """Prompts as token ids: one per file; or the default ones, as far as they fit the model's context.
-
-    `chat`: whether each is a message, to be put through the chat template.
+def read_prompts(lm: LanguageModel, max_new_tokens: int, options: PromptOptions = _USUAL) -> list[list[int]]:
+    """Prompts as token ids; of prompt sets and the default ones those that fit the model's context.
 
     Raises:
-      ValueError, FileNotFoundError: a file is missing, empty, no text, or too long for the context.
+      ValueError, FileNotFoundError: a file is missing, empty, no text, or too long for the context; or none fits.
     """
     check_budget(max_new_tokens)
-    wanted = "`prompt_file` must be text files, one prompt each"
-    context = lm.config.context_length
-    encode = functools.partial(lm.encode, chat=chat)
-    if not prompt_file:
-        usual = map(encode, prompt_set.sample(2, lm.directory, "tuning"))
-        fitting = [ids for ids in usual if len(ids) + max_new_tokens <= context]
-        if not fitting:
-            raise ValueError(
-                f"max_new_tokens ({max_new_tokens}) and the default prompts exceed the model's context of "
-                f"{context}; give fewer, or shorter prompts by `prompt_file`"
-            )
-        return fitting
+    room = lm.config.context_length - max_new_tokens
+    exceeds = f"max_new_tokens ({max_new_tokens}) exceed the model's context of {lm.config.context_length}"
+    texts, sets = _split(options.prompt_file)
     found = []
-    for path in prompt_file:
-        text = read_text(path, wanted).removesuffix("\n")
-        ids = encode(text) if text else []
+    for path in texts[: options.limit]:
+        text = read_text(path, _WANTED).removesuffix("\n")
+        ids = encoded(lm, Task(path, path, (text,)), chat=options.chat) if text else []
         if not ids:
-            raise ValueError(f"{path} is empty; {wanted}")
-        if len(ids) + max_new_tokens > context:
-            raise ValueError(
-                f"{path} ({len(ids)} tokens) and max_new_tokens ({max_new_tokens}) exceed the model's context "
-                f"of {context}; shorten one of them"
-            )
+            raise ValueError(f"{path} is empty; {_WANTED}")
+        if len(ids) > room:
+            raise ValueError(f"{path} ({len(ids)} tokens) and {exceeds}; shorten one of them")
         found.append(ids)
+    if not texts:
+        tasks = read_tasks(sets) if sets else own_tasks("tuning", directory=lm.directory)
+        usual = None if sets else _EACH * len({task.category for task in tasks})
+        tasks = in_turn(tasks, lambda task: task.category)
+        read = (encoded(lm, task, chat=options.chat) for task in tasks)
+        fitting = (ids for ids in read if len(ids) <= room)
+        found = list(itertools.islice(fitting, options.limit or usual))
+        if not found:
+            raise ValueError(
+                f"the prompts and {exceeds}; give fewer tokens, or shorter prompts by `prompt_file`"
+            )
     return found
+
+
+def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Text files and prompt sets among paths.
+
+    Raises:
+      ValueError: there are both.
+    """
+    sets = [path for path in paths if path.lower().endswith((".json", ".jsonl"))]
+    texts = [path for path in paths if path not in sets]
+    if texts and sets:
+        raise ValueError(
+            f"prompt_file names {texts[0]}, a text, and {sets[0]}, a prompt set; give files of one sort"
+        )
+    return texts, sets
 
 
 def continuations(
