@@ -46,6 +46,8 @@ CONFIGS = {
     "head_dim": dataclasses.replace(BASE, head_dim=6),
     "mistral": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(4, 4, 4)),
     "mistral_full": dataclasses.replace(BASE, model_type="mistral"),
+    "ministral": dataclasses.replace(BASE, model_type="ministral", sliding_windows=(4, None, 4)),
+    "ministral_full": dataclasses.replace(BASE, model_type="ministral"),
     "qwen2": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, sliding_windows=(None, 4, 4)),
     "qwen3": dataclasses.replace(BASE, model_type="qwen3", qk_norm=True, sliding_windows=(None, 4, 4)),
     "qwen3_biases": dataclasses.replace(
@@ -255,7 +257,8 @@ def test_sliding_windows(tmp_path):
         config = write_config(tmp_path, model_type=kind, num_key_value_heads=2, **keys)
         return huggingface.read_config(config).sliding_windows
 
-    assert read("llama", sliding_window=4) == ()
+    with pytest.warns(RuntimeWarning, match="do not use sliding_window"):
+        assert read("llama", sliding_window=4) == ()
     assert read("mistral", sliding_window=4) == (4, 4, 4)
     assert read("mistral", sliding_window=None) == ()
     assert read("qwen2", sliding_window=4, max_window_layers=1) == ()
@@ -263,6 +266,12 @@ def test_sliding_windows(tmp_path):
     assert read("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1) == (None, 4, 4)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert read("qwen2", sliding_window=4, use_sliding_window=True, layer_types=types) == (4, None, 4)
+    assert read("ministral", sliding_window=4) == (4, 4, 4)
+    assert read("ministral", sliding_window=None) == ()
+    for kind in ("mistral", "ministral"):
+        assert read(kind, sliding_window=4, layer_types=types) == (4, None, 4)
+        assert read(kind, sliding_window=4, layer_types=["full_attention"] * 3) == ()
+        assert read(kind, sliding_window=4, layer_types=None) == (4, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +279,7 @@ def test_sliding_windows(tmp_path):
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3",
+            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, ministral, qwen3",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
@@ -298,6 +307,32 @@ def test_sliding_windows(tmp_path):
                 "layer_types": ["x"],
             },
             "layer_types",
+        ),
+        (
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["chunked_attention"] * 3},
+            "layer_types must name full_attention or sliding_attention for each of 3 layers",
+        ),
+        (
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]},
+            "layer_types must name full_attention or sliding_attention for each of 3 layers",
+        ),
+        (
+            {
+                "model_type": "ministral",
+                "num_key_value_heads": 2,
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has sliding_attention, which needs sliding_window",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "num_key_value_heads": 2,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has sliding_attention, which needs sliding_window and use_sliding_window",
         ),
     ],
 )

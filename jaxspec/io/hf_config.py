@@ -5,12 +5,14 @@ Missing keys mean what transformers takes them to mean for each model type.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxspec.io.files import read_json
+from jaxspec.io.hf_keys import check_keys
 from jaxspec.io.hf_values import MAX_INT, flag, number, section, token_ids, whole
 from jaxspec.io.messages import shown
 from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
@@ -54,14 +56,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
     },
 }
+DEFAULTS["ministral"] = DEFAULTS["mistral"]
 DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"head_dim": 128}
 GENERATION = "generation_config.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# What `layer_types` may name.
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 # Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
 _MIN_EPSILON, _MAX_THETA, _MAX_FACTOR = 1e-30, 1e30, 1e6
 
@@ -72,7 +78,10 @@ def read_config(directory: str | Path) -> LlamaConfig:
     Raises:
       FileNotFoundError: there is no such directory, or no `config.json` in it.
       ValueError: a model type, activation, RoPE type or quantisation that is not supported, or a key that
-        makes no sense; one line.
+        makes no sense, or one that changes the model in a way that is not supported; one line.
+
+    Warns:
+      RuntimeWarning: there are keys that models of this type do not use, see `hf_keys`.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -83,7 +92,11 @@ def read_config(directory: str | Path) -> LlamaConfig:
     with errors_of(directory / GENERATION):
         more_eos_ids = token_ids(generation, "eos_token_id")
     with errors_of(directory / "config.json"):
-        return config_from(content, more_eos_ids)
+        config = config_from(content, more_eos_ids)
+        unused = check_keys(config.model_type, content)
+    if unused is not None:
+        warnings.warn(f"{directory / 'config.json'}: {unused}", RuntimeWarning, stacklevel=2)
+    return config
 
 
 @contextmanager
@@ -162,8 +175,10 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(DEFAULTS)}")
+    if kind == "mistral" and content.get("layer_types") is not None:
+        kind = "ministral"  # as transformers reads it: in a Mistral all layers are alike
     values = {**DEFAULTS[kind], **content}
-    if values["hidden_act"] != "silu":
+    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
         raise ValueError(f"hidden_act {shown(values['hidden_act'])} is not supported; supported: silu")
     if quantised := section(values, "quantization_config"):
         method = quantised.get("quant_method", "unknown")
@@ -252,24 +267,24 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
     """How many latest positions each layer of a model of this kind sees, as `LlamaConfig.sliding_windows` has it."""
     layers, window = whole(values, "num_hidden_layers", most=MAX_LAYERS), values.get("sliding_window")
-    if kind == "llama" or window is None:
+    if kind == "llama":
         return ()
-    if kind == "mistral":
-        return (whole(values, "sliding_window"),) * layers
-    if not flag(values, "use_sliding_window"):
-        return ()
+    qwen = kind not in ("mistral", "ministral")
+    slides = window is not None and (not qwen or flag(values, "use_sliding_window"))
     types = values.get("layer_types")
     if types is None:
-        first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0)
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != layers or any(name not in known for name in types):
-        raise ValueError(
-            f"layer_types must name full_attention or sliding_attention for each of {layers} layers"
-        )
-    if "sliding_attention" not in types:
+        first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0) if qwen and slides else 0
+        types = [_SLIDING if slides and layer >= first else _FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or any(t not in (_SLIDING, _FULL) for t in types):
+        raise ValueError(f"layer_types must name {_FULL} or {_SLIDING} for each of {layers} layers")
+    if _SLIDING not in types:
         return ()
-    return tuple(whole(values, "sliding_window") if name == "sliding_attention" else None for name in types)
+    if not slides:
+        needed = "sliding_window and use_sliding_window" if qwen else "sliding_window"
+        raise ValueError(
+            f"layer_types has {_SLIDING}, which needs {needed}; give the window's length in tokens"
+        )
+    return tuple(whole(values, "sliding_window") if name == _SLIDING else None for name in types)
 
 
 def config_json(config: LlamaConfig, dtype_name: str, exits: Sequence[int] = ()) -> dict[str, Any]:
@@ -332,16 +347,19 @@ def _flags_json(config: LlamaConfig) -> dict[str, Any]:
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     if kind == "mistral" and not any(biases) and len(set(windows)) <= 1:
         return {"sliding_window": next(iter(sizes), None)}
+    types = [_FULL if window is None else _SLIDING for window in windows] or [_FULL] * config.num_layers
+    if kind == "ministral" and not any(biases) and len(sizes) <= 1:
+        # transformers refuses a Ministral without a window, even where no layer has one.
+        return {"sliding_window": next(iter(sizes), config.max_position_embeddings), "layer_types": types}
     own: dict[str, Any] = {"attention_bias": config.qkv_bias} if kind == "qwen3" else {}
     usual = (
         biases == (True, False, False) if kind == "qwen2" else biases in ((True, True, False), (False,) * 3)
     )
     if kind in ("qwen2", "qwen3") and usual and len(sizes) <= 1:
-        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
         return own | {
             "use_sliding_window": bool(sizes),
             "sliding_window": next(iter(sizes), None),
-            "layer_types": types or ["full_attention"] * config.num_layers,
+            "layer_types": types,
         }
     if kind not in ARCHITECTURES:
         raise ValueError(f"cannot save model_type {kind!r}; choose one of {', '.join(ARCHITECTURES)}")

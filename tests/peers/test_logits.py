@@ -37,6 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 40,
 }
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
 FAMILIES = {
     "llama": ("Llama", {}),
     "multi_head": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
@@ -56,6 +57,9 @@ FAMILIES = {
     ),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None, "head_dim": 10}),
+    "ministral": ("Ministral", {"sliding_window": 5, "head_dim": 8}),
+    "ministral_alternating": ("Ministral", {"sliding_window": 5, "head_dim": 10, "layer_types": TYPES}),
+    "ministral_full": ("Ministral", {"head_dim": 8, "layer_types": ["full_attention"] * 3}),
     "qwen2": ("Qwen2", {}),
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
@@ -112,6 +116,18 @@ def test_random_models(tmp_path, name):
     np.testing.assert_array_equal(theirs(again, TOKENS), expected)
     for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"):
         assert getattr(again.config, key) == getattr(made, key), key
+
+
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
+    """The library's own `AutoConfig` reads it so."""
+    own = {"sliding_window": 5, "head_dim": 8, "layer_types": TYPES}
+    model = transformers.MinistralForCausalLM(transformers.MinistralConfig(**SIZES | own))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"ministral"', '"mistral"'))
+    again = from_directory(tmp_path)
+    assert type(again) is transformers.MinistralForCausalLM
+    np.testing.assert_allclose(ours(tmp_path, TOKENS), theirs(again, TOKENS), atol=TOLERANCE, rtol=0)
 
 
 def test_theirs_in_shards(tmp_path):

@@ -1,0 +1,71 @@
+"""The keys of transformers' configuration classes, and what a key of another model type does there."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import transformers  # noqa: E402
+
+from jaxspec.io import huggingface  # noqa: E402
+from jaxspec.io.hf_config import DEFAULTS, config_from  # noqa: E402
+from jaxspec.io.hf_keys import GENERATION_KEYS, IGNORED, READ  # noqa: E402
+from tests.peers.test_logits import SIZES, TOKENS, TOLERANCE, ours, theirs  # noqa: E402
+
+pytestmark = pytest.mark.peers
+
+CLASSES = {kind: type(transformers.AutoConfig.for_model(kind)) for kind in DEFAULTS}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_every_key_of_a_class_is_read_or_changes_nothing(kind):
+    fields = {field.name for field in dataclasses.fields(CLASSES[kind])}
+    assert len(fields) > 25
+    assert fields <= READ[kind] | IGNORED | GENERATION_KEYS
+    written = CLASSES[kind](**SIZES).to_dict().keys()
+    assert written <= READ[kind] | IGNORED | GENERATION_KEYS
+    generation = set(transformers.GenerationConfig._get_default_generation_params())
+    assert generation <= GENERATION_KEYS | IGNORED
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_missing_keys_mean_what_they_mean_there(kind):
+    content = CLASSES[kind](head_dim=128).to_dict()
+    assert config_from({"model_type": kind, "head_dim": 128}) == config_from(content)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_key_that_is_ignored_or_warned_of_changes_no_logits_there(tmp_path, kind):
+    """Each at once, so that what one of them changes shows."""
+    own = {
+        "pretraining_tp": 2,
+        "initializer_range": 0.03,
+        "is_decoder": True,
+        "chunk_size_feed_forward": 3,
+        "max_sequence_length": 7,
+        "gating": "tanh",
+    }
+    if kind == "llama":
+        own |= {"sliding_window": 3, "layer_types": ["sliding_attention"] * SIZES["num_hidden_layers"]}
+    if kind in ("mistral", "ministral", "qwen2"):
+        own["attention_bias"] = True
+    if kind != "llama":
+        own["mlp_bias"] = True
+    made = CLASSES[kind](**SIZES | own | {"head_dim": 8})
+    made._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    with pytest.warns(RuntimeWarning, match="do not use"):
+        huggingface.read_config(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = ours(tmp_path, TOKENS)
+    np.testing.assert_allclose(found, theirs(model, TOKENS), atol=TOLERANCE, rtol=0)
