@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,33 @@ def qwen3() -> Files:
     return {**content, "model_type": "qwen3", "rms_norm_eps": 1e-5}, tensors
 
 
-LAYOUTS = {"eagle": eagle, "eagle3": eagle3, "speculators": speculators, "vllm": vllm, "qwen3": qwen3}
+def qkv_bias() -> Files:
+    """As EAGLE heads of Qwen2 are published: a Llama layer with biases of queries, keys and values alone."""
+    content, tensors = eagle()
+    rng = np.random.default_rng(7)
+    sizes = {"q": 16, "k": 8, "v": 8}
+    biases = {f"layers.0.self_attn.{name}_proj.bias": matrix(rng, (size,)) for name, size in sizes.items()}
+    return {**content, "qkv_bias": True}, tensors | biases
+
+
+def linear(**changes: Any) -> Files:
+    """A head whose config has a linear scaling beside a base, which the authors' code drops."""
+    content, tensors = eagle3()
+    return {
+        **content,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_theta": 77.0,
+    } | changes, tensors
+
+
+LAYOUTS = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "speculators": speculators,
+    "vllm": vllm,
+    "qwen3": qwen3,
+    "qkv_bias": qkv_bias,
+}
 
 
 def plain(layout: str) -> Files:
@@ -149,7 +176,7 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_those_of_the_slow_reference(said, layout):
-    taps = ("final",) if layout == "eagle" else TAPS
+    taps = ("final",) if layout in ("eagle", "qkv_bias") else TAPS
     assert furthest(said(layout), plain(layout), taps) < 2e-5
 
 
@@ -168,6 +195,7 @@ WRONG = {
     "no norm before the residual": ("speculators", read_as("speculators", norm_before_residual=False), TAPS),
     "an output fed back without its norm": ("speculators", read_as("speculators", norm_output=False), TAPS),
     "no norm of each tap": ("vllm", read_as("vllm", fc_norm=False), TAPS),
+    "no biases": ("qkv_bias", plain("eagle"), ("final",)),
     "the stream before the final norm": ("eagle", plain("eagle"), (TARGET.num_layers - 1,)),
 }
 
@@ -176,6 +204,39 @@ WRONG = {
 def test_a_wrong_reading_would_be_noticed(said, wrong):
     layout, files, taps = WRONG[wrong]
     assert furthest(said(layout), files, taps) > 1e-3
+
+
+def test_a_linear_scaling_has_the_base_of_the_authors_code(tmp_path):
+    with pytest.warns(RuntimeWarning, match="claims rope_theta 77, which EAGLE's training code") as caught:
+        found = rounds_of(write(tmp_path, linear()), drafter)
+    assert "\n" not in str(caught[0].message)
+    assert furthest(found, linear(rope_theta=10000.0), TAPS) < 2e-5
+    assert furthest(found, linear(), TAPS) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("files", "base"),
+    [
+        (linear(rope_scaling={"type": "dynamic", "factor": 2.0}), 10000.0),
+        (linear(rope_scaling=None), 77.0),
+        (linear(rope_theta=10000.0), 10000.0),
+        # Trained here, or by code that reads the config as transformers does.
+        (linear(jaxspec={"kind": "eagle3"}), 77.0),
+        (
+            linear(rope_scaling=None, rope_parameters={"type": "linear", "factor": 4.0, "rope_theta": 77.0}),
+            77.0,
+        ),
+        (linear(transformer_layer_config=linear()[0]), 77.0),
+    ],
+    ids=["dynamic", "none", "the usual base", "ours", "transformers 5", "speculators"],
+)
+def test_the_base_of_a_head(tmp_path, files, base):
+    claimed = files[0]["rope_theta"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        block = heads.read_head(write(tmp_path, files), TARGET).config.block
+    assert block.rope_theta == base
+    assert len(caught) == (claimed != base)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "eagle3"])

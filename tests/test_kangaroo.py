@@ -84,6 +84,23 @@ def test_a_wrong_reading_would_be_noticed(said, wrong):
     assert off(said, *WRONG[wrong]) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "claimed",
+    [{"rope_theta": 500.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
+    ids=["base", "scaling"],
+)
+def test_its_rope_is_that_of_the_authors_code_whatever_its_config_claims(said, tmp_path, claimed):
+    usual = heads.read_head(write(tmp_path / "usual", adapter()), TARGET)
+    with pytest.warns(
+        RuntimeWarning, match="claims rope_theta .* which Kangaroo's training code does not use"
+    ):
+        claims = heads.read_head(write(tmp_path / "claims", with_config(adapter(), **claimed)), TARGET)
+    assert claims.config == usual.config
+    assert off(said, with_config(adapter(), **claimed)) > 1e-3
+    own = with_config(adapter(), **claimed, jaxspec={"kind": "kangaroo"})  # trained here, by its config
+    assert heads.read_head(write(tmp_path / "own", own), TARGET).config != usual.config
+
+
 @struct.dataclass
 class Forgetful(Kangaroo):
     """Keeps only what it has run itself, so that after full acceptance it lacks the last draft token."""

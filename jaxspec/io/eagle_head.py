@@ -7,7 +7,7 @@
     vLLM               either, all names perhaps behind `model.`; a Llama config perhaps under `model`
 
 A head's RoPE, widths and ε are those of its own config: the defaults of transformers count where that is silent, not
-the target's values.
+the target's values. One exception: the code of EAGLE's authors drops `rope_theta` beside linear and dynamic scaling.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jaxspec.io.head_tensors import (
     leaves_of,
     refuse_left_out,
     renamed,
+    with_rope_of_training,
 )
 from jaxspec.io.hf_config import config_from, errors_of, read_windows
 from jaxspec.io.hf_layout import Source, sources_of
@@ -60,7 +61,7 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     tensors = renamed(directory, found, _plain)
     kind: Literal["eagle", "eagle3"] = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
     with errors_of(directory / "config.json"):
-        config = _config(kind, content, tensors, target)
+        config = _config(directory, kind, content, tensors, target)
     leaves = tuple(entries(config))
     more = {"d2t", "t2d"} if kind == "eagle3" else set()
     check_tensors(directory, kind, leaves, tensors, more, _OPTIONS)
@@ -76,6 +77,7 @@ def _plain(name: str) -> str:
 
 
 def _config(
+    directory: Path,
     kind: Literal["eagle", "eagle3"],
     content: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
@@ -95,6 +97,16 @@ def _config(
     # Trainers give a Llama layer a window in the words of Qwen2, which a Llama by itself does not read.
     windows = read_windows("qwen2", inner) if flag(inner, "use_sliding_window") else block.sliding_windows
     block = dataclasses.replace(block, tie_embeddings=False, sliding_windows=windows)
+    if inner.get("qkv_bias") is not None:
+        block = dataclasses.replace(block, qkv_bias=flag(inner, "qkv_bias"))
+    scaling = block.rope_scaling if inner.get("rope_scaling") else None
+    other_trainer = (
+        section(content, "jaxspec").get("kind") is not None or "transformer_layer_config" in content
+    )
+    if scaling is not None and scaling.kind in ("linear", "dynamic") and not other_trainer:
+        block = with_rope_of_training(
+            directory, block, scaling, f"EAGLE's training code with {scaling.kind} scaling"
+        )
     read_width = block.hidden_size
     if kind == "eagle3" and values.get("target_hidden_size") is not None:
         read_width = whole(values, "target_hidden_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from jaxspec.io import huggingface
 from jaxspec.io.hf_layout import Source
 from jaxspec.io.huggingface import Place
 from jaxspec.io.tensors import DTYPES, Tensors
+from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.heads import AnyHead
 from jaxspec.model.llama import Params, is_shape
 from jaxspec.model.vocabulary import Vocabulary
 
+# The base of the rotary frequencies where a head's authors give none.
+USUAL_THETA = 10000.0
 # Name, shape and sources of a leaf of a head's parameters.
 Entry = tuple[str, tuple[int, ...], list[Source]]
 
@@ -62,6 +66,28 @@ class Head:
             placed_ids = jnp.asarray(ids) if place is None else place("ids", ids)
             params["vocabulary"] = Vocabulary(params.pop("head", None), placed_ids, self.vocab_size)
         return params
+
+
+def with_rope_of_training(
+    directory: Path, block: LlamaConfig, scaling: RopeScaling | None, trainer: str
+) -> LlamaConfig:
+    """A head's layers with the rotary embedding of the code that trained it: the usual base, and this scaling.
+
+    Warns:
+      RuntimeWarning: the head's config claims another one.
+    """
+    trained = dataclasses.replace(block, rope_theta=USUAL_THETA, rope_scaling=scaling)
+    if trained != block:
+        claimed = f"rope_theta {block.rope_theta:g}"
+        if block.rope_scaling != scaling and block.rope_scaling is not None:
+            claimed += f" and {block.rope_scaling.kind} scaling"
+        warnings.warn(
+            f"{directory}: config.json claims {claimed}, which {trainer} does not use; the head is read as it was "
+            f"trained, with rope_theta {USUAL_THETA:g}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return trained
 
 
 def leaves_of(shapes: Params) -> Iterable[tuple[str, tuple[int, ...]]]:

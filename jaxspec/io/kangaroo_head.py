@@ -2,6 +2,8 @@
 
 pytorch_model.bin   layers.{l}.self_attn.{q,k,v,o}_proj, layers.{l}.input_layernorm, norm
 config.json         of a Llama of one layer, whose MLP is not there; ours says `jaxspec: {"exit_layer": E}` too
+
+The authors' code rotates by the base 10,000, whatever the config says.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.head_tensors import Entry, Head, check_tensors, leaves_of, refuse_left_out
+from jaxspec.io.head_tensors import (
+    Entry,
+    Head,
+    check_tensors,
+    leaves_of,
+    refuse_left_out,
+    with_rope_of_training,
+)
 from jaxspec.io.hf_config import config_from, errors_of
 from jaxspec.io.hf_layout import sources_of
 from jaxspec.io.hf_values import section, whole
@@ -34,6 +43,8 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     with errors_of(directory / "config.json"):
         block = dataclasses.replace(config_from({"model_type": "llama", **content}), tie_embeddings=False)
         own = section(content, "jaxspec")
+        if own.get("kind") is None:
+            block = with_rope_of_training(directory, block, None, "Kangaroo's training code")
         exit_layer = None
         if own.get("exit_layer") is not None:
             exit_layer = whole(own, "exit_layer", most=max(1, target.num_layers - 1))

@@ -344,12 +344,12 @@ def _attention(
     heads = content["num_attention_heads"]
     size = content.get("head_dim") or content["hidden_size"] // heads
     group = heads // content.get("num_key_value_heads", heads)
-    angle = np.arange(len(read))[:, None] * content.get("rope_theta", 10000.0) ** (
-        -2 * np.arange(size // 2) / size
-    )
+    places = np.arange(len(read))[:, None] / (content.get("rope_scaling") or {"factor": 1})["factor"]
+    angle = places * content.get("rope_theta", 10000.0) ** (-2 * np.arange(size // 2) / size)
 
     def projected(name: str) -> np.ndarray:
         rows: np.ndarray = read @ p[f"self_attn.{name}_proj.weight"].T
+        rows = rows + p.get(f"self_attn.{name}_proj.bias", 0.0)
         return rows.reshape(len(read), -1, size)
 
     def turned(x: np.ndarray) -> np.ndarray:
