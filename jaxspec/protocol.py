@@ -366,6 +366,19 @@ def is_coupled(acceptor: Acceptor) -> bool:
     return bool(getattr(acceptor, "coupled", False))
 
 
+def mixes_rows(drafter: Drafter) -> bool:
+    """Returns whether what is drafted for a row depends on how others have gone on; most drafters' does not.
+
+    Rows that such a drafter drafts for must not be drawn by the same randomness.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram import NGram
+      >>> mixes_rows(NGram())
+      False
+    """
+    return bool(getattr(drafter, "shared_mask", False))
+
+
 def num_likely_of(drafter: Drafter) -> int:
     """Returns how many likely tokens a drafter wants in `Outcome.likely`; 0 for those that want none.
 

@@ -15,6 +15,7 @@ import pytest
 from jaxspec.drafting.layerskip import LayerSkip
 from jaxspec.engine.executables import MAX_VARIANTS, Executables
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.requests import drawn_apart
 from jaxspec.io import method_files
 from jaxspec.io.method_files import ASDNumbers, ProbeFile
 from jaxspec.methods import LoadedModel, Resources, registry
@@ -323,6 +324,28 @@ def test_each_row_has_the_gamma_of_its_own_text():
         assert [row.gamma for row in rows] == [row.gamma for row in alone]
     assert alone[1].gamma == pytest.approx(0.8)  # no round
     assert len({row.gamma for row in alone}) == 3
+
+
+@pytest.mark.parametrize(("shares", "acceptor"), [(True, None), (True, "coupled"), (False, None)])
+@pytest.mark.parametrize("method", ["asd", "hybrid"])
+def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, method):
+    """The mask follows from the rows that are live: equal randomness in another row would tell of what is to come."""
+    apart = []
+    monkeypatch.setattr(
+        "jaxspec.engine.language_model.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
+    )
+    second = {"second": "asd"} if method == "hybrid" else {}
+    shared.stream(
+        [PROMPTS[0]] * 2,
+        method=method,
+        shared_mask=shares,
+        temperature=1.0,
+        seed=[5, 5],
+        acceptor=acceptor,
+        **second,
+    )
+    # Coupled to plain decoding, a text follows from its seed alone, whatever is drafted.
+    assert len(apart) == (shares and acceptor is None)
 
 
 def test_the_first_rule_with_a_gamma_counts():

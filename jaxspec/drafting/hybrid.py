@@ -27,6 +27,7 @@ from jaxspec.protocol import (
     TappedDrafter,
     View,
     Weights,
+    mixes_rows,
     num_likely_of,
     taps_of,
 )
@@ -169,6 +170,11 @@ class Hybrid:
     def static(self) -> bool:
         """Whether the second, a `MaskedDrafter`, is to be compiled for the rows' mask."""
         return getattr(self.second, "static", False)
+
+    @property
+    def shared_mask(self) -> bool:
+        """Whether the second has one mask for all rows."""
+        return mixes_rows(self.second)
 
     def plans(self, state: HybridState, live: jax.Array) -> jax.Array:
         """The masks of the second, a `MaskedDrafter`."""

@@ -64,7 +64,7 @@ from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
-from jaxspec.protocol import Drafter, Weights, is_coupled, num_nodes_of
+from jaxspec.protocol import Drafter, Weights, is_coupled, mixes_rows, num_nodes_of
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -475,7 +475,8 @@ class LanguageModel:
         drafter, weights = self._parts(method, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
         plan = self._plan(method, laws, drafter.num_draft_tokens, requests, rows)
-        requests = requests if plan is None or is_coupled(accept) else drawn_apart(requests)
+        mixed = plan is not None or mixes_rows(drafter)
+        requests = drawn_apart(requests) if mixed and not is_coupled(accept) else requests
         session = Session(
             self.executables,
             self.config,
