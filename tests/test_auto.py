@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
+from jaxspec import decoding
 from jaxspec.choosing.acceptance import Expectation
 from jaxspec.choosing.costs import Draft, StepCosts
-from jaxspec.cli.generate import explained, slower
+from jaxspec.cli.generate import explained
+from jaxspec.cli.slower import slower, warn_slower_by
 from jaxspec.drafting import ngram
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.engine import choices, compiled
@@ -31,7 +33,7 @@ from jaxspec.engine.switching import Switching
 from jaxspec.io.choice_file import ChoiceFile, Entry, belongs_to
 from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
 from jaxspec.methods.base import Candidate
-from jaxspec.testing import reference
+from jaxspec.testing import contracts, reference
 from tests import tiny
 from tests.forced import CANDIDATES, PROMPTS, auto, forced, tiny_candidate
 
@@ -123,6 +125,21 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
         rounds = [(drafted, accepted) for drafted, accepted in played_rounds(row.token_records) if drafted]
         assert len(rounds) > 1
         assert all(drafted == accepted for drafted, accepted in rounds)
+
+
+@pytest.mark.parametrize("name", ["draft-model", "eagle", "eagle3", "dflash"])
+def test_a_drafter_that_takes_a_text_up_says_what_one_says_that_was_there(name):
+    """Of random weights, so that each token that it has not been fed shows."""
+    loop = tiny.loop(tiny.Combination(name, "constant", "rejection"))
+    state, _ = loop.begin(contracts.PROMPTS, contracts.BUDGETS)
+    state, _ = loop.go_on(state, 2)
+    up = jax.jit(decoding.take_up, static_argnames=("config", "chunk_size"))
+    taken = dataclasses.replace(
+        state, drafter_state=up(loop.config, loop.weights, loop.parts, state, chunk_size=8)
+    )
+    there, after = (contracts.propose(loop.parts, loop.weights, one, 2)[0] for one in (state, taken))
+    np.testing.assert_allclose(np.exp(after.log_probs), np.exp(there.log_probs), atol=1e-4)
+    np.testing.assert_array_equal(after.tokens, there.tokens)
 
 
 def begun(tmp_path, **options):
@@ -598,6 +615,31 @@ def test_a_named_method_that_cannot_pay_gets_a_line():
     assert slower(lm, Autoregressive()) is None
     lm.step_costs = FREE
     assert slower(lm, NGram()) is None
+
+
+@pytest.mark.parametrize(
+    ("accepted", "costs", "line"),
+    [
+        (2, None, "ngram is slower here than plain decoding (0.61× by guessed costs; 2% of its drafts were accepted;"),
+        (7, "DEAR", "ngram is slower here than plain decoding (0.19× by measured costs; 7% of its drafts"),
+        (100, None, ""),
+        (7, "FREE", ""),
+    ],
+)  # fmt: skip
+def test_a_text_that_took_longer_gets_a_line(capsys, accepted, costs, line):
+    """By what was drafted and accepted, as `compare` measures it."""
+    lm = tiny.language_model()
+    lm.step_costs = None if costs is None else globals()[costs]
+    counts = {"num_rounds": 14, "num_drafts": 14, "num_draft_tokens": 100, "num_accepted_tokens": accepted}
+    text = lm.generate([5], method="ngram", max_new_tokens=9)
+    statistics = dataclasses.replace(text.statistics, num_tokens=15 + accepted, **counts)
+    warn_slower_by(lm, NGram(), statistics)
+    assert line in capsys.readouterr().err
+    if not line:
+        assert not capsys.readouterr().err
+    warn_slower_by(lm, Autoregressive(), statistics)
+    warn_slower_by(lm, NGram(), dataclasses.replace(statistics, num_draft_tokens=10))
+    assert not capsys.readouterr().err
 
 
 # The method

@@ -25,7 +25,8 @@ from jaxspec.methods import registry
 from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Proposal, StatelessDrafter, Weights
-from jaxspec.sampling import Greedy
+from jaxspec.sampling import Greedy, Sampling
+from jaxspec.testing import contracts
 from tests import tiny
 from tests.test_conformance import whole_drafts
 
@@ -220,6 +221,50 @@ def test_a_last_token_that_leaves_no_room_for_a_draft():
         assert state.done.all()
         texts.append(tiny.generated(state, PROMPTS))
     assert texts[0] == texts[1]
+
+
+# The law of what is drawn
+
+
+FOUR = dataclasses.replace(
+    tiny.TARGET, vocab_size=4, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=1
+)
+
+
+def drawn(law: Sampling) -> tiny.Loop:
+    """A first whose token is often wrong, and a second of another law than the target's, that is taken as often."""
+    small = dataclasses.replace(FOUR, num_layers=1)
+    own = jax.tree.map(lambda leaf: 2.5 * leaf, tiny.params(small))
+    second = DraftModel(small, num_draft_tokens=2).taking_turns()
+    parts = Parts(hybrid(Boaster(2, 2, 0.9), second, FOUR, memory=0.3), tiny.ACCEPTORS["rejection"](), law)
+    return tiny.Loop(parts, Weights(tiny.params(FOUR), own), FOUR)
+
+
+def test_texts_follow_the_law_where_the_choice_is_close():
+    """A choice that has seen the draw gives it up where it is unlikely: then the text has another law."""
+    contracts.check_sampled_law(drawn, rows=6_000)
+
+
+@pytest.mark.parametrize("seen", [{}, COPIES, GOOD, BAD, GOOD | COPIES])
+def test_the_choice_is_the_same_whatever_is_drawn(seen):
+    made = drawn(Sampling(jnp.ones(2)))
+    state, _ = made.begin(((1, 3), (2,)), 9)
+    counts = dataclasses.replace(Counts.none(2), **{name: jnp.full(2, float(n)) for name, n in seen.items()})
+    drafter_state = state.drafter_state._replace(counts=counts)
+    keys = jax.random.split(jax.random.key(1), (200, 2))
+
+    @jax.jit
+    @jax.vmap
+    def propose(keys):
+        proposal, after, _ = made.parts.drafter.propose(
+            keys, made.weights, drafter_state, tiny.view(state), made.parts.law
+        )
+        return after.took_first, after.promised, proposal.count, proposal.tokens
+
+    took_first, promised, count, tokens = map(np.asarray, propose(keys))
+    for found in (took_first, promised, count):
+        assert (found == found[:1]).all()
+    assert took_first.all() or len(np.unique(tokens[:, ~took_first[0]])) > 2
 
 
 # The state of the one that sits out

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from jaxspec.cli.options import MethodsOptions, TextOptions, usual_methods
+from jaxspec.cli.slower import warn_slower
 from jaxspec.console.terminal import Progress
 
 
@@ -57,12 +58,8 @@ class Compare(TextOptions):
         else:
             _print(report)
         for entry in report["results"]:
-            if entry["speedup"] is not None and entry["speedup"] < 1:
-                print(
-                    f"jaxspec: warning: {entry['method']} is slower here than plain decoding "
-                    f"({entry['speedup']:.2f}×)",
-                    file=sys.stderr,
-                )
+            if entry["speedup"] is not None:
+                warn_slower(entry["method"], entry["speedup"])
         return 0
 
 

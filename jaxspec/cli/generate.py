@@ -9,19 +9,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import TextOptions
+from jaxspec.cli.slower import slower, warn_slower_by
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
-from jaxspec.methods import Method, registry
+from jaxspec.methods import registry
 from jaxspec.methods.flat import usable_methods
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
     from jaxspec.engine.results import Piece, Result, Statistics
     from jaxspec.engine.text import RowText
-
-
-# A share of accepted drafts that is rarely exceeded.
-_OFTEN = 0.8
 
 
 def _method_field() -> str:
@@ -59,43 +56,15 @@ class Generate(TextOptions):
             progress("loading the model")
             lm = self.load()
             pieces = lm.stream(prompt, method=self.method, **self.generation(), **self.method_options())
-            if warning := slower(lm, registry.make(self.method, self.method_options())):
+            method = registry.make(self.method, self.method_options())
+            if warning := slower(lm, method):
                 print(f"jaxspec: warning: {warning}", file=sys.stderr)
             progress("compiling")
-            return _Output(self, prompt, lm, progress).write(pieces)
-
-
-def slower(lm: LanguageModel, method: Method) -> str | None:
-    """One line where a method is expected to be slower than plain decoding even if most of its drafts are accepted.
-
-    It needs the costs of steps that `jaxspec profile --costs` has measured here; without them it says nothing.
-
-    Examples:
-      >>> from jaxspec.methods import LayerSkip
-      >>> from jaxspec.testing import language_model
-      >>> slower(language_model(), LayerSkip(exit_layer=1)) is None
-      True
-    """
-    from jaxspec.choosing.costs import predicted_speedup
-    from jaxspec.protocol import drafts_trees
-
-    if lm.step_costs is None:
-        return None
-    try:
-        drafter, params = lm.drafter(method)
-    except (ValueError, OSError):  # a file that this law has not, say
-        return None
-    kind = method.kind(lm.loaded, drafter, params)
-    if kind is None or drafts_trees(drafter):
-        return None
-    kind = dataclasses.replace(kind, widths=drafter.verify_widths)
-    predicted = predicted_speedup(_OFTEN, kind, lm.step_costs, drafter.num_draft_tokens)
-    if predicted.speedup >= 1:
-        return None
-    return (
-        f"method {method.name} is expected to reach {predicted.speedup:.2f} times plain decoding's speed here, where "
-        f"{_OFTEN:.0%} of its drafts are accepted; method auto chooses what pays"
-    )
+            output = _Output(self, prompt, lm, progress)
+            status = output.write(pieces)
+            if output.statistics is not None and warning is None:
+                warn_slower_by(lm, method, output.statistics)
+            return status
 
 
 class _Output:
@@ -106,6 +75,9 @@ class _Output:
       prompt: a text or messages, of which the last is shown above the text in a terminal.
       lm: the model.
       progress: ended before the first output.
+
+    Attributes:
+      statistics: of what came so far; None before the first piece.
     """
 
     def __init__(
@@ -118,7 +90,7 @@ class _Output:
         self._written: list[str] = []
         self._text = ""
         self._tokens: list[int] = []
-        self._statistics: Statistics | None = None
+        self.statistics: Statistics | None = None
         self._error: str | None = None
         self._lossy = False
         self._result: Result | None = None
@@ -145,7 +117,7 @@ class _Output:
             print(f"jaxspec: error: {self._error}", file=sys.stderr)
             return 1
         if not self._options.json:
-            print(_summary(self._statistics, self._lossy), file=sys.stderr)
+            print(_summary(self.statistics, self._lossy), file=sys.stderr)
             if self._result is not None and self._result.choices:
                 print(explained(self._result), file=sys.stderr)
         return 0
@@ -153,7 +125,7 @@ class _Output:
     def _take(self, piece: Piece) -> str | None:
         self._text += piece.text
         self._tokens += piece.tokens
-        self._statistics = piece.statistics
+        self.statistics = piece.statistics
         shown = self._painter.paint(piece) if self._painter is not None else piece.text
         if self._painter is not None and not self._written:
             shown = painted(self._prompt, DIM) + shown
@@ -177,7 +149,7 @@ class _Output:
             "tokens": self._tokens,
             "finish_reason": reason,
             "lossy": self._lossy,
-            "statistics": _as_json(self._statistics),
+            "statistics": _as_json(self.statistics),
         } | self._explanation()
 
     def _explanation(self) -> dict[str, Any]:

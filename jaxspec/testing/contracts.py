@@ -318,15 +318,21 @@ def check_calls(loop: Loop) -> None:
     assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into calls"
 
 
-def check_refill(loop: Loop) -> None:
-    """Rows that take the places of others in a running batch, which has grown, have the text they have alone.
+def check_refill(loop: Loop, statistics: bool = True) -> None:
+    """Rows that take the places of others in a running batch, which has grown, have the rounds they have alone.
+
+    Args:
+      loop: the loop.
+      statistics: whether the counts of rounds and drafts are compared too, and not the texts alone; False for a drafter
+        whose drafts for a row depend on the other rows.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
       >>> check_refill(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
-    expected = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     others, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
+    alone, _ = loop.go_on(others)
+    expected = generated(alone, PROMPTS)
     # Grown to the capacity of all other checks, whose program of rounds serves here too.
     small = CAPACITY // 2
     state, _ = loop.begin(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12), capacity=small)
@@ -340,6 +346,12 @@ def check_refill(loop: Loop) -> None:
     state, _ = loop.go_on(state)
     found = generated(state, PROMPTS)
     assert found == expected, f"in the places of others the texts are {found} instead of {expected}"
+    if not statistics:
+        return
+    # Wrong drafts leave a text as it is, but not how many of them are made and accepted.
+    for field in dataclasses.fields(state.stats):
+        ours, theirs = (np.asarray(getattr(one.stats, field.name)).tolist() for one in (state, alone))
+        assert ours == theirs, f"in the places of others {field.name} is {ours} instead of {theirs}"
 
 
 def _is_cache(node: object) -> bool:

@@ -1,0 +1,93 @@
+"""Warnings of methods that are slower than plain decoding, measured, expected or reckoned."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+from jaxspec.methods import Method
+
+if TYPE_CHECKING:
+    from jaxspec.choosing.costs import Draft
+    from jaxspec.engine.language_model import LanguageModel
+    from jaxspec.engine.results import Statistics
+
+# A share of accepted drafts that is rarely exceeded.
+_OFTEN = 0.8
+# With fewer draft tokens a text says little. Guessed costs may be off: a loss by them must be larger.
+_ENOUGH, _BY_GUESS = 32, 0.8
+
+
+def warn_slower(name: str, speedup: float, more: str = "") -> None:
+    """Prints one line where a method reached less than plain decoding's speed."""
+    if speedup < 1:
+        print(
+            f"jaxspec: warning: {name} is slower here than plain decoding ({speedup:.2f}×{more})",
+            file=sys.stderr,
+        )
+
+
+def warn_slower_by(lm: LanguageModel, method: Method, statistics: Statistics) -> None:
+    """Prints one line where, by what was drafted and accepted, a text took longer than by plain decoding.
+
+    Costs of steps are those that `jaxspec profile --costs` has measured here, else guessed.
+    """
+    from jaxspec.choosing.costs import guessed, guessed_row, reached_speedup
+
+    kind = _kind(lm, method)
+    if kind is None or statistics.num_draft_tokens < _ENOUGH:
+        return
+    costs = lm.step_costs or guessed(lm.config.num_layers, guessed_row(lm.platform))
+    speedup = reached_speedup(
+        kind,
+        costs,
+        statistics.num_tokens - 1,
+        statistics.num_rounds,
+        statistics.num_drafts,
+        statistics.num_draft_tokens,
+    )
+    if lm.step_costs is not None or speedup < _BY_GUESS:
+        accepted = statistics.num_accepted_tokens / statistics.num_draft_tokens
+        by = "measured" if lm.step_costs is not None else "guessed"
+        more = f" by {by} costs; {accepted:.0%} of its drafts were accepted; method auto chooses what pays"
+        warn_slower(method.name, speedup, more)
+
+
+def slower(lm: LanguageModel, method: Method) -> str | None:
+    """One line where a method is expected to be slower than plain decoding even if most of its drafts are accepted.
+
+    It needs the costs of steps that `jaxspec profile --costs` has measured here; without them it says nothing.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip
+      >>> from jaxspec.testing import language_model
+      >>> slower(language_model(), LayerSkip(exit_layer=1)) is None
+      True
+    """
+    from jaxspec.choosing.costs import predicted_speedup
+
+    kind = None if lm.step_costs is None else _kind(lm, method)
+    if kind is None or lm.step_costs is None:
+        return None
+    predicted = predicted_speedup(_OFTEN, kind, lm.step_costs, kind.widths[-1] - 1)
+    if predicted.speedup >= 1:
+        return None
+    return (
+        f"method {method.name} is expected to reach {predicted.speedup:.2f} times plain decoding's speed here, where "
+        f"{_OFTEN:.0%} of its drafts are accepted; method auto chooses what pays"
+    )
+
+
+def _kind(lm: LanguageModel, method: Method) -> Draft | None:
+    """What the method's drafts make a device do; None where nobody can tell."""
+    from jaxspec.protocol import drafts_trees
+
+    try:
+        drafter, params = lm.drafter(method)
+    except (ValueError, OSError):  # a file that this law has not, say
+        return None
+    kind = method.kind(lm.loaded, drafter, params)
+    if kind is None or drafts_trees(drafter):
+        return None
+    return dataclasses.replace(kind, widths=drafter.verify_widths)
