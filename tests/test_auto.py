@@ -127,7 +127,7 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
         assert all(drafted == accepted for drafted, accepted in rounds)
 
 
-@pytest.mark.parametrize("name", ["draft-model", "eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_drafter_that_takes_a_text_up_says_what_one_says_that_was_there(name):
     """Of random weights, so that each token that it has not been fed shows."""
     loop = tiny.loop(tiny.Combination(name, "constant", "rejection"))
