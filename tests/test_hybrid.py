@@ -24,7 +24,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
 from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
-from jaxspec.protocol import Proposal, StatelessDrafter, Weights
+from jaxspec.protocol import Drafter, Proposal, Weights
 from jaxspec.sampling import Greedy
 from tests import tiny
 from tests.test_conformance import whole_drafts
@@ -47,7 +47,7 @@ class Boaster(LookupDrafter):
 
 
 @struct.dataclass
-class Counting(StatelessDrafter):
+class Counting(Drafter):
     """Proposes nonsense, and counts how often it is asked to."""
 
     num_draft_tokens: int = struct.field(pytree_node=False, default=2)

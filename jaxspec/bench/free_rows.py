@@ -11,7 +11,7 @@ from jaxspec.bench.profile import floor_bytes
 from jaxspec.choosing.costs import Draft
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
-from jaxspec.protocol import Drafter, drafts_trees
+from jaxspec.protocol import Drafter
 
 
 def share(lm: LanguageModel, draft: Draft) -> float:
@@ -78,5 +78,5 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
     draft = method.kind(lm.loaded, drafter, params)
     if draft is None:
         return None
-    each = 1 if draft.once else drafter.num_draft_tokens if drafts_trees(drafter) else None
+    each = 1 if draft.once else drafter.num_draft_tokens if drafter.drafts_trees else None
     return Passes(share(lm, draft), each)

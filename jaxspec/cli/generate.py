@@ -77,7 +77,6 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
       True
     """
     from jaxspec.choosing.costs import predicted_speedup
-    from jaxspec.protocol import drafts_trees
 
     if lm.step_costs is None:
         return None
@@ -86,7 +85,7 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
     except (ValueError, OSError):  # a file that this law has not, say
         return None
     kind = method.kind(lm.loaded, drafter, params)
-    if kind is None or drafts_trees(drafter):
+    if kind is None or drafter.drafts_trees:
         return None
     kind = dataclasses.replace(kind, widths=drafter.verify_widths)
     predicted = predicted_speedup(_OFTEN, kind, lm.step_costs, drafter.num_draft_tokens)

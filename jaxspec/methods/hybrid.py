@@ -111,7 +111,6 @@ class Hybrid(Method):
         from jaxspec.choosing.costs import guessed_row
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
-        from jaxspec.protocol import drafts_trees
 
         parts = self._parts()
         first, _ = parts["first"].build(target, resources)
@@ -120,10 +119,9 @@ class Hybrid(Method):
                 f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
             )
         second, own = parts["second"].build(target, resources)
-        if drafts_trees(second):
+        if second.drafts_trees:
             raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
-        taking_turns = getattr(second, "taking_turns", None)
-        second = second if taking_turns is None else taking_turns()
+        second = second.taking_turns()
         cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
         row = guessed_row(resources.platform)
         numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
