@@ -246,9 +246,9 @@ class StopRule(Protocol):
 class Drafter(abc.ABC):
     """The base class of drafters: a drafter proposes tokens, and the target verifies them.
 
-    A subclass is a `flax.struct` dataclass. It declares `num_draft_tokens` and defines `propose`. Every other member
-    has a default, for a drafter that keeps no state, proposes chains and reads nothing of the target. All properties
-    are static: they fix the shapes of the compiled loop.
+    A subclass is a `flax.struct` dataclass. It declares `num_draft_tokens` (K) and defines `propose`. Every other
+    member has a default, for a drafter that keeps no state, proposes chains and reads nothing of the target. All
+    properties are static: they fix the shapes of the compiled loop.
 
     A drafter that reads the target's auxiliary hidden states (a trained head such as EAGLE's) overrides `taps`, `begin`
     and `absorb`. One that proposes trees overrides `drafts_trees` and `num_nodes`. One that skips sublayers of the
@@ -263,10 +263,9 @@ class Drafter(abc.ABC):
       (2, (2,), ())
     """
 
-    @property
-    @abc.abstractmethod
-    def num_draft_tokens(self) -> int:
-        """K, the most tokens of a proposal that follow one another: the length of a chain or the depth of a tree."""
+    # K, the most tokens of a proposal that follow one another: the length of a chain or the depth of a tree. It has no
+    # default, and no property that would stand in the way of a field of this name.
+    num_draft_tokens: int
 
     @property
     def num_nodes(self) -> int:

@@ -84,7 +84,7 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
         drafter, params = lm.drafter(method)
     except (ValueError, OSError):  # a file that this law has not, say
         return None
-    kind = method.kind(lm.loaded, drafter, params)
+    kind = method.cost(lm.loaded, drafter, params)
     if kind is None or drafter.drafts_trees:
         return None
     kind = dataclasses.replace(kind, widths=drafter.verify_widths)

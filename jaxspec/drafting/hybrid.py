@@ -121,7 +121,7 @@ class Hybrid(Drafter):
     accept: jax.Array | float = 0.75
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """K, the larger of both."""
         return max(self.first.num_draft_tokens, self.second.num_draft_tokens)
 

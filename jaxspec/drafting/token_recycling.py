@@ -32,7 +32,7 @@ class TokenRecycling(Drafter):
     num_likely: int = struct.field(pytree_node=False, default=8)
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """K, the depth of the tree."""
         return self.shape.depth
 

@@ -177,7 +177,7 @@ class Auto(DraftingMethod):
         longest = self.length(_USUAL)
         method = method.limited(longest)
         drafter, params = method.build(target, resources)
-        kind = method.kind(target, drafter, params)
+        kind = method.cost(target, drafter, params)
         if kind is None or drafter.drafts_trees:
             raise ValueError(
                 f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"

@@ -52,7 +52,7 @@ class Recording(Drafter):
     inner: LayerSkip
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """Draft tokens per round at most, K."""
         return self.inner.num_draft_tokens
 
