@@ -30,14 +30,14 @@ from jaxspec.bench.timing import OnProgress
 from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.acceptance import Prior
 from jaxspec.choosing.chooser import OFF, Choice, Chooser, Prices
-from jaxspec.choosing.costs import Draft, StepCosts, kinds
+from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
 from jaxspec.deviceless.accelerators import ACCELERATORS
 from jaxspec.deviceless.roofline import usual
 from jaxspec.io.cost_files import parse
 from jaxspec.io.files import read_json
 
 KINDS = ("stationary", "drifting", "adversarial", "hopeless")
-# Draft lengths that may be chosen.
+# DraftCost lengths that may be chosen.
 LENGTHS = (1, 2, 3, 4, 6, 8, 10)
 # Acceptance of each kind of draft over texts, as Beta counts; a lookup is right where a text repeats, else hardly ever.
 _USUAL = {"early exit": (6, 4), "half the layers": (8, 3), "one layer": (8, 3), "draft model": (8, 3)}
@@ -351,7 +351,7 @@ def _row(played: dict[str, Played], table: Prices, options: Options) -> dict[str
     }
 
 
-def _costs(options: Options) -> tuple[StepCosts, list[tuple[str, Draft]]]:
+def _costs(options: Options) -> tuple[StepCosts, list[tuple[str, DraftCost]]]:
     if options.costs is None:
         costs, drafts = usual(ACCELERATORS[options.device_model], options.shape)
         return costs, list(drafts.items())

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.protocol import Acceptance, Proposal
+from jaxspec.protocol import Acceptance, Acceptor, Proposal
 from jaxspec.sampling import Law, categorical, drawn_by
 from jaxspec.tree_acceptance import walk
 
 
 @struct.dataclass
-class GreedyAcceptor:
+class GreedyAcceptor(Acceptor):
     """Keeps drafts while they equal the target's most likely token: the text of greedy decoding.
 
     The text is exactly that of the logits given. Those of plain decoding come from a kernel for one row, and may differ
@@ -41,7 +41,7 @@ class GreedyAcceptor:
 
 
 @struct.dataclass
-class RejectionAcceptor:
+class RejectionAcceptor(Acceptor):
     """Keeps x with probability min(1, p(x) ÷ q(x)), else redraws from norm(max(p − q, 0)).
 
     Speculative sampling (Chen et al. 2023, Algorithm 2; Leviathan et al. 2023, Algorithm 1): the text
@@ -66,7 +66,7 @@ class RejectionAcceptor:
 
 
 @struct.dataclass
-class BlockAcceptor:
+class BlockAcceptor(Acceptor):
     """Verifies the draft as a block; accepts at least as many tokens as `RejectionAcceptor` on average.
 
     Block verification (Sun et al. 2024, Algorithm 2). The probability that a prefix may stand is
@@ -106,7 +106,7 @@ class BlockAcceptor:
 
 
 @struct.dataclass
-class CoupledAcceptor:
+class CoupledAcceptor(Acceptor):
     """Keeps drafts while they equal what the target draws at their places: a seed gives plain decoding's text.
 
     The target's token of each place is drawn by a key that follows from the place alone, so no draft has a say in the

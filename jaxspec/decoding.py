@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,10 @@ from jaxspec.protocol import (
     Outcome,
     Prefill,
     State,
-    TappedDrafter,
     View,
     Weights,
-    drafts_trees,
-    is_coupled,
     kinds_of,
     rising_widths,
-    taps_of,
 )
 from jaxspec.sampling import Law, drawn_by, is_finite
 
@@ -71,7 +67,7 @@ class Parts:
         if self.one_width:
             return widths[-1:]
         # A draft that ends early by `longest` has no use for the others' rows.
-        return widths if self.longest is None or drafts_trees(self.drafter) else rising_widths(widths[-1] - 1)
+        return widths if self.longest is None or self.drafter.drafts_trees else rising_widths(widths[-1] - 1)
 
 
 @struct.dataclass
@@ -202,16 +198,16 @@ def prefill(
     return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs)
 
 
-def tapped_drafter(parts: Parts) -> TappedDrafter | None:
+def tapped_drafter(parts: Parts) -> Drafter | None:
     """The drafter, if the prompts' pass has something for it on the way; None for most."""
-    return cast(TappedDrafter, parts.drafter) if taps_of(parts.drafter) else None
+    return parts.drafter if parts.drafter.taps else None
 
 
 def start_prefill(
     config: LlamaConfig,
     params: Weights,
     request: Request,
-    tapped: TappedDrafter | None = None,
+    tapped: Drafter | None = None,
     *,
     merged: bool = True,
 ) -> prompts.Prefilling:
@@ -234,7 +230,7 @@ def feed(
     fed: prompts.Prefilling,
     first: jax.Array,
     stop: jax.Array,
-    tapped: TappedDrafter | None = None,
+    tapped: Drafter | None = None,
     *,
     chunk_size: int,
 ) -> prompts.Prefilling:
@@ -422,7 +418,7 @@ def decode_round(
     if parts.longest is not None:
         room = jnp.minimum(room, parts.longest)
     drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
-    coupled = is_coupled(parts.acceptor)
+    coupled = parts.acceptor.coupled
     draws = drawn_by(_of_places(state, depth)) if coupled else None
     view = View(state.tokens, state.length, state.cache, room, draws)
     proposal, drafter_state, cache = drafter.propose(

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.tree import Tree
-from jaxspec.protocol import Acceptance, Proposal
+from jaxspec.protocol import Acceptance, Acceptor, Proposal
 from jaxspec.sampling import Law, categorical
 
 
 @struct.dataclass
-class TypicalAcceptor:
+class TypicalAcceptor(Acceptor):
     """Keeps drafts that are typical of the target's law. LOSSY: the text follows another law, whatever the draft.
 
     Typical acceptance (Cai et al. 2024, §3.3.1): draft token x stands if p(x) > min(ε, δ·exp(−H(p))) and all before it

@@ -10,8 +10,9 @@ B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ class Prefill:
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
         residual stream before and after it, over the prompt; free for a drafter that ignores it.
       chunk_size: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
-      absorbed: what a `TappedDrafter` made of the prompts' features; None for others.
+      absorbed: the result of `Drafter.absorb` over the prompts; None for drafters without taps.
 
     Examples:
       >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), chunk_size=16)
@@ -170,8 +171,8 @@ class Outcome:
       count: int32[B], how many of them were committed; 0 in a finished row.
       drafted: int32[B], draft tokens verified.
       accepted: int32[B], draft tokens committed.
-      features: [B, K + 1, F], what a `TappedDrafter` taps of (pending, draft 1, …, draft K): entry i, the token before
-        `tokens[:, i]`, means something below count[b]. None for other drafters.
+      features: [B, K + 1, F], the hidden states that the drafter taps of (pending, draft 1, …, draft K): entry i, of
+        the token before `tokens[:, i]`, has a meaning below count[b]. None for other drafters.
       start: int32[B], the position of the pending token that `features` begin with; None without them.
       fed: int32[B, K + 1], of a tree [B, N + 1]: the tokens that were verified, the pending one first, −1 where there
         is none. None where nobody wants `likely`.
@@ -242,72 +243,119 @@ class StopRule(Protocol):
     def observe(self, state: State, outcome: Outcome) -> State: ...
 
 
-class Drafter(Protocol):
-    """Proposes tokens for the target to verify.
+class Drafter(abc.ABC):
+    """The base class of drafters: a drafter proposes tokens, and the target verifies them.
 
-    `num_draft_tokens` (K), `verify_widths` and `reach` are static. `verify_widths` are the numbers of rows, rising to
-    K + 1, for which a verification is compiled; each round takes the narrowest that fits its longest draft. (On an
-    accelerator only the last is compiled, see `model.control.narrowest`.) `reach` says how many slots past the
-    committed tokens a round may write, at least K + 1: no round begins unless every cache has them. A drafter of trees
-    also has, static, a true `drafts_trees` and `num_nodes` (N), the most tokens of a proposal; K is then the depth of
-    the tree, and N takes the place of K in widths and reach. One that learns from what the target holds likely has a
-    static `num_likely`, see `Outcome.likely`.
+    A subclass is a `flax.struct` dataclass. It declares `num_draft_tokens` (K) and defines `propose`. Every other
+    member has a default, for a drafter that keeps no state, proposes chains and reads nothing of the target. All
+    properties are static: they fix the shapes of the compiled loop.
 
-    `init`: called once, after the prompts' pass; `view.length` counts the first generated token.
-    `propose`: per-row keys [B] → a proposal, the new state, and the cache it may have borrowed from.
-    `observe`: learns what became of the proposal.
+    A drafter that reads the target's auxiliary hidden states (a trained head such as EAGLE's) overrides `taps`, `begin`
+    and `absorb`. One that proposes trees overrides `drafts_trees` and `num_nodes`. One that skips sublayers of the
+    target by a mask that is data overrides `static`, `plans` and `specialised`.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> drafter: Drafter = NGram(num_draft_tokens=4)
-      >>> drafter.num_draft_tokens, drafter.reach, drafter.verify_widths
-      (4, 5, (1, 4, 5))
+      >>> class Echo(Drafter):
+      ...     num_draft_tokens = 1
+      ...     def propose(self, keys, params, state, view, law):
+      ...         return Proposal(view.pending[:, None], jnp.minimum(view.room, 1)), state, view.cache
+      >>> Echo().reach, Echo().verify_widths, Echo().taps
+      (2, (2,), ())
     """
 
-    @property
-    def num_draft_tokens(self) -> int: ...
+    # K, the most tokens of a proposal that follow one another: the length of a chain or the depth of a tree. It has no
+    # default, and no property that would stand in the way of a field of this name.
+    num_draft_tokens: int
 
     @property
-    def verify_widths(self) -> tuple[int, ...]: ...
+    def num_nodes(self) -> int:
+        """The most tokens of a proposal: K for a chain, the number of nodes for a tree."""
+        return self.num_draft_tokens
 
     @property
-    def reach(self) -> int: ...
+    def drafts_trees(self) -> bool:
+        """Whether proposals are trees, that is, have `parents`."""
+        return False
 
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State: ...
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The numbers of rows for which a verification is compiled, rising to `num_nodes` + 1.
 
+        Each round takes the narrowest that holds its longest draft. On an accelerator, where rows are nearly free, only
+        the last one is compiled, see `model.control.narrowest`.
+        """
+        return (self.num_nodes + 1,)
+
+    @property
+    def reach(self) -> int:
+        """How many slots after the committed tokens a round may write, at least `num_nodes` + 1.
+
+        No round begins unless every cache has that many free slots.
+        """
+        return self.num_nodes + 1
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """The target's hidden states that the drafter reads, in this order, see `model.llama.Tap`."""
+        return ()
+
+    @property
+    def num_likely(self) -> int:
+        """How many of the target's most likely tokens the drafter reads after each verified token, see `Outcome`."""
+        return 0
+
+    @property
+    def static(self) -> bool:
+        """Whether the host compiles a program for the mask that all rows share, and uses it once it is compiled."""
+        return False
+
+    @property
+    def shared_mask(self) -> bool:
+        """Whether what is drafted for a row depends on the other rows, which must then have other randomness."""
+        return False
+
+    def taking_turns(self) -> Drafter:
+        """Returns the drafter for a text in which other drafters have some of the rounds.
+
+        In their rounds it is told that nothing was drafted.
+
+        Raises:
+          ValueError: the drafter's state must follow every round; one line.
+        """
+        return self
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
+        """Returns the state of a new text, after the prompts' pass; `view.length` counts the first generated token."""
+        return ()
+
+    @abc.abstractmethod
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
-    ) -> tuple[Proposal, State, KVCache]: ...
+    ) -> tuple[Proposal, State, KVCache]:
+        """Returns a proposal, the new state, and the target's cache, in which the drafter may have drafted.
 
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State: ...
+        Args:
+          keys: a key per row, [B].
+          params: the target's parameters and the drafter's.
+          state: the drafter's.
+          view: the committed tokens of the rows.
+          law: the distribution from which draft tokens are drawn.
+        """
 
+    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
+        """Returns the state after a round of which `outcome` was committed."""
+        return state
 
-class TappedDrafter(Drafter, Protocol):
-    """A drafter that reads the target's residual stream where the target runs anyway: heads such as EAGLE's.
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
+        """Returns what a drafter with `taps` has absorbed before the first token of a prompt.
 
-    A feature is what it taps of one token. It comes with the token after it: a head predicts the token after both.
-
-    `taps`: static: what is tapped, in this order, see `model.llama.Tap`. Others have no `taps`, or ().
-    `begin`: what has been absorbed before the first token of prompts of length int32[B]; caches of S = `capacity` slots
-    a row, in the layout that `merged` says.
-    `absorb`: takes in features [B, T, F] of tokens at positions start[b] + t and the token after each, int32[B, T], of
-    which the first count[b] mean something. Called for each piece of a prompt, then for the prompt's last token with
-    the first of the text: `Prefill.absorbed` is what came of it. From then on `observe` has the features of each round
-    in its outcome.
-
-    Examples:
-      >>> from jaxspec.drafting.eagle import Eagle
-      >>> from jaxspec.model.eagle import HeadConfig
-      >>> from jaxspec.testing import TARGET
-      >>> drafter: TappedDrafter = Eagle(TARGET, HeadConfig(TARGET.truncated(1), taps=("final",)))
-      >>> drafter.taps
-      ('final',)
-    """
-
-    @property
-    def taps(self) -> tuple[Tap, ...]: ...
-
-    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State: ...
+        Args:
+          params: the target's parameters and the drafter's.
+          length: int32[B], of the prompts.
+          capacity: slots per row of the drafter's own caches.
+          merged: the layout of the caches, see `model.cache`.
+        """
+        raise TypeError(f"{type(self).__name__} has taps; it must define begin and absorb")
 
     def absorb(
         self,
@@ -317,104 +365,29 @@ class TappedDrafter(Drafter, Protocol):
         tokens: jax.Array,
         start: jax.Array,
         count: jax.Array,
-    ) -> State: ...
+    ) -> State:
+        """Returns what a drafter with `taps` has absorbed after further tokens.
 
+        It is called for each piece of a prompt, then for the prompt's last token with the first generated one; the
+        result becomes `Prefill.absorbed`. Afterwards `observe` finds the features of each round in its outcome.
 
-def taps_of(drafter: Drafter) -> tuple[Tap, ...]:
-    """Returns what a drafter taps of the target's residual stream; () for those that tap nothing.
+        Args:
+          params: the target's parameters and the drafter's.
+          state: what was absorbed before.
+          features: [B, T, F], the tapped hidden states of T tokens, concatenated.
+          tokens: int32[B, T], the token after each: a head predicts the token after both.
+          start: int32[B], the position of the first of the T tokens.
+          count: int32[B], how many of the T tokens have a meaning.
+        """
+        raise TypeError(f"{type(self).__name__} has taps; it must define begin and absorb")
 
-    Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> taps_of(NGram())
-      ()
-    """
-    taps: tuple[Tap, ...] = getattr(drafter, "taps", ())
-    return taps
+    def plans(self, state: State, live: jax.Array) -> jax.Array:
+        """Returns the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B]."""
+        raise TypeError(f"{type(self).__name__} skips no sublayers; its mask has no meaning")
 
-
-def num_nodes_of(drafter: Drafter) -> int:
-    """Returns the most tokens that a drafter proposes in a round: N of one that drafts trees, K of others.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> num_nodes_of(NGram(num_draft_tokens=4))
-      4
-    """
-    count: int = getattr(drafter, "num_nodes", drafter.num_draft_tokens)
-    return count
-
-
-def drafts_trees(drafter: Drafter) -> bool:
-    """Returns whether a drafter's proposals have `parents`, by its static `drafts_trees`; most have none of that name.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> drafts_trees(NGram())
-      False
-    """
-    return bool(getattr(drafter, "drafts_trees", False))
-
-
-def is_coupled(acceptor: Acceptor) -> bool:
-    """Returns whether an acceptor draws the target's tokens by keys that drafters know; most do not.
-
-    Examples:
-      >>> from jaxspec.acceptance import CoupledAcceptor, GreedyAcceptor
-      >>> is_coupled(GreedyAcceptor()), is_coupled(CoupledAcceptor())
-      (False, True)
-    """
-    return bool(getattr(acceptor, "coupled", False))
-
-
-def mixes_rows(drafter: Drafter) -> bool:
-    """Returns whether what is drafted for a row depends on how others have gone on; most drafters' does not.
-
-    Rows that such a drafter drafts for must not be drawn by the same randomness.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> mixes_rows(NGram())
-      False
-    """
-    return bool(getattr(drafter, "shared_mask", False))
-
-
-def num_likely_of(drafter: Drafter) -> int:
-    """Returns how many likely tokens a drafter wants in `Outcome.likely`; 0 for those that want none.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram import NGram
-      >>> num_likely_of(NGram())
-      0
-    """
-    count: int = getattr(drafter, "num_likely", 0)
-    return count
-
-
-class MaskedDrafter(Drafter, Protocol):
-    """A drafter whose mask is data, and that can be specialised to one.
-
-    `static`: whether a program is compiled for the mask that all rows have, and used once it is there.
-    `plans`: the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B].
-    `specialised`: the same drafter, with the same state, for rows that all have this mask.
-
-    Examples:
-      >>> from jaxspec.drafting.draft_verify import DraftVerify
-      >>> from jaxspec.testing import TARGET
-      >>> plan = LayerPlan.skipping(TARGET.num_layers, mlp=[1])
-      >>> drafter: MaskedDrafter = DraftVerify(TARGET, plan.traced())
-      >>> drafter.plans((), live=jnp.array([True])).tolist()
-      [[[True, True], [True, False]]]
-      >>> drafter.specialised(plan).plan.skip_mlp
-      (1,)
-    """
-
-    @property
-    def static(self) -> bool: ...
-
-    def plans(self, state: State, live: jax.Array) -> jax.Array: ...
-
-    def specialised(self, plan: LayerPlan) -> Drafter: ...
+    def specialised(self, plan: LayerPlan) -> Drafter:
+        """Returns the same drafter, with the same state, for rows that all have this mask."""
+        raise TypeError(f"{type(self).__name__} skips no sublayers; its mask has no meaning")
 
 
 class StatelessRule(StopRule):
@@ -438,45 +411,16 @@ class StatelessRule(StopRule):
         return state
 
 
-class StatelessDrafter:
-    """A base for drafters that remember nothing: a subclass adds `num_draft_tokens`, `verify_widths` and `propose`.
+class Acceptor(abc.ABC):
+    """The base class of acceptors, which compare a proposal with the target's logits and keep no state.
 
-    Not a subclass of `Drafter`, whose properties a dataclass would take for the defaults of fields of the same name.
+    A subclass is a `flax.struct` dataclass that defines `accept`. A tree is accepted by `tree_acceptance.walk`, or by
+    `tree_acceptance.reject` where its tokens were drawn, unless the acceptor has an `accept_tree` with the same
+    signature.
 
-    Examples:
-      >>> class Echo(StatelessDrafter):
-      ...     num_draft_tokens, verify_widths = 1, (1, 2)
-      ...     def propose(self, keys, params, state, view, law):
-      ...         return Proposal(view.pending[:, None], jnp.minimum(view.room, 1)), state, view.cache
-      >>> Echo().reach
-      2
-    """
-
-    @property
-    def reach(self: Drafter) -> int:
-        """The number of slots that a round writes: K + 1, those that verification needs."""
-        return self.num_draft_tokens + 1
-
-    def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """Returns the state of a part without one, ()."""
-        return ()
-
-    def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Returns the state as it was: nothing is learnt."""
-        return state
-
-
-class Acceptor(Protocol):
-    """Compares a proposal with the target's logits; stateless.
-
-    `accept`: per-row keys [B], a proposal cut to T − 1 tokens and the target's logits [B, T, V] for
-    (pending, draft 1, …, draft T − 1).
-
-    One whose static `coupled` is true gets keys [B, T], by the places of the text: it draws the target's token of each
-    place whatever was drafted, and drafters know the keys (`View.draws`).
-
-    A tree is accepted by `tree_acceptance.walk`, or `reject` where its tokens were drawn, whatever the acceptor; or by
-    the `accept_tree` of one that has it, which takes and returns the same.
+    Class attributes:
+      coupled: whether the acceptor draws the target's token at each position independently of the draft. Its keys are
+        then those of the positions, [B, T], and drafters receive them too (`View.draws`).
 
     Examples:
       >>> from jaxspec.acceptance import GreedyAcceptor
@@ -489,7 +433,18 @@ class Acceptor(Protocol):
       (1, 3)
     """
 
-    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance: ...
+    coupled: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+        """Returns which draft tokens are accepted, and the token after them.
+
+        Args:
+          keys: a key per row, [B]; for a `coupled` acceptor [B, T].
+          proposal: of T − 1 tokens per row.
+          logits: float32[B, T, V], the target's, after (pending, draft 1, …, draft T − 1).
+          law: the target's sampling distribution.
+        """
 
 
 def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:

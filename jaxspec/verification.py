@@ -25,9 +25,6 @@ from jaxspec.protocol import (
     Proposal,
     View,
     Weights,
-    num_likely_of,
-    num_nodes_of,
-    taps_of,
 )
 from jaxspec.sampling import Law, is_finite
 from jaxspec.tree_acceptance import reject, walk
@@ -76,8 +73,8 @@ def verify(
       log_probs: whether to report them, static.
     """
     pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
-    batch, full = pending.shape[0], num_nodes_of(drafter) + 1
-    taps, num_likely = taps_of(drafter), num_likely_of(drafter)
+    batch, full = pending.shape[0], drafter.num_nodes + 1
+    taps, num_likely = drafter.taps, drafter.num_likely
     whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
 
     def run(width: int, cache: KVCache) -> Verified:

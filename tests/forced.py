@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from jaxspec.choosing.costs import Draft
+from jaxspec.choosing.costs import DraftCost
 from jaxspec.engine.alternatives import Alternatives
 from jaxspec.engine.choices import Choices
 from jaxspec.methods.base import Candidate
@@ -20,7 +20,7 @@ CANDIDATES = ("ngram", "layerskip", "draft-model", "eagle")
 
 def tiny_candidate(name, config=None):
     drafter, params = tiny.drafter_of(name, "constant", config or tiny.engine_config())
-    return Candidate(name, drafter, params, Draft(layers=1, absorb_layers=1))
+    return Candidate(name, drafter, params, DraftCost(layers=1, absorb_layers=1))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.choosing.acceptance import Expectation
-from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.choosing.costs import DraftCost, StepCosts
 from jaxspec.cli import main
 from jaxspec.engine.choices import Choices
 from jaxspec.engine.known import Known
@@ -129,7 +129,7 @@ def test_what_is_known_is_chosen_by(accept, chosen):
     """A draft token costs half a step, and nothing is ever learnt."""
     costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
     known = Expectation((accept,), 1e6)
-    one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, expectations=[known])
+    one = Choices(["head"], [DraftCost(layers=1)], [4], costs, 1, expectations=[known])
     names = set()
     for _ in range(10):
         candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, None, lambda at: True)
@@ -144,7 +144,7 @@ def test_what_is_known_to_pay_begins_once_times_are_known():
     head = Expectation((0.9,), 20.0)
     known, firsts = Known(), []
     for expected in (head, head, None):
-        one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, known=known, expectations=[expected])
+        one = Choices(["head"], [DraftCost(layers=1)], [4], costs, 1, known=known, expectations=[expected])
         begun, _ = one.begin(np.array([9]), np.array([500]), lambda at: True)
         candidate, _, rounds = one.next(np.array([9]), np.array([500]), 64, begun or None, lambda at: True)
         assert candidate == begun
@@ -156,7 +156,7 @@ def test_what_is_known_to_pay_begins_once_times_are_known():
 def test_a_slow_moment_rules_no_candidate_out():
     """What was seen once, thrice as slow as plain decoding; what is seen again and again is believed."""
     costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
-    one = Choices(["head"], [Draft(layers=1)], [4], costs, 1, known=Known())
+    one = Choices(["head"], [DraftCost(layers=1)], [4], costs, 1, known=Known())
     one._observe(0, 1.2)
     one._observe(1, 3.6)
     assert one._ratio(1) == pytest.approx(1.2 * 1.5**0.3)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.choosing.acceptance import Expectation
-from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.choosing.costs import DraftCost, StepCosts
 from jaxspec.cli.generate import explained
 from jaxspec.cli.slower import slower, warn_slower_by
 from jaxspec.drafting import ngram
@@ -117,7 +117,7 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
     else:
         drafter, target, own = tiny.exact_head("eagle")
     lm = LanguageModel(tiny.TARGET, target)
-    exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3))
+    exact = Candidate("exact", drafter, own, DraftCost(layers=1, absorb_layers=3))
     with forced([(0, 0, 3), *[(1, tiny.K, 1)] * 9], (exact,)), pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
         rows = auto(lm, max_new_tokens=[40, 12, 30], max_batch=2, ignore_eos=True)
@@ -146,7 +146,7 @@ def begun(tmp_path, **options):
     """Texts of which a perfect head is known to be one, and what ran for the last of them."""
     drafter, target, own = tiny.exact_head("eagle")
     known = Expectation((0.99,), 20.0)
-    exact = Candidate("exact", drafter, own, Draft(layers=1, absorb_layers=3), known)
+    exact = Candidate("exact", drafter, own, DraftCost(layers=1, absorb_layers=3), known)
     lm, ran = LanguageModel(tiny.TARGET, target), []
     lm.step_costs = FREE
     call = lm.executables.call
@@ -221,7 +221,9 @@ def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
 
 
 def make(costs=FREE, known=None, batch=1, file=None):
-    return Choices(["ngram"], [Draft(lookup=True, replayed=True)], [4], costs, batch, known=known, file=file)
+    return Choices(
+        ["ngram"], [DraftCost(lookup=True, replayed=True)], [4], costs, batch, known=known, file=file
+    )
 
 
 def learn(one, rounds, took_ms, fair=True):
@@ -259,7 +261,7 @@ def test_what_bringing_a_state_up_takes_is_expected_too():
     costs = dataclasses.replace(FREE, absorb_ms=1.0)
     expected = []
     for taken_up in (False, True):
-        one = Choices(["head"], [Draft(layers=1, absorb_layers=2)], [4], costs, 2)
+        one = Choices(["head"], [DraftCost(layers=1, absorb_layers=2)], [4], costs, 2)
         one._last = (1, 4)
         one.learn([[(4, 1)], [(4, 1)]], [[0, 0]] * 2, np.array([20, 30]), 99.0, not taken_up, taken_up)
         expected.append(one.chosen[0].expected_ms)
@@ -303,7 +305,7 @@ def test_what_has_not_drafted_yet_is_tried_for_a_few_rounds():
 
 
 def test_what_lookup_would_have_drafted_says_nothing_of_a_hybrid():
-    kinds = [Draft(lookup=True, replayed=True), Draft(layers=1, lookup=True)]
+    kinds = [DraftCost(lookup=True, replayed=True), DraftCost(layers=1, lookup=True)]
     one = Choices(["ngram", "hybrid"], kinds, [4, 4], FREE, 1)
     one.begin_row(0, [1, 2, 3, 1, 2])
     turn(one)
@@ -331,7 +333,7 @@ def test_a_candidate_that_cannot_pay_even_with_luck_is_not_tried():
 
 def test_a_state_costs_what_prompts_took():
     """A token of a prompt is cheaper than a row of a step."""
-    kinds = [Draft(lookup=True), Draft(layers=1, absorb_layers=3)]
+    kinds = [DraftCost(lookup=True), DraftCost(layers=1, absorb_layers=3)]
     costs = dataclasses.replace(DEAR, absorb_ms=9.0)
     one = Choices(["ngram", "head"], kinds, [4, 4], costs, 1)
 
@@ -350,7 +352,7 @@ def test_a_state_is_brought_up_late_in_a_text(prompt, chosen):
     """Of a hundred tokens, with a hundred to come at most: a text that has just begun may end soon."""
     costs = dataclasses.replace(FREE, absorb_ms=1.5)
     known = [Expectation((0.95,), 20.0)]
-    one = Choices(["head"], [Draft(layers=0.5, absorb_layers=2)], [4], costs, 1, expectations=known)
+    one = Choices(["head"], [DraftCost(layers=0.5, absorb_layers=2)], [4], costs, 1, expectations=known)
     one.begin_row(0, [1] * prompt)
     behind, usable, exploration = np.array([[100, 100]]), np.array([True, True]), np.zeros(2)
     candidate, _ = one._best(np.array([100]), np.array([100]), behind, usable, exploration)
@@ -688,7 +690,7 @@ def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line():
         ({"among": "auto"}, "among names 'auto'"),
         ({"among": "autoregressive"}, "among names 'autoregressive'"),
         ({"exit_layer": 1}, "method auto has no option `exit_layer`"),
-        ({"among": "asd"}, "among names asd, whose rounds have no price yet"),
+        ({"among": "token-recycling"}, "among names token-recycling, whose rounds have no price yet"),
         ({"among": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ],
 )
@@ -720,4 +722,4 @@ def test_on_a_mesh_nothing_is_chosen_and_one_line_says_so():
 def test_usual_prompt_lookup_alone_can_be_replayed(model, options, replayed):
     """`ReplayedLookup` looks for runs of one kind."""
     (one,) = model.candidates(Auto(among=(NGram(**options),)))
-    assert one.kind.replayed == replayed
+    assert one.cost.replayed == replayed

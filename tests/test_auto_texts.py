@@ -103,7 +103,7 @@ def test_a_hybrid_is_chosen_as_one():
     lm.step_costs = FREE
     method = Auto.of({"among": "hybrid", "exit_layer": 1, "first": "ngram", "num_draft_tokens": tiny.K})
     (candidate,) = lm.candidates(method)
-    assert (candidate.kind.layers, candidate.kind.lookup, candidate.kind.shares) == (1, True, True)
+    assert (candidate.cost.layers, candidate.cost.lookup, candidate.cost.shared) == (1, True, 1)
     assert isinstance(method.methods()[0], Hybrid)
     assert candidate.drafter.num_draft_tokens == tiny.K
     with forced([(0, 0, 2), (1, tiny.K, 3)], (candidate,)):
@@ -132,7 +132,7 @@ def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     lm = tiny.language_model()
     lm.directory = tmp_path
     write_plan(tmp_path / PLAN_NAME, lm.fingerprint, LayerPlan.skipping(2, [0], [0]), {})
-    found = {one.name: one.kind for one in lm.candidates(Auto())}
+    found = {one.name: one.cost for one in lm.candidates(Auto())}
     assert list(found) == ["draft-verify", "ngram", "suffix"]
     np.testing.assert_allclose(found["draft-verify"].layers, 1.0)
 

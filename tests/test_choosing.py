@@ -11,7 +11,7 @@ import pytest
 from benchmarks import choosing
 from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.chooser import OFF, Choice, Prices
-from jaxspec.choosing.costs import Draft, StepCosts, guessed
+from jaxspec.choosing.costs import DraftCost, StepCosts, guessed
 from jaxspec.engine.choices import Choices
 from jaxspec.engine.known import Known
 
@@ -249,7 +249,7 @@ def test_a_large_budget_does_not_keep_a_good_head_away(batch):
     for budget in (300, 4096, 32_000):
         choices = Choices(
             ["head"],
-            [Draft(layers=1, absorb_layers=1)],
+            [DraftCost(layers=1, absorb_layers=1)],
             [6],
             guessed(12, 0.01),
             batch,
@@ -314,7 +314,7 @@ def test_prices_follow_from_costs():
     costs = StepCosts(
         *("a device", "a model", "float32", 4, 100), ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0, 0.5, 0.25, 0.2
     )
-    drafts = [("ngram", Draft(lookup=True)), ("head", Draft(layers=1, absorb_layers=2))]
+    drafts = [("ngram", DraftCost(lookup=True)), ("head", DraftCost(layers=1, absorb_layers=2))]
     table = chooser.prices(costs, drafts, [1, 4])
     assert table.names == ("off", "ngram", "head")
     assert table.round_ms[OFF].tolist() == [10.5] + [np.inf] * 4

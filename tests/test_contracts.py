@@ -13,13 +13,14 @@ from flax import struct
 
 from jaxspec.drafting.draft_model import DraftModel
 from jaxspec.model.cache import KVCache
+from jaxspec.protocol import Drafter
 from jaxspec.stopping import Constant
 from jaxspec.testing import contracts
 from tests import tiny
 
 
 @struct.dataclass
-class Wrapped:
+class Wrapped(Drafter):
     """A draft model that keeps the contracts; its state is that and a number per row, of the rounds drafted."""
 
     inner: DraftModel

@@ -14,7 +14,14 @@ import pytest
 
 from jaxspec.bench import step_costs as measuring
 from jaxspec.bench.profile import SHAPES
-from jaxspec.choosing.costs import Draft, StepCosts, kinds, predicted_speedup, speedup_table, tokens_per_round
+from jaxspec.choosing.costs import (
+    DraftCost,
+    StepCosts,
+    kinds,
+    predicted_speedup,
+    speedup_table,
+    tokens_per_round,
+)
 from jaxspec.cli.options import ModelOptions
 from jaxspec.cli.profile import Profile
 from jaxspec.console.distributed import ProcessOptions
@@ -66,25 +73,25 @@ def test_noise_makes_no_part_negative():
 
 
 def test_rounds_are_made_of_steps():
-    plain = Draft().round_ms(COSTS, 0)
+    plain = DraftCost().round_ms(COSTS, 0)
     assert plain == 10.5
-    assert Draft(lookup=True).round_ms(COSTS, 0) == 10.75
-    assert Draft(lookup=True).round_ms(COSTS, 4) == 18.75
+    assert DraftCost(lookup=True).round_ms(COSTS, 0) == 10.75
+    assert DraftCost(lookup=True).round_ms(COSTS, 4) == 18.75
     # Four draft tokens through 5 layers and the head: 6 ms each.
-    assert Draft(layers=5).round_ms(COSTS, 4) == pytest.approx(4 * 6 + 18.5)
-    assert Draft(layers=5, once=True).round_ms(COSTS, 4) == pytest.approx(6 + 18.5)
+    assert DraftCost(layers=5).round_ms(COSTS, 4) == pytest.approx(4 * 6 + 18.5)
+    assert DraftCost(layers=5, once=True).round_ms(COSTS, 4) == pytest.approx(6 + 18.5)
     # Verification spares half of the layers; the last draft token runs through them without the head.
     spared = 18 * 0.08 * 5
-    assert Draft(layers=5, shares=True).round_ms(COSTS, 4) == pytest.approx(4 * 6 + 18.5 - spared + 4)
-    assert Draft(layers=1, absorb_layers=5).absorb_ms(COSTS) == pytest.approx(0.2)
+    assert DraftCost(layers=5, shared=5).round_ms(COSTS, 4) == pytest.approx(4 * 6 + 18.5 - spared + 4)
+    assert DraftCost(layers=1, absorb_layers=5).absorb_ms(COSTS) == pytest.approx(0.2)
 
 
 def test_the_best_length_is_found():
-    one = predicted_speedup(0.8, Draft(lookup=True), COSTS, longest=6)
+    one = predicted_speedup(0.8, DraftCost(lookup=True), COSTS, longest=6)
     by_length = {k: tokens_per_round(0.8, k) * 10.5 / (8.25 + 2 * (k + 1) + 0.5) for k in range(1, 7)}
     assert one.speedup == pytest.approx(max(by_length.values()))
     assert by_length[one.num_draft_tokens] == max(by_length.values())
-    assert predicted_speedup(0.1, Draft(layers=9), COSTS).speedup < 1
+    assert predicted_speedup(0.1, DraftCost(layers=9), COSTS).speedup < 1
 
 
 # Measuring
@@ -278,7 +285,7 @@ def test_predictions_rise_with_acceptance_and_fall_with_the_batch():
     for name, by_rate in crowded["speedups"].items():
         assert by_rate["0.9"]["speedup"] <= found["speedups"][name]["0.9"]["speedup"], name
     assert not report("h100", "70b")["fits"]
-    assert speedup_table(COSTS, {"x": Draft(lookup=True)})["x"]["0.5"].speedup > 1
+    assert speedup_table(COSTS, {"x": DraftCost(lookup=True)})["x"]["0.5"].speedup > 1
 
 
 def test_a_draft_model_costs_a_step_of_its_own():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts, Request
-from jaxspec.protocol import Acceptance, Proposal, Weights
+from jaxspec.protocol import Acceptance, Acceptor, Drafter, Proposal, Weights
 from jaxspec.sampling import Greedy
 from tests import tiny
 
@@ -28,7 +28,7 @@ WIDTHS = (1, 2, K + 1)
 
 
 @struct.dataclass
-class Scripted:
+class Scripted(Drafter):
     """Proposes what a script says: int32[B, N] texts, and int32[B] how many tokens at a time."""
 
     script: jax.Array
@@ -42,19 +42,9 @@ class Scripted:
     def verify_widths(self):
         return WIDTHS
 
-    @property
-    def reach(self):
-        return K + 1
-
-    def init(self, params, view, prefill):
-        return ()
-
     def propose(self, keys, params, state, view, law):
         columns = jnp.minimum(view.length[:, None] + jnp.arange(K), self.script.shape[1] - 1)
         return Proposal(jnp.take_along_axis(self.script, columns, axis=1), self.count), state, view.cache
-
-    def observe(self, params, state, outcome):
-        return state
 
 
 @struct.dataclass
@@ -266,7 +256,7 @@ def test_a_chunk_reports_no_more_than_its_window():
 
 
 @struct.dataclass
-class TellingWidth:
+class TellingWidth(Acceptor):
     """Accepts nothing, and says how many rows of logits it was given."""
 
     def accept(self, keys, proposal, logits, law):

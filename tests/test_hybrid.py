@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.methods import registry
 from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
-from jaxspec.protocol import Proposal, StatelessDrafter, Weights
+from jaxspec.protocol import Drafter, Proposal, Weights
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.testing import contracts
 from tests import tiny
@@ -48,7 +47,7 @@ class Boaster(LookupDrafter):
 
 
 @struct.dataclass
-class Counting(StatelessDrafter):
+class Counting(Drafter):
     """Proposes nonsense, and counts how often it is asked to."""
 
     num_draft_tokens: int = struct.field(pytree_node=False, default=2)
@@ -405,13 +404,17 @@ def test_what_it_is_made_of():
     assert own is None
     assert made.first == lm.drafter("suffix", num_draft_tokens=3)[0]
     assert made.second == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
-    assert float(made.draft_cost) == 1 / lm.config.num_layers
+    # A layer of two and the head, of what a step reads.
+    assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(lm, lm.params["layers"][:1], head=True))
     assert made.verify_widths == (1, 4)
     made, own = lm.drafter("hybrid", first="ngram", second="draft-model", draft=tiny.small_model())
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(one)) for one in (own, lm.params)]
-    np.testing.assert_allclose(float(made.draft_cost), sizes[0] / sizes[1], rtol=1e-6)
+    runs = own["layers"], own.get("head", own["embed"])
+    assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(lm, runs))
     assert (made.num_draft_tokens, made.verify_widths, made.second.catch_up) == (10, (1, 4, 6, 8, 11), 6)
-    assert float(lm.drafter("hybrid", second="asd")[0].draft_cost) == 0.5
+    every = lm.drafter("hybrid", second="asd", every=2, keep_last=0)[0]
+    assert float(every.draft_cost) == pytest.approx(
+        tiny.share_of_step(lm, lm.params["layers"][:1], head=True)
+    )
     assert float(lm.drafter("hybrid", second="ngram")[0].draft_cost) == 0
     with pytest.raises(
         ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"

@@ -21,10 +21,12 @@ from jaxspec.bench.suite import Suite, plan
 from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.bench.suite_page import page
 from jaxspec.bench.suite_report import cells, columns, report
-from jaxspec.choosing.costs import Draft
+from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli import bench
 from jaxspec.cli.runs import parse_run
 from jaxspec.console import terminal
+from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras
 from jaxspec.io.line_log import LineLog
@@ -79,7 +81,7 @@ class Fake:
         return iter(())
 
     def drafter(self, method, *, laws):
-        return method.name, None
+        return (NGram() if method.name == "ngram" else Autoregressive()), None
 
     def generate(self, prompts, *, method, seed, **options):
         if len(self.calls) == self._stopped_at:
@@ -320,34 +322,34 @@ def test_figures():
     [
         # A layer of two, and the head: half of the layers and all else; 4 draft tokens a round.
         (
-            Draft(layers=1),
-            SimpleNamespace(num_draft_tokens=8),
+            DraftCost(layers=1),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
             lambda half, rest: 3 / (1 + 4 * (half + rest)),
         ),
         (
-            Draft(layers=1, head=False),
-            SimpleNamespace(num_draft_tokens=8),
+            DraftCost(layers=1, head=False),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
             lambda half, _: 3 / (1 + 4 * half),
         ),
         (
-            Draft(layers=1, once=True),
-            SimpleNamespace(num_draft_tokens=8),
+            DraftCost(layers=1, once=True),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
             lambda half, rest: 3 / (1 + half + rest),
         ),
         # A tree of any size that is 2 deep takes two passes.
         (
-            Draft(layers=1),
+            DraftCost(layers=1),
             SimpleNamespace(num_draft_tokens=2, drafts_trees=True),
             lambda half, rest: 3 / (1 + 2 * (half + rest)),
         ),
-        (Draft(lookup=True), SimpleNamespace(num_draft_tokens=8), lambda *_: 3.0),
+        (DraftCost(lookup=True), SimpleNamespace(num_draft_tokens=8, drafts_trees=False), lambda *_: 3.0),
     ],
 )
 def test_free_rows(draft, drafter, speedup):
     lm = language_model()
     layers = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
     whole = floor_bytes(lm.config, lm.params)
-    method = SimpleNamespace(kind=lambda *_: draft)
+    method = SimpleNamespace(cost=lambda *_: draft)
     found = free_rows.passes(lm, method, drafter, None)
     assert found.speedup(3.0, 4.0) == pytest.approx(speedup(layers / 2 / whole, 1 - layers / whole))
 

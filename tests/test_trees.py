@@ -19,7 +19,7 @@ from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.tree import Shape, Tree
-from jaxspec.protocol import Proposal, Weights
+from jaxspec.protocol import Drafter, Proposal, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.testing import reference
 from jaxspec.tree_acceptance import chances
@@ -112,7 +112,7 @@ def test_each_node_sees_its_own_path_alone(capacity, window, merged):
 
 
 @struct.dataclass
-class Scripted:
+class Scripted(Drafter):
     """Drafts a tree whose nodes are `shift` away from what a script says of their positions.
 
     Attributes:
@@ -127,6 +127,7 @@ class Scripted:
     shift: jax.Array
     count: jax.Array
     parents: Any
+    drafts_trees: bool = struct.field(pytree_node=False, default=True)
     taps: tuple[Any, ...] = struct.field(pytree_node=False, default=())
     num_likely: int = struct.field(pytree_node=False, default=0)
     verify_widths: tuple[int, ...] = struct.field(pytree_node=False, default=(1, 4, NODES + 1))

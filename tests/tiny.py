@@ -585,3 +585,13 @@ def options(method: str) -> dict[str, Any]:
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})
+
+
+def share_of_step(lm, runs, head: bool = False) -> float:
+    """The weights of `runs`, and of the target's head where asked for, as a part of those that a step reads."""
+    whole = sum(leaf.size for leaf in jax.tree.leaves(lm.params))
+    if not lm.config.tie_embeddings:
+        whole -= lm.params["embed"].size
+    layers = sum(leaf.size for leaf in jax.tree.leaves(lm.params["layers"]))
+    read = sum(leaf.size for leaf in jax.tree.leaves(runs))
+    return (read + (whole - layers if head else 0)) / whole

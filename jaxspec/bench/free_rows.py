@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from jaxspec.bench.profile import floor_bytes
-from jaxspec.choosing.costs import Draft
+from jaxspec.choosing.costs import DraftCost
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
-from jaxspec.protocol import Drafter, drafts_trees
+from jaxspec.protocol import Drafter
 
 
-def share(lm: LanguageModel, draft: Draft) -> float:
+def share(lm: LanguageModel, draft: DraftCost) -> float:
     """The bytes of weights that one pass of a draft reads, as a part of those of a step of plain decoding.
 
     Args:
@@ -23,14 +23,12 @@ def share(lm: LanguageModel, draft: Draft) -> float:
 
     Examples:
       >>> from jaxspec.testing import language_model
-      >>> share(language_model(), Draft(lookup=True)), share(language_model(), Draft(layers=2))
+      >>> share(language_model(), DraftCost(lookup=True)), share(language_model(), DraftCost(layers=2))
       (0.0, 1.0)
     """
-    if not draft.layers:
-        return 0.0
-    whole = floor_bytes(lm.config, lm.params)
     layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
-    return (draft.layers * layers / lm.config.num_layers + (whole - layers if draft.head else 0)) / whole
+    rest = floor_bytes(lm.config, lm.params) - layers
+    return draft.share(layers / lm.config.num_layers, rest, lm.config.num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +73,8 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
       >>> 0.5 < passes(lm, method, *lm.drafter(method)).share < 0.6
       True
     """
-    draft = method.kind(lm.loaded, drafter, params)
+    draft = method.cost(lm.loaded, drafter, params)
     if draft is None:
         return None
-    each = 1 if draft.once else drafter.num_draft_tokens if drafts_trees(drafter) else None
+    each = 1 if draft.once else drafter.num_draft_tokens if drafter.drafts_trees else None
     return Passes(share(lm, draft), each)

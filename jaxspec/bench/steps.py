@@ -29,7 +29,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.model.tree import Parents, Shape
-from jaxspec.protocol import Drafter, Proposal, State, StatelessDrafter, View, Weights
+from jaxspec.protocol import Drafter, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law
 from jaxspec.stopping import Constant
 
@@ -63,7 +63,7 @@ class Loop:
 
 
 @struct.dataclass
-class WrongDrafts(StatelessDrafter):
+class WrongDrafts(Drafter):
     """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
 
     Attributes:
@@ -71,11 +71,6 @@ class WrongDrafts(StatelessDrafter):
     """
 
     num_draft_tokens: int = struct.field(pytree_node=False)
-
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """Always all rows."""
-        return (self.num_draft_tokens + 1,)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
@@ -110,11 +105,6 @@ class WrongTrees(WrongDrafts):
     def num_nodes(self) -> int:
         """N, the tokens of the tree."""
         return self.shape.num_nodes
-
-    @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """Always all rows."""
-        return (self.num_nodes + 1,)
 
     @property
     def reach(self) -> int:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.choosing.acceptance import Estimate, Prior, hoped, nothing_seen, observed, sampled
-from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.choosing.costs import DraftCost, StepCosts
 
 OFF = 0
 # Tokens to come for which a trial is worth all that it may be.
@@ -70,7 +70,7 @@ class Prices:
 
 def prices(
     costs: StepCosts,
-    drafts: Sequence[tuple[str, Draft]],
+    drafts: Sequence[tuple[str, DraftCost]],
     lengths: Sequence[int],
     live: int | None = None,
     batch: int = 1,
@@ -88,13 +88,15 @@ def prices(
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
-      >>> prices(costs, [("ngram", Draft(lookup=True))], lengths=[2, 4]).round_ms.tolist()
+      >>> prices(costs, [("ngram", DraftCost(lookup=True))], lengths=[2, 4]).round_ms.tolist()
       [[10.0, inf, inf, inf, inf], [10.0, inf, 12.0, inf, 14.0]]
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are {list(lengths)}; give at least one, from 1 on")
     table = np.full((1 + len(drafts), max(lengths) + 1), np.inf)
-    table[:, 0] = [draft.round_ms(costs, 0, live, batch) for draft in (Draft(), *(one for _, one in drafts))]
+    table[:, 0] = [
+        draft.round_ms(costs, 0, live, batch) for draft in (DraftCost(), *(one for _, one in drafts))
+    ]
     for at, (_, draft) in enumerate(drafts, 1):
         for length in lengths:
             table[at, length] = draft.round_ms(costs, length, live, batch)

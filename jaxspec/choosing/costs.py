@@ -136,14 +136,14 @@ def guessed(num_layers: int, row: float) -> StepCosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
-    """A kind of draft, by what it makes a device do.
+class DraftCost:
+    """The work that a draft gives to a device, from which a device's `StepCosts` give its time.
 
     Attributes:
       layers: of the target, or as much work as that many, that one draft token runs through.
       head: whether a draft token runs through an output head as large as the target's.
       once: whether all the tokens of a draft come of one such pass.
-      shares: whether verification spares the layers that the draft ran: an early exit.
+      shared: how many of these layers verification does not run again: the exit layer of an early exit.
       lookup: whether a draft is looked up.
       absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
       replayed: whether what it would have drafted follows from a text that others drafted, as for prompt lookup of the
@@ -154,14 +154,14 @@ class Draft:
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
-      >>> Draft(lookup=True).round_ms(costs, 4), Draft(layers=1).round_ms(costs, 4)
+      >>> DraftCost(lookup=True).round_ms(costs, 4), DraftCost(layers=1).round_ms(costs, 4)
       (14.0, 30.0)
     """
 
     layers: float = 0.0
     head: bool = True
     once: bool = False
-    shares: bool = False
+    shared: float = 0.0
     lookup: bool = False
     absorb_layers: float = 0.0
     replayed: bool = False
@@ -178,11 +178,27 @@ class Draft:
         if self.layers:
             one = costs.step_ms(layers=self.layers, live=live, batch=batch, head=self.head)
             drafting = one if self.once else length * one
-        verified = costs.num_layers - self.layers if self.shares else None
+        verified = costs.num_layers - self.shared if self.shared else None
         verifying = costs.step_ms(rows, verified, live, batch)
-        if self.shares:  # the last draft token has run through no layer yet
-            verifying += costs.step_ms(layers=self.layers, live=live, batch=batch, head=False)
+        if self.shared:  # the last draft token has run through no layer yet
+            verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms
+
+    def share(self, layer: float, head: float, num_layers: int) -> float:
+        """The weights that one pass of the draft reads, as a part of those that a step of the target reads.
+
+        Args:
+          layer: size of one of the target's layers, in any unit.
+          head: size of everything else that a step reads, such as the output head, in the same unit.
+          num_layers: of the target.
+
+        Examples:
+          >>> DraftCost(layers=2).share(layer=1.0, head=2.0, num_layers=8), DraftCost(lookup=True).share(1.0, 2.0, 8)
+          (0.4, 0.0)
+        """
+        if not self.layers:
+            return 0.0
+        return (self.layers * layer + (head if self.head else 0.0)) / (num_layers * layer + head)
 
     @property
     def copies(self) -> bool:
@@ -194,7 +210,7 @@ class Draft:
         return costs.absorb_ms * self.absorb_layers / costs.num_layers
 
 
-def kinds(num_layers: int) -> dict[str, Draft]:
+def kinds(num_layers: int) -> dict[str, DraftCost]:
     """The kinds of drafts that need no second model, at usual sizes, for a target of so many layers.
 
     Returns:
@@ -206,10 +222,10 @@ def kinds(num_layers: int) -> dict[str, Draft]:
       ['lookup', 'early exit', 'half the layers', 'one layer']
     """
     return {
-        "lookup": Draft(lookup=True),
-        "early exit": Draft(layers=max(1, num_layers // 4), shares=True),
-        "half the layers": Draft(layers=num_layers / 2),
-        "one layer": Draft(layers=1, absorb_layers=1),
+        "lookup": DraftCost(lookup=True),
+        "early exit": DraftCost(layers=max(1, num_layers // 4), shared=max(1, num_layers // 4)),
+        "half the layers": DraftCost(layers=num_layers / 2),
+        "one layer": DraftCost(layers=1, absorb_layers=1),
     }
 
 
@@ -240,7 +256,7 @@ class Prediction:
 
 def predicted_speedup(
     acceptance: float,
-    draft: Draft,
+    draft: DraftCost,
     costs: StepCosts,
     longest: int = 12,
     live: int | None = None,
@@ -259,10 +275,10 @@ def predicted_speedup(
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> predicted_speedup(1.0, Draft(lookup=True), costs, longest=4)
+      >>> predicted_speedup(1.0, DraftCost(lookup=True), costs, longest=4)
       Prediction(speedup=5.0, num_draft_tokens=4)
     """
-    plain = Draft().round_ms(costs, 0, live, batch)
+    plain = DraftCost().round_ms(costs, 0, live, batch)
 
     def speedup(length: int) -> float:
         return tokens_per_round(acceptance, length) * plain / draft.round_ms(costs, length, live, batch)
@@ -272,7 +288,12 @@ def predicted_speedup(
 
 
 def reached_speedup(
-    draft: Draft, costs: StepCosts, num_tokens: int, num_rounds: int, num_drafts: int, num_draft_tokens: int
+    draft: DraftCost,
+    costs: StepCosts,
+    num_tokens: int,
+    num_rounds: int,
+    num_drafts: int,
+    num_draft_tokens: int,
 ) -> float:
     """The speed-up over plain decoding of a text by what its rounds drafted and accepted.
 
@@ -285,19 +306,19 @@ def reached_speedup(
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> reached_speedup(Draft(lookup=True), costs, num_tokens=6, num_rounds=3, num_drafts=2, num_draft_tokens=8)
+      >>> reached_speedup(DraftCost(lookup=True), costs, num_tokens=6, num_rounds=3, num_drafts=2, num_draft_tokens=8)
       2.0
     """
     drafted = num_drafts * draft.round_ms(costs, round(num_draft_tokens / max(num_drafts, 1)))
     taken = drafted + (num_rounds - num_drafts) * draft.round_ms(costs, 0)
-    return num_tokens * Draft().round_ms(costs, 0) / taken
+    return num_tokens * DraftCost().round_ms(costs, 0) / taken
 
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedup_table(
-    costs: StepCosts, drafts: Mapping[str, Draft], live: int | None = None, batch: int = 1
+    costs: StepCosts, drafts: Mapping[str, DraftCost], live: int | None = None, batch: int = 1
 ) -> dict[str, dict[str, Prediction]]:
     """What kinds of drafts would gain at `ACCEPTANCES`, by kind and acceptance such as "0.8".
 
@@ -308,7 +329,7 @@ def speedup_table(
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> round(speedup_table(costs, {"ngram": Draft(lookup=True)})["ngram"]["0.5"].speedup, 2)
+      >>> round(speedup_table(costs, {"ngram": DraftCost(lookup=True)})["ngram"]["0.5"].speedup, 2)
       2.0
     """
     return {

@@ -1,4 +1,4 @@
-"""Warnings of methods that are slower than plain decoding, measured, expected or reckoned."""
+"""Warnings about methods that are slower than plain decoding, by measurement or by estimate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxspec.methods import Method
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.engine.language_model import LanguageModel
     from jaxspec.engine.results import Statistics
 
@@ -35,12 +35,12 @@ def warn_slower_by(lm: LanguageModel, method: Method, statistics: Statistics) ->
     """
     from jaxspec.choosing.costs import guessed, guessed_row, reached_speedup
 
-    kind = _kind(lm, method)
-    if kind is None or statistics.num_draft_tokens < _ENOUGH:
+    cost = _cost(lm, method)
+    if cost is None or statistics.num_draft_tokens < _ENOUGH:
         return
     costs = lm.step_costs or guessed(lm.config.num_layers, guessed_row(lm.platform))
     speedup = reached_speedup(
-        kind,
+        cost,
         costs,
         statistics.num_tokens - 1,
         statistics.num_rounds,
@@ -67,10 +67,10 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
     """
     from jaxspec.choosing.costs import predicted_speedup
 
-    kind = None if lm.step_costs is None else _kind(lm, method)
-    if kind is None or lm.step_costs is None:
+    cost = None if lm.step_costs is None else _cost(lm, method)
+    if cost is None or lm.step_costs is None:
         return None
-    predicted = predicted_speedup(_OFTEN, kind, lm.step_costs, kind.widths[-1] - 1)
+    predicted = predicted_speedup(_OFTEN, cost, lm.step_costs, cost.widths[-1] - 1)
     if predicted.speedup >= 1:
         return None
     return (
@@ -79,15 +79,13 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
     )
 
 
-def _kind(lm: LanguageModel, method: Method) -> Draft | None:
-    """What the method's drafts make a device do; None where nobody can tell."""
-    from jaxspec.protocol import drafts_trees
-
+def _cost(lm: LanguageModel, method: Method) -> DraftCost | None:
+    """The declared cost of a method's drafts; None where it declares none, or drafts trees."""
     try:
         drafter, params = lm.drafter(method)
     except (ValueError, OSError):  # a file that this law has not, say
         return None
-    kind = method.kind(lm.loaded, drafter, params)
-    if kind is None or drafts_trees(drafter):
+    cost = method.cost(lm.loaded, drafter, params)
+    if cost is None or drafter.drafts_trees:
         return None
-    return dataclasses.replace(kind, widths=drafter.verify_widths)
+    return dataclasses.replace(cost, widths=drafter.verify_widths)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import tempfile
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantised import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
-from jaxspec.protocol import Drafter, MaskedDrafter, Weights, taps_of
+from jaxspec.protocol import Drafter, Weights
 
 
 def devices(topology: Topology) -> Sequence[jax.Device]:
@@ -232,9 +231,9 @@ def make(
     name = law_name(row.temperature, row.top_k, row.top_p, row.min_p)
     with _files(target.config, name, getattr(method, "draft_vocab", None) is not None) as directory:
         drafter, own, shared = _build(target, method, directory, name, place, dtype)
-        if getattr(drafter, "static", False):
+        if drafter.static:
             plan = read_plan(directory / PLAN_NAME, UNREAD, target.config.num_layers)
-            drafter = typing.cast(MaskedDrafter, drafter).specialised(plan)
+            drafter = drafter.specialised(plan)
     if drafter.reach >= capacity:
         raise ValueError(
             f"capacity is {capacity}, and a round of {method.name} writes {drafter.reach} slots; give more than "
@@ -294,7 +293,7 @@ def _build(
         return drafter, own
 
     drafter, own = jax.eval_shape(build)
-    if isinstance(own, dict) and "layers" in own and not taps_of(drafter):
+    if isinstance(own, dict) and "layers" in own and not drafter.taps:
         model = drafts[-1] if drafts else target.config
         own = place.put_params(own, model.truncated(len(own["layers"])))
     elif own is not None:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from jaxspec.bench.profile import SHAPES
-from jaxspec.choosing.costs import Draft, StepCosts, kinds, speedup_table
+from jaxspec.choosing.costs import DraftCost, StepCosts, kinds, speedup_table
 from jaxspec.deviceless.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
@@ -89,7 +89,7 @@ def roofline(
 
 def usual(
     accelerator: Accelerator, shape: str, launch_us: float | None = None
-) -> tuple[StepCosts, dict[str, Draft]]:
+) -> tuple[StepCosts, dict[str, DraftCost]]:
     """The costs of a named shape, and the kinds of drafts: a draft model among them where there is a usual one.
 
     What a step of the draft model takes is said in layers of the target. It has as many operations to start as its own
@@ -101,7 +101,9 @@ def usual(
         draft = roofline(accelerator, SHAPES[_DRAFTS[shape]], _DRAFTS[shape], launch_us)
         layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
         absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
-        drafts["draft model"] = Draft(layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed)
+        drafts["draft model"] = DraftCost(
+            layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed
+        )
     return costs, drafts
 
 
@@ -145,7 +147,7 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
         "launch_us": accelerator.launch_us if launch_us is None else launch_us,
         "source": accelerator.source,
         "fits": _BYTES * _size(SHAPES[shape]) <= accelerator.memory_bytes,
-        "plain_ms": Draft().round_ms(costs, 0, batch=batch),
+        "plain_ms": DraftCost().round_ms(costs, 0, batch=batch),
         "drafts": {name: dataclasses.asdict(draft) for name, draft in drafts.items()},
         "speedups": {
             name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights
+from jaxspec.protocol import Drafter, Proposal, State, View, Weights
 from jaxspec.sampling import Law
 
 
 @struct.dataclass
-class Autoregressive(StatelessDrafter):
+class Autoregressive(Drafter):
     """Each round feeds the pending token and yields one.
 
     Attributes:
@@ -27,9 +27,9 @@ class Autoregressive(StatelessDrafter):
         return 0
 
     @property
-    def verify_widths(self) -> tuple[int, ...]:
-        """One row."""
-        return (1,)
+    def reach(self) -> int:
+        """K + 1: the caches have room for the rounds of those with which it takes turns."""
+        return self.num_draft_tokens + 1
 
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law

@@ -15,6 +15,7 @@ from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import (
+    Drafter,
     Outcome,
     Prefill,
     Proposal,
@@ -180,10 +181,8 @@ class ChainState(NamedTuple):
     own: State = ()
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """A base for drafters with a stop rule: a subclass adds `propose`, most of which is `draft`.
-
-    Not a subclass of `protocol.Drafter`, for the reason given at `protocol.StatelessDrafter`.
 
     Attributes:
       rule: when to stop before K tokens.
@@ -201,7 +200,6 @@ class ChainDrafter:
     """
 
     rule: StopRule
-    num_draft_tokens: int
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
@@ -209,19 +207,6 @@ class ChainDrafter:
         if isinstance(self.rule, Constant):
             return (self.num_draft_tokens + 1,)
         return rising_widths(self.num_draft_tokens)
-
-    @property
-    def reach(self) -> int:
-        """The number of slots that a round writes: K + 1, those that verification needs."""
-        return self.num_draft_tokens + 1
-
-    def taking_turns(self) -> ChainDrafter:
-        """Returns the drafter for rounds of which some are another's: in those it is told that nothing was drafted.
-
-        Raises:
-          ValueError: its state must follow every round; one line.
-        """
-        return self
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Returns the state of a new text: that of the stop rule."""

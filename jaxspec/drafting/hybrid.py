@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,12 @@ from jaxspec.model.numerics import widened
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import (
     Drafter,
-    MaskedDrafter,
     Outcome,
     Prefill,
     Proposal,
     State,
-    TappedDrafter,
     View,
     Weights,
-    mixes_rows,
-    num_likely_of,
-    taps_of,
 )
 from jaxspec.sampling import Law
 
@@ -86,7 +81,7 @@ class HybridState(NamedTuple):
 
 
 @struct.dataclass
-class Hybrid:
+class Hybrid(Drafter):
     """Takes for each row and round the draft of `first` if it is worth more than one of `second`, which costs more.
 
     The first draft is looked up in every round. Each draft is worth its rate: the tokens that are expected of the round
@@ -126,7 +121,7 @@ class Hybrid:
     accept: jax.Array | float = 0.75
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """K, the larger of both."""
         return max(self.first.num_draft_tokens, self.second.num_draft_tokens)
 
@@ -143,16 +138,16 @@ class Hybrid:
     @property
     def taps(self) -> tuple[llama.Tap, ...]:
         """What the second reads of the target; `begin` and `absorb` are its own."""
-        return taps_of(self.second)
+        return self.second.taps
 
     @property
     def num_likely(self) -> int:
         """How many likely tokens the second wants to know after each that was verified."""
-        return num_likely_of(self.second)
+        return self.second.num_likely
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
-        """Returns what the second, a `TappedDrafter`, begins with."""
-        return cast(TappedDrafter, self.second).begin(params, length, capacity, merged)
+        """Returns the second's `begin`."""
+        return self.second.begin(params, length, capacity, merged)
 
     def absorb(
         self,
@@ -163,26 +158,26 @@ class Hybrid:
         start: jax.Array,
         count: jax.Array,
     ) -> State:
-        """Lets the second, a `TappedDrafter`, take in a piece of the prompts."""
-        return cast(TappedDrafter, self.second).absorb(params, state, features, tokens, start, count)
+        """Returns the second's `absorb`."""
+        return self.second.absorb(params, state, features, tokens, start, count)
 
     @property
     def static(self) -> bool:
-        """Whether the second, a `MaskedDrafter`, is to be compiled for the rows' mask."""
-        return getattr(self.second, "static", False)
+        """Whether a program is compiled for the mask of the second."""
+        return self.second.static
 
     @property
     def shared_mask(self) -> bool:
         """Whether the second has one mask for all rows."""
-        return mixes_rows(self.second)
+        return self.second.shared_mask
 
     def plans(self, state: HybridState, live: jax.Array) -> jax.Array:
-        """The masks of the second, a `MaskedDrafter`."""
-        return cast(MaskedDrafter, self.second).plans(state.second, live)
+        """The masks of the second."""
+        return self.second.plans(state.second, live)
 
     def specialised(self, plan: LayerPlan) -> Hybrid:
-        """The same with a static mask of the second, a `MaskedDrafter`."""
-        return dataclasses.replace(self, second=cast(MaskedDrafter, self.second).specialised(plan))
+        """The same with a static mask of the second."""
+        return dataclasses.replace(self, second=self.second.specialised(plan))
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> HybridState:
         """Both states, and nothing seen."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Proposal, State, StatelessDrafter, View, Weights, rising_widths
+from jaxspec.protocol import Drafter, Proposal, State, View, Weights, rising_widths
 from jaxspec.sampling import Law
 
 # No token: what separates reference texts and ends their padding. It matches nothing and is never proposed.
@@ -85,7 +85,7 @@ def match_lengths(text: jax.Array, view: View, longest: int) -> jax.Array:
     return total
 
 
-class LookupDrafter(StatelessDrafter):
+class LookupDrafter(Drafter):
     """A base for drafters that copy from text: a subclass adds `num_draft_tokens` and `look_up`.
 
     Examples:
@@ -97,8 +97,6 @@ class LookupDrafter(StatelessDrafter):
       >>> First().verify_widths
       (1, 3)
     """
-
-    num_draft_tokens: int
 
     @property
     def verify_widths(self) -> tuple[int, ...]:

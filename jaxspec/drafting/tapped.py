@@ -45,7 +45,7 @@ def own_cache(
 class TappedChain(ChainDrafter):
     """A base for chain drafters with taps, whose state's `own` is what they have absorbed.
 
-    A subclass adds `begin` and `absorb` (see `protocol.TappedDrafter`), and `propose`.
+    A subclass adds `begin` and `absorb` (see `protocol.Drafter`), and `propose`.
 
     Attributes:
       head: says what is tapped, by its `taps`.
@@ -58,18 +58,6 @@ class TappedChain(ChainDrafter):
         """What the head reads of the target."""
         taps: tuple[Tap, ...] = self.head.taps
         return taps
-
-    def absorb(
-        self,
-        params: Weights,
-        state: State,
-        features: jax.Array,
-        tokens: jax.Array,
-        start: jax.Array,
-        count: jax.Array,
-    ) -> State:
-        """Takes in features, see `protocol.TappedDrafter`."""
-        raise NotImplementedError
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Of its own, what was absorbed of the prompt."""
@@ -114,11 +102,6 @@ class TappedTree(TappedChain):
     def verify_widths(self) -> tuple[int, ...]:
         """The widths of verification; of a tree all its nodes."""
         return super().verify_widths if self.tree is None else (self.num_nodes + 1,)
-
-    @property
-    def reach(self) -> int:
-        """The number of slots that a round writes: those that verification needs."""
-        return self.num_nodes + 1
 
     def draft_tree(
         self,

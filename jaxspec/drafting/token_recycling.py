@@ -8,12 +8,12 @@ from flax import struct
 
 from jaxspec.model.cache import KVCache
 from jaxspec.model.tree import Shape
-from jaxspec.protocol import Outcome, Prefill, Proposal, View, Weights
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, View, Weights
 from jaxspec.sampling import Law
 
 
 @struct.dataclass
-class TokenRecycling:
+class TokenRecycling(Drafter):
     """Follows a matrix of the tokens that the target last held most likely after each token.
 
     The nodes of a tree are read from the matrix: node i is, of the likely tokens after the token it follows, that of
@@ -32,7 +32,7 @@ class TokenRecycling:
     num_likely: int = struct.field(pytree_node=False, default=8)
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """K, the depth of the tree."""
         return self.shape.depth
 
@@ -50,11 +50,6 @@ class TokenRecycling:
     def verify_widths(self) -> tuple[int, ...]:
         """One row where nothing is known, else all."""
         return 1, self.num_nodes + 1
-
-    @property
-    def reach(self) -> int:
-        """The number of slots that a round writes."""
-        return self.num_nodes + 1
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> jax.Array:
         """Nothing is known."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.choosing import acceptance, chooser
 from jaxspec.choosing.chooser import OFF, Outlook, Prices
-from jaxspec.choosing.costs import Draft, StepCosts
+from jaxspec.choosing.costs import DraftCost, StepCosts
 from jaxspec.engine.known import Known
 from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import Chosen, Expected
@@ -64,7 +64,7 @@ class Choices:
     def __init__(
         self,
         names: Sequence[str],
-        kinds: Sequence[Draft],
+        kinds: Sequence[DraftCost],
         longest: Sequence[int],
         costs: StepCosts,
         batch: int,
@@ -438,7 +438,7 @@ def _joined(one: Chosen, other: Chosen) -> Chosen:
 
 
 def _prior(
-    kinds: Sequence[Draft], known: Sequence[acceptance.Expectation | None], longest: int
+    kinds: Sequence[DraftCost], known: Sequence[acceptance.Expectation | None], longest: int
 ) -> acceptance.Prior:
     def unknown(found: float) -> acceptance.Expectation:
         return acceptance.Expectation((_ACCEPTANCE * found, _ACCEPTANCE), _STRENGTH, (found, 1.0))
@@ -456,7 +456,7 @@ def _prior(
 def _prices(
     costs: StepCosts,
     names: tuple[str, ...],
-    kinds: tuple[Draft, ...],
+    kinds: tuple[DraftCost, ...],
     longest: tuple[int, ...],
     live: int,
     batch: int,

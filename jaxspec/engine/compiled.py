@@ -17,7 +17,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import state_shardings
-from jaxspec.protocol import Drafter, TappedDrafter, Weights
+from jaxspec.protocol import Drafter, Weights
 
 # Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
 WINDOW = 64
@@ -99,7 +99,7 @@ def begin(
 def start_prefill(
     params: Weights,
     request: Request,
-    tapped: TappedDrafter | None,
+    tapped: Drafter | None,
     *,
     config: LlamaConfig,
     merged: bool,
@@ -116,7 +116,7 @@ def feed(
     fed: Prefilling,
     first: jax.Array,
     stop: jax.Array,
-    tapped: TappedDrafter | None,
+    tapped: Drafter | None,
     *,
     config: LlamaConfig,
     chunk_size: int,

@@ -64,7 +64,7 @@ from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
-from jaxspec.protocol import Drafter, Weights, is_coupled, mixes_rows, num_nodes_of
+from jaxspec.protocol import Drafter, Weights
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -475,8 +475,8 @@ class LanguageModel:
         drafter, weights = self._parts(method, laws, self.directory)
         self._check_memory(requests, rows, drafter.reach)
         plan = self._plan(method, laws, drafter.num_draft_tokens, requests, rows)
-        mixed = plan is not None or mixes_rows(drafter)
-        requests = drawn_apart(requests) if mixed and not is_coupled(accept) else requests
+        mixed = plan is not None or drafter.shared_mask
+        requests = drawn_apart(requests) if mixed and not accept.coupled else requests
         session = Session(
             self.executables,
             self.config,
@@ -621,12 +621,12 @@ class LanguageModel:
             drafter, params = method.build(self.loaded, self._resources(laws, directory))
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
-        if not hasattr(drafter, "propose"):
+        if not isinstance(drafter, Drafter):
             raise ValueError(
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
-                "jaxspec.methods, or a Drafter"
+                "jaxspec.methods, or a subclass of jaxspec.protocol.Drafter"
             )
-        needed = num_nodes_of(drafter) + 1
+        needed = drafter.num_nodes + 1
         if drafter.verify_widths[-1] != needed or drafter.reach < needed:
             raise ValueError(
                 f"the drafter {type(drafter).__name__} proposes up to {needed - 1} tokens and has "

@@ -7,7 +7,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched, put
-from jaxspec.protocol import Acceptor, Drafter, MaskedDrafter, Weights
+from jaxspec.protocol import Acceptor, Drafter, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 from jaxspec.stopping import GammaState
 
@@ -297,11 +297,7 @@ class Session:
             return self._take_turn(self.switching, max_rounds)
         arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
         # When a program is compiled in the background is another matter in each of several processes.
-        if (
-            self._rows_changed
-            and getattr(self._drafter, "static", False)
-            and not processes.spans_processes(self._mesh)
-        ):
+        if self._rows_changed and self._drafter.static and not processes.spans_processes(self._mesh):
             self._specialise()
         if self._specialised is not None:
             params, parts, *rest = arguments
@@ -341,10 +337,9 @@ class Session:
         assert self._state is not None
         self._rows_changed = False
         live = jnp.array([held is not None for held in self._rows])
-        drafter = cast(MaskedDrafter, self._drafter)
-        plans = np.asarray(drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
+        plans = np.asarray(self._drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
         alike = len(plans) > 0 and bool((plans == plans[0]).all())
-        self._specialised = drafter.specialised(LayerPlan.of(plans[0])) if alike else None
+        self._specialised = self._drafter.specialised(LayerPlan.of(plans[0])) if alike else None
 
     def _end(self, row: int) -> None:
         """Frees a row."""

@@ -93,7 +93,7 @@ class Switching:
         self._choices = Choices(
             [candidate.name for candidate in plan.candidates],
             [
-                dataclasses.replace(one.kind, widths=of)
+                dataclasses.replace(one.cost, widths=of)
                 for one, of in zip(plan.candidates, widths, strict=True)
             ],
             [drafter.num_draft_tokens for drafter in drafters],

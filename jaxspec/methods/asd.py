@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.methods.base import option
@@ -13,6 +13,8 @@ from jaxspec.methods.masked import MaskedMethod
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.asd import ASD as Drafting
     from jaxspec.protocol import Drafter
 
 
@@ -66,6 +68,15 @@ class ASD(MaskedMethod):
         return Drafting(
             target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)
         ), self.params(target, resources)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the layers without those that `every` and `keep_last` skip; `alpha` skips more, by the prompt."""
+        from jaxspec.choosing.costs import DraftCost
+
+        made, depth = cast("Drafting", drafter), target.config.num_layers
+        every, kept = int(made.every), int(made.keep_last)
+        skipped = (depth - kept) // every if every else 0
+        return DraftCost(layers=depth - skipped, head=params is None)
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
         """Returns the numbers of the file named, else of the one beside the model, else the paper's for this model."""

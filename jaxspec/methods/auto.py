@@ -174,13 +174,11 @@ class Auto(DraftingMethod):
         return expected
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
-        from jaxspec.protocol import drafts_trees
-
         longest = self.length(_USUAL)
         method = method.limited(longest)
         drafter, params = method.build(target, resources)
-        kind = method.kind(target, drafter, params)
-        if kind is None or drafts_trees(drafter):
+        kind = method.cost(target, drafter, params)
+        if kind is None or drafter.drafts_trees:
             raise ValueError(
                 f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"
             )

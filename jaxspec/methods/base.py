@@ -19,7 +19,7 @@ from jaxspec.methods.resources import HasModel
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.protocol import Drafter
 
@@ -35,22 +35,22 @@ class Candidate:
     Attributes:
       name: as reports call it.
       drafter, params: as of `Method.build`.
-      kind: what its drafts make a device do.
+      cost: of its drafts.
       expected: of what is accepted, where something was measured; None where nothing is known.
       offered: whether it is what the model offers, which `jaxspec tune --method auto` measures; another head or other
         options are not.
 
     Examples:
-      >>> from jaxspec.choosing.costs import Draft
+      >>> from jaxspec.choosing.costs import DraftCost
       >>> from jaxspec.drafting.ngram import NGram
-      >>> Candidate("ngram", NGram(), None, Draft(lookup=True)).kind.lookup
+      >>> Candidate("ngram", NGram(), None, DraftCost(lookup=True)).cost.lookup
       True
     """
 
     name: str
     drafter: Drafter
     params: Any
-    kind: Draft
+    cost: DraftCost
     expected: Expectation | None = None
     offered: bool = True
 
@@ -168,8 +168,8 @@ class Method:
         """
         return ()
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
-        """Returns what drafts make a device do, by which `auto` knows their price; None for what it cannot choose.
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
+        """Returns the declared cost of a draft token, which `auto`, `hybrid` and reports use; None if it has none.
 
         Args:
           target: the model that verifies.
@@ -270,6 +270,18 @@ def size_of(params: Any) -> int:
     import jax
 
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def layers_of(params: Any, target: LoadedModel) -> float:
+    """Returns how many of the target's layers hold as many numbers as `params`.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> target = language_model().loaded
+      >>> layers_of(target.params["layers"], target) == target.config.num_layers
+      True
+    """
+    return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
 
 
 def plain_type(hint: Any) -> Any:

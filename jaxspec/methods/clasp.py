@@ -12,6 +12,7 @@ from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 # It is counted in int32.
@@ -64,3 +65,11 @@ class CLaSp(ChainMethod):
         rule, length = self.stopping()
         drafter = Drafting(target.config, count, jnp.int32(refresh), rule, length)
         return drafter, self.params(target, resources)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the layers that are kept, without the choice of them; the target runs over a text once more."""
+        from jaxspec.choosing.costs import DraftCost
+
+        depth = target.config.num_layers
+        skipped = depth // 2 if self.skip_layers is None else self.skip_layers
+        return DraftCost(layers=depth - skipped, head=params is None, absorb_layers=depth)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.methods.base import layers_of
 from jaxspec.methods.heads import HeadMethod
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -43,3 +45,11 @@ class DFlash(HeadMethod):
                 f"{most}"
             )
         return Drafting(target.config, head, rule, length)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns one pass of the head for a whole block; the target runs over a text once more to absorb it."""
+        from jaxspec.choosing.costs import DraftCost
+
+        layers = layers_of(params, target)
+        own = "head" in params or "vocabulary" in params
+        return DraftCost(layers, head=not own, once=True, absorb_layers=target.config.num_layers + layers)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import option, size_of
+from jaxspec.methods.base import layers_of, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.resources import LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -57,9 +57,23 @@ class DraftModel(ChainMethod):
         drafter = Drafting(draft.config, rule, length, pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
-        """Returns as many layers as are of the draft's size, in a cache of its own."""
-        from jaxspec.choosing.costs import Draft
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns as many layers as have the draft's size, its head included, and a cache of its own."""
+        return own_model_cost(target, params)
 
-        layers = target.config.num_layers * size_of(params["layers"]) / size_of(target.params["layers"])
-        return Draft(layers=layers, head="vocabulary" not in params, absorb_layers=layers)
+
+def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: float = 1.0) -> DraftCost:
+    """Returns the cost of a draft model with a cache of its own.
+
+    Args:
+      target: the model that verifies.
+      params: of the draft.
+      layers: the part of the draft's layers that a token runs through.
+      bits: of a weight of the draft, as a part of those of the target's.
+    """
+    from jaxspec.choosing.costs import DraftCost
+
+    few = params.get("vocabulary")
+    head = params.get("head", params["embed"]) if few is None else few.head
+    runs = layers_of(params["layers"], target) * bits
+    return DraftCost(layers=layers * runs + layers_of(head, target) * bits, head=False, absorb_layers=runs)

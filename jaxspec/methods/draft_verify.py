@@ -13,7 +13,7 @@ from jaxspec.methods.masked import MaskedMethod
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -63,14 +63,14 @@ class DraftVerify(MaskedMethod):
 
         return (cls(),) if found(None, target, resources, method_files.PLAN_NAME) is not None else ()
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns as many layers as what the plan runs has the parameters of."""
         import numpy as np
 
-        from jaxspec.choosing.costs import Draft
+        from jaxspec.choosing.costs import DraftCost
 
         runs = np.asarray(getattr(drafter, "plan"))  # noqa: B009
         layers = target.params["layers"]
         sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())
-        return Draft(layers=share * len(layers), head=params is None)
+        return DraftCost(layers=share * len(layers), head=params is None)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
 from jaxspec.methods.base import Method, option, size_of
@@ -14,13 +14,16 @@ from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.hybrid import Hybrid as Drafting
     from jaxspec.protocol import Drafter
 
 # Heads that draft best, the best first.
 _HEADS = ("eagle3", "eagle", "kangaroo")
 # Drafts longer than any that pays.
 _LONG = 16
+# Steps of the target that a draft token costs where its method declares nothing.
+_UNKNOWN = 0.5
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
 
@@ -34,8 +37,8 @@ class Hybrid(Method):
     Attributes:
       first: what copies drafts from text: suffix or ngram; its options stand beside this one. Default suffix.
       second: what drafts with a model: any other method; its options stand beside this one. Default layerskip.
-      draft_cost: what a draft token of the second costs, in steps of one token. Default: its share of the model's
-        layers, or of its parameters; 0.5 where that depends on the text.
+      draft_cost: what a draft token of the second costs, in steps of one token. Default: the weights that it reads, as
+        a part of those that a step of the model reads.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip, Suffix
@@ -111,7 +114,6 @@ class Hybrid(Method):
         from jaxspec.choosing.costs import guessed_row
         from jaxspec.drafting.hybrid import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
-        from jaxspec.protocol import drafts_trees
 
         parts = self._parts()
         first, _ = parts["first"].build(target, resources)
@@ -120,11 +122,12 @@ class Hybrid(Method):
                 f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
             )
         second, own = parts["second"].build(target, resources)
-        if drafts_trees(second):
+        if second.drafts_trees:
             raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
-        taking_turns = getattr(second, "taking_turns", None)
-        second = second if taking_turns is None else taking_turns()
-        cost = _usual_cost(second, own, target) if self.draft_cost is None else self.draft_cost
+        second = second.taking_turns()
+        declared = parts["second"].cost(target, second, own)
+        usual = _UNKNOWN if declared is None else _in_steps(declared, target, second.num_draft_tokens)
+        cost = usual if self.draft_cost is None else self.draft_cost
         row = guessed_row(resources.platform)
         numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
         return Drafting(target.config, first, second, *map(jnp.float32, numbers)), own
@@ -147,9 +150,9 @@ class Hybrid(Method):
         longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))
         return dataclasses.replace(known, accept=(*accept[:longest], 0.0), draft=(*[1.0] * longest, 0.0))
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft | None:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the second's, with a search in each round, as long as it pays; what found drafts save, times tell."""
-        second = self._parts()["second"].kind(target, getattr(drafter, "second"), params)  # noqa: B009
+        second = self._parts()["second"].cost(target, cast("Drafting", drafter).second, params)
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
     def _accept(self, longest: int, target: LoadedModel, resources: Resources) -> Sequence[float]:
@@ -188,21 +191,11 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
     return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}
 
 
-def _usual_cost(drafter: Any, own: Any, target: LoadedModel) -> float:
-    """Returns what a draft token costs, by what the draft has of the target."""
-    from jaxspec.drafting.lookup import LookupDrafter
-    from jaxspec.drafting.tapped import ParallelChain
-
-    if isinstance(drafter, LookupDrafter):
-        return 0.0
-    shared = (getattr(drafter, "exit_layer", None) or 0) / target.config.num_layers
-    if isinstance(drafter, ParallelChain):  # one pass drafts all tokens
-        return size_of(own) / size_of(target.params) / drafter.num_draft_tokens
-    if own is not None and "heads" in own:  # of which each drafts one token
-        return size_of(own) / size_of(target.params) / len(own["heads"])
-    if own is not None and "layers" in own:
-        return shared + size_of(own) / size_of(target.params)
-    if shared:
-        return shared
-    layers = max(getattr(drafter, "exits", ()), default=None)
-    return 0.5 if layers is None else layers / target.config.num_layers
+def _in_steps(cost: DraftCost, target: LoadedModel, length: int) -> float:
+    """Returns the cost of a draft token in steps of the target, by the weights that it reads."""
+    layers = size_of(target.params["layers"])
+    read = {name: leaf for name, leaf in target.params.items() if name != "layers"}
+    if not target.config.tie_embeddings:
+        del read["embed"]  # of which a step reads one row
+    share = cost.share(layers / target.config.num_layers, size_of(read), target.config.num_layers)
+    return share / length if cost.once else share

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import Method, option
+from jaxspec.methods.base import Method, layers_of, option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.heads import HeadMethod
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.exits import ExitDrafter
     from jaxspec.protocol import Drafter
 
 # The most draft tokens of the authors' code.
@@ -72,10 +73,15 @@ class Kangaroo(HeadMethod):
         """Returns the method, where there is an adapter for the model."""
         return cls.beside(target, resources)
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
-        """Returns an early exit; to take in a text the target runs once more over it."""
-        from jaxspec.choosing.costs import Draft
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns an early exit and the adapter behind it; the target runs over a text once more to absorb it."""
+        from jaxspec.choosing.costs import DraftCost
 
-        exit_layer: int = getattr(drafter, "exit_layer")  # noqa: B009
-        head = "vocabulary" not in params
-        return Draft(layers=exit_layer, head=head, shares=True, absorb_layers=target.config.num_layers + 1)
+        exit_layer, depth = cast("ExitDrafter", drafter).exit_layer, target.config.num_layers
+        adapter = layers_of(params, target)
+        return DraftCost(
+            layers=exit_layer + adapter,
+            head="vocabulary" not in params,
+            shared=exit_layer,
+            absorb_layers=depth + adapter,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import Method, option
 from jaxspec.methods.chain import ChainMethod
@@ -13,7 +13,8 @@ from jaxspec.methods.files import directories, file_of
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.exits import ExitDrafter
     from jaxspec.protocol import Drafter
     from jaxspec.stopping import Probe
 
@@ -73,12 +74,12 @@ class LayerSkip(ChainMethod):
             return ()
         return tuple(cls(exit_layer=layers) for layers in target.exits if layers < target.config.num_layers)
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns an early exit."""
-        from jaxspec.choosing.costs import Draft
+        from jaxspec.choosing.costs import DraftCost
 
-        exit_layer: int = getattr(drafter, "exit_layer")  # noqa: B009
-        return Draft(layers=exit_layer, head=params is None, shares=True)
+        exit_layer = cast("ExitDrafter", drafter).exit_layer
+        return DraftCost(layers=exit_layer, head=params is None, shared=exit_layer)
 
     def _probe(self, exit_layer: int, target: LoadedModel, resources: Resources) -> Probe:
         """Reads the probe of an exit for the law of this batch."""

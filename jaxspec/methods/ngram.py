@@ -10,7 +10,7 @@ from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 Match = Literal["latest", "earliest", "longest", "random"]
@@ -71,8 +71,8 @@ class NGram(DraftingMethod):
         """Returns the method itself: it needs nothing."""
         return (cls(),)
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns a lookup; without an option that changes it, one that can be replayed."""
-        from jaxspec.choosing.costs import Draft
+        from jaxspec.choosing.costs import DraftCost
 
-        return Draft(lookup=True, replayed=set(self.given) <= {"num_draft_tokens"})
+        return DraftCost(lookup=True, replayed=set(self.given) <= {"num_draft_tokens"})

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -61,3 +63,10 @@ class Quantised(ChainMethod):
         rule, length = self.stopping()
         drafter = DraftModel(draft.config, rule, length, pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the target's own layers and head at the bits of the draft, and a cache of its own."""
+        held = target.bits or 8 * target.params["norm"].dtype.itemsize
+        return own_model_cost(
+            target, params, bits=(self.draft_bits or (8 if target.bits is None else 4)) / held
+        )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import option
 from jaxspec.methods.chain import ChainMethod, StopName
+from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
     import jax
 
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.s2d import S2D as Drafting
     from jaxspec.protocol import Drafter
 
 # The lowest that the paper tries; best there for small targets.
@@ -62,6 +65,16 @@ class S2D(ChainMethod):
             drafter = Drafting(target.config, exits, thresholds, rule, length, sorted_target=True)
             return drafter, self.params(target, resources)
         return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the mean of the exits: which of them a token takes depends on the text."""
+        from jaxspec.choosing.costs import DraftCost
+
+        exits = cast("Drafting", drafter).exits
+        depth = sum(exits) / len(exits)
+        if self.draft is None:
+            return DraftCost(layers=depth, head=params is None)
+        return own_model_cost(target, params, layers=depth / exits[-1])
 
     def _thresholds(
         self, exits: tuple[int, ...], target: LoadedModel, draft: LoadedModel, resources: Resources

@@ -10,7 +10,7 @@ from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -70,8 +70,8 @@ class Suffix(DraftingMethod):
         """Returns the method itself: it needs nothing."""
         return (cls(),)
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns a lookup."""
-        from jaxspec.choosing.costs import Draft
+        from jaxspec.choosing.costs import DraftCost
 
-        return Draft(lookup=True)
+        return DraftCost(lookup=True)

@@ -9,6 +9,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod
 
 if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 # Tokens kept after each, as in the paper.
@@ -40,3 +41,9 @@ class TokenRecycling(TreeMethod):
         kept = min(NUM_LIKELY, target.config.vocab_size)
         usual = "small" if resources.platform == "cpu" else "large"
         return Drafting(self.shape(usual, kept), kept), None
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns a look-up."""
+        from jaxspec.choosing.costs import DraftCost
+
+        return DraftCost(lookup=True)

@@ -11,7 +11,7 @@ from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import Draft
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
@@ -48,14 +48,14 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         """Returns what is done where an option is left out, by option."""
         return {**super().usual(), "tree": "a chain"}
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
-        """Returns as many layers as are of the head's size; to take in a text the target runs once more over it."""
-        from jaxspec.choosing.costs import Draft
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns as many layers as have the head's size; the target runs over a text once more to absorb it."""
+        from jaxspec.choosing.costs import DraftCost
 
         depth = target.config.num_layers
-        layers = depth * base.size_of(params) / base.size_of(target.params["layers"])
-        own = "head" in params or "vocabulary" in params
-        return Draft(layers=layers, head=not own, absorb_layers=depth + layers)
+        layers = base.layers_of(params, target)
+        own = "vocabulary" in params or any("head" in one for one in (params, *params.get("heads", ())))
+        return DraftCost(layers=layers, head=not own, absorb_layers=depth + layers)
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are the head's."""
@@ -88,9 +88,9 @@ class SeveralHeads(TreeHeadMethod):
         """Returns what is done where an option is left out, by option."""
         return super().usual() | {"num_draft_tokens": "as many as there are heads"}
 
-    def kind(self, target: LoadedModel, drafter: Drafter, params: Any) -> Draft:
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns all heads as one pass: each is read once for a draft, as long as it may be."""
-        return dataclasses.replace(super().kind(target, drafter, params), once=True)
+        return dataclasses.replace(super().cost(target, drafter, params), once=True)
 
     def length_of(self, num_heads: int) -> int:
         """Returns K: as given, or the depth of the tree that is, else the number of heads.

@@ -93,7 +93,7 @@ def drafter_loop(
     """
     drafter: Any = make
     own = None
-    if not hasattr(make, "propose"):
+    if not isinstance(make, Drafter):
         drafter, own = make(config)
     if law is None:
         law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))

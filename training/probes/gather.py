@@ -26,7 +26,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
-from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Greedy, Law, Sampling
 
 
@@ -46,13 +46,13 @@ class Examples(NamedTuple):
 
 
 @struct.dataclass
-class Recording:
+class Recording(Drafter):
     """A drafter that keeps its last proposal beside its state; else it is the drafter it wraps."""
 
     inner: LayerSkip
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:  # type: ignore[override]
         """Draft tokens per round at most, K."""
         return self.inner.num_draft_tokens
 
