@@ -150,6 +150,7 @@ def test_a_killed_run_resumes_exactly(folder, whole):
 def test_an_interrupted_run_leaves_a_checkpoint_and_an_export(folder, whole):
     said = finish(stop_after(folder, "interrupted", 7, signal.SIGINT), status=130)
     last = metrics(folder, "interrupted")[-1]
+    assert "finishing step " in said
     assert f"interrupted after step {last['step']}; the same command goes on from there" in said
     assert last["step"] < 60
     assert "held_out_loss" in last
@@ -210,7 +211,7 @@ def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsy
     assert losses_of(metrics(folder, "whole")) == whole
 
 
-def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, capsys):
+def test_another_run_in_the_same_run_directory_is_refused(folder, whole, tmp_path, capsys):
     """What the shape does not tell: nothing is written before the refusal, and a record of before is no other."""
     assert sft.main(arguments(folder, "own", "--steps", "5")) == 0
     run = folder / "run-own"
@@ -224,7 +225,7 @@ def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, caps
             ["--exits", "1"],
             "`job` training.sft, --exits []; asked for is `job` training.soft, --exits [1]",
         ),
-        (sft, ["--start", str(folder / "own")], "--start scratch, --vocab-size 300; asked for is --start "),
+        (sft, ["--start", str(folder / "whole")], "--start scratch, --vocab-size 300; asked for is --start "),
         (sft, ["--held-out", "7"], "--held-out 6, --data "),
         (sft, ["--seed", "1"], "--seed 0; asked for is --seed 1: give "),
         (sft, ["--vocab-size", "290"], "--vocab-size 300; asked"),

@@ -204,11 +204,11 @@ def _run_loop(
         "held_out": options.data.held_out,
         "data": key[:16],
     }
-    assert options.output is not None
-    outputs.refuse_another(options.output, directory, same)
     if resumed:
         run.refuse_another(directory, None, same)
-    else:
+    assert options.output is not None
+    outputs.refuse_another(options.output, directory, same)
+    if not resumed:
         run.forget(directory)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     tokens = None if part is None else len(part)

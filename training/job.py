@@ -111,11 +111,11 @@ def _run_loop(
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
     key = sources.data_key(options.data, documents, begun.words, marks)
     same = run.identity(options, begun, aim, module, key)
-    if options.output is not None:
-        outputs.refuse_another(options.output, directory, same)
     if resumed:
         run.refuse_another(directory, begun.config, same)
-    else:
+    if options.output is not None:
+        outputs.refuse_another(options.output, directory, same)
+    if not resumed:
         run.forget(directory)
     # A run whose tokenizer somebody took away would fail only once it is through.
     if not (resumed and (directory / "tokenizer.json").is_file()):

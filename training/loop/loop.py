@@ -125,7 +125,8 @@ class Loop:
         log = Metrics(self.directory, step)
         reason: Literal["steps", "minutes", "interrupted"] = "steps"
         try:
-            with StopSignal() as stop, Progress(self.console, "step", options.steps, step) as progress:
+            progress = Progress(self.console, "step", options.steps, step)
+            with StopSignal(say=lambda: self._stopping(progress)) as stop, progress:
                 while step < options.steps and reason == "steps":
                     state, record = self._step(state, step, progress)
                     step += 1
@@ -147,6 +148,10 @@ class Loop:
         finally:
             log.close()
         return Result(state, reason, self._seconds(), stop.received)
+
+    def _stopping(self, progress: Progress) -> None:
+        """Says what a signal leads to, before the step is over."""
+        progress.say(f"finishing step {progress.done + 1}, checkpoint follows; a second Ctrl-C ends at once")
 
     def _seconds(self) -> float:
         """Seconds of training in this process."""
