@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from jaxspec.console import interrupts
 from jaxspec.console.errors import Guard
 from jaxspec.io import files, line_log
 from tests.commands import called, write_model, write_tokenizer
+from training.loop import checkpoints, loop
 from training.loop.signals import StopSignal
 
 ROOT = Path(__file__).parents[1]
@@ -46,13 +48,14 @@ def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path, module)
 
 
 BUSY = """
-import hashlib, sys
+import hashlib, sys, threading
 from jaxspec.console import interrupts
 interrupts.at_start("program")
 interrupts._BUSY_S = interrupts._SAME_S = 0.1
 from jaxspec.console.errors import Guard
 def work():
-    print("ready", flush=True)
+    # From another thread, so that the call below has begun.
+    threading.Timer(1, lambda: print("ready", flush=True)).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes many minutes, and no notice of signals
 sys.exit(Guard("program")(work))
 """
@@ -188,3 +191,24 @@ def test_a_full_disk_is_known_by_the_words_of_other_libraries(capsys):
 
     assert Guard("program")(failing) == 1
     assert capsys.readouterr().err.endswith("make room and give the same command again\n")
+
+
+def test_warnings_of_a_full_disk_are_one_line(capsys):
+    def warning() -> int:
+        for name in ("prefill", "rounds"):
+            warnings.warn(f"Error writing cache entry for {name}: OSError: {FULL}", stacklevel=1)
+        return 0
+
+    assert Guard("program")(warning) == 0
+    said = f"program: warning: Error writing cache entry for prefill: OSError: {FULL}\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_checkpoint_on_a_full_disk_is_one_short_line(tmp_path):
+    with (
+        checkpoints.Checkpoints(tmp_path / "checkpoints") as kept,
+        pytest.raises(ValueError, match=rf"a checkpoint could not be written: {FULL}\. Training") as refused,
+        loop._clear_errors(kept, "a checkpoint"),
+    ):
+        raise ValueError(f"RESOURCE_EXHAUSTED: {'x' * 900}: {FULL}")
+    assert len(str(refused.value)) < 300

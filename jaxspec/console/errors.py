@@ -34,6 +34,7 @@ class Guard:
 
     def __init__(self, prog: str, options: Mapping[str, str] | None = None) -> None:
         self._prog = prog
+        self._told_full = False
         self.options: Mapping[str, str] = options or {}
 
     def __call__(self, run: Callable[[], int]) -> int:
@@ -77,6 +78,10 @@ class Guard:
             return self._say(f"error: {lost(error)}{kind}{one_line(error)[:500]}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
+        if isinstance(message, Warning) and is_full(message):
+            if self._told_full:  # the cache of compiled programs warns of every one
+                return
+            self._told_full = True
         text = " ".join(str(message).split())
         print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
 
