@@ -1,7 +1,19 @@
-"""`python -m jaxspec`."""
+"""The program `jaxspec`, also as `python -m jaxspec`: Ctrl-C is answered before anything large is imported."""
+
+from __future__ import annotations
 
 import sys
 
-from jaxspec.cli import main
+from jaxspec.console import interrupts
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs the command line of the process; returns the exit status."""
+    interrupts.at_start("jaxspec")
+    from jaxspec.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

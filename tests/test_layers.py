@@ -48,7 +48,7 @@ LAYERS = (
     "training.probes",
     "training.options",
     "training.parsing training.induction",
-    "training.command training.start training.prompts training.head_kinds",
+    "training.command training.start training.prompts training.head_kinds training.outputs",
     "training.run",
     "training.export",
     "training.job",

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.io import lock
 from tests.test_training_run import STORIES, arguments, metrics
 from training import sft
 from training.data import reading
-from training.loop import checkpoints, lock
+from training.loop import checkpoints
 from training.loop.checkpoints import CHECKSUMS, Checkpoints, damage
 from training.loop.step import TrainState
 
@@ -290,7 +291,7 @@ def test_a_run_goes_on_from_the_intact_checkpoint_with_the_losses_it_had(folder,
 HOLD = """
 import sys, time
 from pathlib import Path
-from training.loop import lock
+from jaxspec.io import lock
 with lock.exclusive(Path(sys.argv[1]), print):
     print("held", flush=True)
     time.sleep(300)

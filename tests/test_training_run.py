@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,7 @@ def test_a_killed_run_resumes_exactly(folder, whole):
 def test_an_interrupted_run_leaves_a_checkpoint_and_an_export(folder, whole):
     said = finish(stop_after(folder, "interrupted", 7, signal.SIGINT), status=130)
     last = metrics(folder, "interrupted")[-1]
+    assert "finishing step " in said
     assert f"interrupted after step {last['step']}; the same command goes on from there" in said
     assert last["step"] < 60
     assert "held_out_loss" in last
@@ -214,6 +216,7 @@ def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, caps
     """What the shape does not tell: nothing is written before the refusal, and a record of before is no other."""
     assert sft.main(arguments(folder, "own", "--steps", "5")) == 0
     run = folder / "run-own"
+    given = shutil.copytree(folder / "own", tmp_path / "given")
     (tmp_path / "other.txt").write_text((folder / "text.txt").read_text().replace("Mom", "Pop"))
     files = [path for path in run.iterdir() if path.is_file()]
     before = {path: path.read_bytes() for path in files}
@@ -224,7 +227,7 @@ def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, caps
             ["--exits", "1"],
             "`job` training.sft, --exits []; asked for is `job` training.soft, --exits [1]",
         ),
-        (sft, ["--start", str(folder / "own")], "--start scratch, --vocab-size 300; asked for is --start "),
+        (sft, ["--start", str(given)], "--start scratch, --vocab-size 300; asked for is --start "),
         (sft, ["--held-out", "7"], "--held-out 6, --data "),
         (sft, ["--seed", "1"], "--seed 0; asked for is --seed 1: give "),
         (sft, ["--vocab-size", "290"], "--vocab-size 300; asked"),

@@ -2,13 +2,21 @@
 
 import sys
 
+from jaxspec.console import interrupts
+
+# `python -m training.X` imports this package before X, which imports much before it runs. While it looks for X, Python
+# sets sys.argv[0] to "-m".
+if sys.argv[:1] == ["-m"] and sys.orig_argv.count("-m"):
+    _module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    if _module.startswith(f"{__name__}."):
+        interrupts.at_start(_module)
+
 from jaxspec.io import extras
 
 try:
     extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml")
 except extras.MissingExtra as missing:
-    # `python -m training.X` imports this package before X, which therefore cannot turn the error into one line.
-    # While it looks for X, Python sets sys.argv[0] to "-m".
+    # X cannot turn the error into one line.
     if sys.argv[:1] == ["-m"]:
         sys.exit(f"jaxspec: error: {missing}")
     raise

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from jaxspec.console import distributed
+from jaxspec.console import distributed, interrupts
 from jaxspec.console.environment import quieten
 from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.io.extras import MissingExtra
+from jaxspec.io.files import is_full
 from training.options import RunOptions
 from training.parsing import WrongOptions
 
@@ -64,9 +65,11 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
 
 def _status(work: Callable[[], int], module: str, console: Console, failed: Callable[[str, int], int]) -> int:
     try:
-        return work()
+        with interrupts.Interruptible(module):
+            return work()
     except KeyboardInterrupt:
-        console.print(f"{module}: interrupted", markup=False)
+        if interrupts.is_first_line():
+            console.print(f"{module}: interrupted", markup=False)
         return INTERRUPTED
     except WrongOptions as error:
         return failed(str(error), WRONG)
@@ -75,4 +78,7 @@ def _status(work: Callable[[], int], module: str, console: Console, failed: Call
             raise
         # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        return failed(f"{distributed.lost(error)}{kind}{one_line(error)}"[:2000], FAILED)
+        said = f"{distributed.lost(error)}{kind}{one_line(error)}"[:2000]
+        if isinstance(error, OSError) and is_full(error):
+            said += "; make room and give the same command again"
+        return failed(said, FAILED)

@@ -18,7 +18,7 @@ from jaxspec.io import files, huggingface, processes
 from jaxspec.io.tokenizer import copy_files
 from jaxspec.tuning import fitness
 from jaxspec.tuning import fitness_report as fitness_bench
-from training import command
+from training import command, outputs
 from training.data import packing, tokenizer
 from training.loop.checkpoints import Checkpoints
 from training.parsing import parse_plain
@@ -59,6 +59,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
       ValueError: `run` is no run directory, or has no checkpoint yet.
     """
     record = read_run(run)
+    outputs.refuse_another(output, run, record.get("identity", {}))
     config = huggingface.read_config(run)
     with Checkpoints(run / CHECKPOINTS, read_only=True) as checkpoints:
         state, step, measured = checkpoints.best(report)
@@ -67,6 +68,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     params = state["params"]
     config = config.truncated(len(params["layers"]))
     exits = huggingface.read_exits(run, config.num_layers)
+    outputs.claim(output, run, record.get("identity", {}))
     huggingface.save(output, config, params, dtype=jnp.bfloat16, exits=exits)
     copy_files(run, output)
     rounded = huggingface.load_params(output, config, jnp.float32)

@@ -23,17 +23,17 @@ from jaxspec.bench.timing import measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
 from jaxspec.engine.results import played_rounds
-from jaxspec.io import acceptance_file, checkpoint, files, processes, vocabulary_file
+from jaxspec.io import acceptance_file, checkpoint, files, lock, processes, vocabulary_file
 from jaxspec.io.head_writer import write_head
 from jaxspec.io.heads import head_name
 from jaxspec.io.user_data import home
 from jaxspec.tuning.acceptance import fitted
-from training import command, head_kinds, job, prompts, run
+from training import command, head_kinds, job, outputs, prompts, run
 from training.data import conversations, sources, tokenizer
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.head_kinds import HeadOptions, Kind
-from training.loop import checkpoints, lock, sharding
+from training.loop import checkpoints, sharding
 from training.loop.loop import Result
 from training.loop.progress import Progress
 from training.losses.heads import Network
@@ -157,6 +157,7 @@ def train(options: Options, typed: str, console: Console) -> int:
         output = (place / head_name(options.kind)).parent
         options = dataclasses.replace(options, output=output)
     assert options.output is not None
+    outputs.check(options)
     words = tokenizer.load(source)
     with tokenizer.files_of(source) as directory:
         chat = conversations.chat_of(directory)
@@ -205,7 +206,9 @@ def _run_loop(
     }
     if resumed:
         run.refuse_another(directory, None, same)
-    else:
+    assert options.output is not None
+    outputs.refuse_another(options.output, directory, same)
+    if not resumed:
         run.forget(directory)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     tokens = None if part is None else len(part)
@@ -226,6 +229,7 @@ def _export(options: Options, lm: LanguageModel, trained: Trained, held_out: Kin
         state, step, measured = kept.best(console.print)
     if not processes.is_first():
         return
+    outputs.claim(options.output, options.run_directory, trained.record["identity"])
     size = write_head(
         options.output,
         trained.network.head,

@@ -9,14 +9,14 @@ from typing import TypeVar
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.io import files, hf_config, processes
+from jaxspec.io import files, hf_config, lock, processes
 from jaxspec.io.extras import require
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
-from training import command, export, run, start
+from training import command, export, outputs, run, start
 from training.data import packing, sizing, sources
 from training.data.sources import Kinds
-from training.loop import checkpoints, growth, lock, loop, optimizer, sharding, step
+from training.loop import checkpoints, growth, loop, optimizer, sharding, step
 from training.losses import base
 from training.options import SCRATCH, JobOptions, RunOptions
 from training.parsing import chosen_earlier, parse
@@ -76,6 +76,7 @@ def train(
     """
     if options.plot:
         require("plot", "matplotlib")
+    outputs.check(options)
     documents = sources.read_kinds(options.data, start.chat_of(options), console.print)
     directory = options.run_directory
     with lock.exclusive(directory, console.print):
@@ -112,7 +113,9 @@ def _run_loop(
     same = run.identity(options, begun, aim, module, key)
     if resumed:
         run.refuse_another(directory, begun.config, same)
-    else:
+    if options.output is not None:
+        outputs.refuse_another(options.output, directory, same)
+    if not resumed:
         run.forget(directory)
     # A run whose tokenizer somebody took away would fail only once it is through.
     if not (resumed and (directory / "tokenizer.json").is_file()):

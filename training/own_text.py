@@ -15,9 +15,10 @@ import numpy as np
 from rich.console import Console
 
 import jaxspec
+from jaxspec.io import lock
 from jaxspec.io.files import write_atomic
 from jaxspec.io.line_log import LineLog
-from training import command, prompts
+from training import command, outputs, prompts
 from training.loop.progress import Progress
 from training.parsing import parse
 from training.prompts import PromptOptions
@@ -56,8 +57,16 @@ def write_texts(options: Options, console: Console) -> int:
     """Generates, and writes the file; returns how many texts it holds.
 
     Raises:
-      ValueError: something given does not fit, or the file's log is of other options.
+      ValueError: something given does not fit, the file's log is of other options, or the file is not this command's.
     """
+    output, log = options.output, options.output.with_suffix(".log")
+    written = (output, output.with_suffix(".txt"))
+    outputs.check_file(output, written, log, [source.path for source in options.data])
+    with lock.exclusive(output.parent, console.print, "output", f"{output.name}.lock"):
+        return _write_texts(options, console)
+
+
+def _write_texts(options: Options, console: Console) -> int:
     lm = jaxspec.load(options.model)
     if lm.tokenizer is None:
         raise ValueError(f"{lm.name} has no tokenizer, and prompts are texts; give a model that has one")
@@ -89,7 +98,6 @@ def write_texts(options: Options, console: Console) -> int:
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     log = LineLog(options.output.with_suffix(".log"), header, of="set of texts", resume=options.resume)
     done = {entry["prompt"] for entry in log.entries}
     left = [prompt for prompt in begun if prompt not in done]

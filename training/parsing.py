@@ -66,11 +66,13 @@ def parse_plain(
     Raises:
       WrongOptions, SystemExit: as `parse`.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _refuse_empty(given)
     try:
         with one_line_errors(prog):
             return tyro.cli(
                 command,
-                args=arguments,
+                args=given,
                 prog=prog,
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -78,6 +80,16 @@ def parse_plain(
     except ValueError as error:
         # What the dataclasses themselves refuse comes with their names, which a user does not know.
         raise WrongOptions(re.sub(r"^error parsing (?!-)\S+: ", "", str(error))) from None
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuses an option with an empty value, which Python takes for the working directory where it is a path."""
+    option = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        option = name if word.startswith("--") else option
+        if not word.strip() or (word.startswith("--") and equals and not value.strip()):
+            raise WrongOptions(f"{option or 'an argument'} is empty; give a value, or leave it out")
 
 
 def _collected(words: list[str], option: str) -> list[str]:

@@ -17,7 +17,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint, method_files
 from jaxspec.io.files import write_json
-from training import command, prompts
+from training import command, outputs, prompts
 from training.loop.progress import Pace, Progress, duration
 from training.parsing import parse, plain
 from training.probes import fit, gather
@@ -123,11 +123,7 @@ def train_probe(
 
     training, held_out = gathered(0, "training"), gathered(1, "held-out")
     v, b = fit.fit(training)
-    path = method_files.probe_path(
-        options.output or checkpoint.directory_of(find_model(options.model)),
-        exit_layer,
-        options.law_name,
-    )
+    path = _path(options, exit_layer)
     path.parent.mkdir(parents=True, exist_ok=True)
     method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
 
@@ -146,6 +142,11 @@ def train_probe(
     }
     write_json(path.with_suffix(".json"), report)
     return path, report
+
+
+def _path(options: Options, exit_layer: int) -> Path:
+    directory = options.output or checkpoint.directory_of(find_model(options.model))
+    return method_files.probe_path(directory, exit_layer, options.law_name)
 
 
 class _Prompts(Progress):
@@ -198,6 +199,8 @@ def train(options: Options, console: Console) -> None:
     Raises:
       ValueError: something given does not fit; the message says what to do.
     """
+    if options.output is not None:
+        outputs.check_beside(options.output, find_model(options.model))
     lm = jaxspec.load(options.model)
     documents = prompts.read(options, console.print)
     counts = (options.prompts, options.held_out_prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     distributed.leave(status)
     if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # the guard has said that a disk is full
+                stream.flush()
         os._exit(status)
     return status
 

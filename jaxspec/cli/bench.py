@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -20,7 +21,7 @@ from jaxspec.cli.options import (
 from jaxspec.cli.runs import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import Progress
+from jaxspec.console.terminal import Progress, tell
 from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import given_options
 from jaxspec.papers import TAKES, PaperName
@@ -94,6 +95,11 @@ class Bench:
 
     def run(self) -> int:
         """Measures; returns the exit status."""
+        with contextlib.ExitStack() as held:
+            return self._run(held)
+
+    def _run(self, held: contextlib.ExitStack) -> int:
+        """Measures; `held` gets the lock of the output once nothing is left to refuse."""
         if self.paper is not None:
             from jaxspec.cli.bench_paper import run
 
@@ -127,7 +133,7 @@ class Bench:
                 peers = transformers_runs(lm, self.model.model, methods, law, self.suite.max_new_tokens)
             tasks = own_tasks(directory=lm.directory) if given is None else given
             suite = Suite(lm, tasks, methods, self.suite, law=law, seed=self.sampling.seed, peers=peers)
-            self._resume(suite)
+            self._resume(suite, held)
             try:
                 suite.measure(progress)
             except KeyboardInterrupt:
@@ -198,13 +204,13 @@ class Bench:
             return {}
         return registry.share(usual_methods(given, num_layers) if named is None else named, given)
 
-    def _resume(self, suite: Suite) -> None:
+    def _resume(self, suite: Suite, held: contextlib.ExitStack) -> None:
         if self.output is None:
             return
-        from jaxspec.io.files import make_directory
+        from jaxspec.io import lock
         from jaxspec.io.line_log import LineLog
 
-        make_directory(self.output)
+        held.enter_context(lock.exclusive(Path(self.output), tell, "output"))
         log = LineLog(Path(self.output) / RECORDS, suite.header(), of="benchmark", resume=self.resume)
         suite.resume(log)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import Progress
+from jaxspec.console.terminal import Progress, tell
 from jaxspec.papers import PaperName, find
 from jaxspec.papers.options import PaperOptions
 
@@ -29,6 +29,15 @@ def run(load: Callable[[], LanguageModel], paper: PaperName, options: PaperOptio
       options: how much is measured, and where records go.
       as_json: print one JSON object and nothing else.
     """
+    if options.directory is None:
+        return _run(load, paper, options, as_json)
+    from jaxspec.io import lock
+
+    with lock.exclusive(options.directory, tell, "output"):
+        return _run(load, paper, options, as_json)
+
+
+def _run(load: Callable[[], LanguageModel], paper: PaperName, options: PaperOptions, as_json: bool) -> int:
     try:
         with Progress() as progress:
             progress("loading the model")

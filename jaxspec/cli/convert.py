@@ -78,17 +78,13 @@ def _check_destination(directory: Path) -> None:
     Raises:
       ValueError: it holds a file or directory of a name that is written, or is a file.
     """
-    from jaxspec.io import huggingface, tokenizer
-    from jaxspec.io.hf_config import GENERATION
+    from jaxspec.io import model_files
 
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; give a directory")
-    names = ("config.json", GENERATION, huggingface.ORBAX_PARAMS, *tokenizer.FILES)
-    held = [name for name in names if (directory / name).exists()]
-    held += sorted(path.name for path in directory.glob("*.safetensors*"))
-    if held:
+    if found := model_files.held(directory):
         raise ValueError(
-            f"{directory} holds a model already, or a part of one ({held[0]}); remove it or choose another directory"
+            f"{directory} holds a model already, or a part of one ({found}); remove it or choose another directory"
         )
 
 

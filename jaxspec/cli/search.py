@@ -11,6 +11,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import tell
 from jaxspec.io.extras import require
 from jaxspec.tuning.options import PromptOptions, SearchOptions
 
@@ -45,6 +46,7 @@ class Search:
             require("search", "bayes_opt")
         with Bar() as bar:
             bar("loading the model")
+            from jaxspec.io import lock
             from jaxspec.io.method_files import PLAN_NAME, write_plan
             from jaxspec.tuning.search import found_by, report, search
             from jaxspec.tuning.texts import read_prompts
@@ -52,18 +54,19 @@ class Search:
             options = self.search
             lm = self.model.load()
             output = output_file(self.output, lm, PLAN_NAME)
-            found = search(
-                lm,
-                read_prompts(lm, options.tokens, self.prompts),
-                options,
-                output.with_suffix(".trials.jsonl"),
-                resume=self.resume,
-                on_progress=bar,
-                on_trial=lambda kind, done, budget, best: bar.count(
-                    f"{kind} search", done, budget, f"{best.score:.3f}"
-                ),
-            )
-            write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
+            with lock.exclusive(output.parent, tell, "output", f"{output.name}.lock"):
+                found = search(
+                    lm,
+                    read_prompts(lm, options.tokens, self.prompts),
+                    options,
+                    output.with_suffix(".trials.jsonl"),
+                    resume=self.resume,
+                    on_progress=bar,
+                    on_trial=lambda kind, done, budget, best: bar.count(
+                        f"{kind} search", done, budget, f"{best.score:.3f}"
+                    ),
+                )
+                write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
         result = report(lm, found, options) | {"output": str(output)}
         if self.json:
             print(json.dumps(result))

@@ -13,9 +13,11 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 
+from jaxspec.console import interrupts
 from jaxspec.console.distributed import complain, lost
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
 from jaxspec.io.extras import MissingExtra
+from jaxspec.io.files import is_full, named_errors
 
 
 class Guard:
@@ -32,14 +34,15 @@ class Guard:
 
     def __init__(self, prog: str, options: Mapping[str, str] | None = None) -> None:
         self._prog = prog
+        self._told_full = False
         self.options: Mapping[str, str] = options or {}
 
     def __call__(self, run: Callable[[], int]) -> int:
         """Runs `run`, which returns its exit status.
 
         Returns:
-          that, or 2 after bad input (ValueError, OSError), 1 after another error, 130 after Ctrl-C, 141 where
-          the reader of standard output went away.
+          that, or 2 after bad input (ValueError, OSError), 1 after another error and on a full disk, 130 after Ctrl-C,
+          141 where the reader of standard output went away.
 
         Raises:
           Exception: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
@@ -48,30 +51,37 @@ class Guard:
             if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         try:
-            with warnings.catch_warnings():
+            with interrupts.Interruptible(self._prog), warnings.catch_warnings():
                 warnings.showwarning = self._warn
                 status = run()
-            sys.stdout.flush()
+                with named_errors("standard output"):
+                    sys.stdout.flush()
             return status
         except SystemExit as stop:  # help was printed
             return stop.code if isinstance(stop.code, int) else 0
         except KeyboardInterrupt:
-            return self._say("interrupted", INTERRUPTED)
+            return self._say("interrupted", INTERRUPTED) if interrupts.is_first_line() else INTERRUPTED
         except BrokenPipeError:
             # Python would complain once more when it flushes standard output at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UNREAD
-        except (ValueError, OSError) as error:
+        except Exception as error:
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
-            return self._say(f"error: {in_options(one_line(error), self.options)}", WRONG)
-        except Exception as error:  # a device out of memory, a backend that does not start, a bug
-            if os.environ.get("JAXSPEC_DEBUG"):
-                raise
+            said = in_options(one_line(error), self.options)
+            if is_full(error):
+                return self._say(f"error: {said[:400]}; make room and give the same command again", FAILED)
+            if isinstance(error, (ValueError, OSError)):
+                return self._say(f"error: {said}", WRONG)
+            # A device out of memory, a backend that does not start, a bug.
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
             return self._say(f"error: {lost(error)}{kind}{one_line(error)[:500]}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
+        if isinstance(message, Warning) and is_full(message):
+            if self._told_full:  # the cache of compiled programs warns of every one
+                return
+            self._told_full = True
         text = " ".join(str(message).split())
         print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
 

@@ -59,18 +59,20 @@ def writable(path: str | os.PathLike[str], option: str, make_directory: bool = F
     return path
 
 
-def check_directory(directory: Path) -> None:
+def check_directory(directory: Path, option: str = "output") -> None:
     """Refuses a place for several files before anything is computed; makes nothing.
 
     Raises:
-      ValueError: it cannot be a directory, or cannot be written.
+      ValueError: it cannot be a directory, or cannot be written; the line names the option that gave it.
     """
     if not written_here():
         return
     existing = directory.absolute()
-    while not existing.exists():
+    while not os.path.lexists(existing):
         existing = existing.parent
+    given = f"`{option}` {directory}"
     if not existing.is_dir():
-        raise ValueError(f"--output {directory} cannot be a directory: {existing} is a file; give another")
+        kind = "a link to nothing" if existing.is_symlink() and not existing.exists() else "a file"
+        raise ValueError(f"{given} cannot be a directory: {existing} is {kind}; give another")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {directory}: {existing} is not writable; give another directory")
+        raise ValueError(f"{given}: {existing} is not writable; give another directory")

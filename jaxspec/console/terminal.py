@@ -23,6 +23,11 @@ def painted(text: str, code: str) -> str:
     return "\n".join(f"\x1b[{code}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
+def tell(line: str) -> None:
+    """Writes a line of a command on standard error."""
+    print(f"jaxspec: {line}", file=sys.stderr, flush=True)
+
+
 class _Lines:
     """What is being done, where no spinner can say so: in lines, each `_PATIENCE_S` after the one before at the
     earliest, and for work that goes on silently just then."""
@@ -54,7 +59,7 @@ class _Lines:
 
     def _say(self) -> None:
         self._last = time.monotonic()
-        print(f"jaxspec: {self._what}", file=sys.stderr, flush=True)
+        tell(str(self._what))
 
     def stop(self) -> None:
         """Says nothing more of what was being done."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+try:
+    import fcntl
+except ImportError:  # a system without these locks: nothing is known to be abandoned, and nothing is removed
+    fcntl = None  # type: ignore[assignment]
+
 _written_by_another = False
+_TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp", re.DOTALL)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def leave_to_another() -> None:
@@ -34,21 +43,91 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file to write, which takes the name `path` only when the block ends without an error.
 
-    It is written beside its destination, because a rename is atomic only within one file system.
+    It is written beside its destination, because a rename is atomic only within one file system. What a killed process
+    left there of the same file is removed first.
+
+    Raises:
+      OSError: it cannot be written; the error has the name of the file.
     """
     if _written_by_another:
         yield io.BytesIO()
         return
     path = Path(path)
+    remove_abandoned(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with named_errors(path), _held(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_abandoned(directory: str | os.PathLike[str], name: str | None = None) -> None:
+    """Removes the temporary files that killed processes left in a directory.
+
+    A file that is being written is locked by its process, however long that takes; one without a lock is abandoned.
+
+    Args:
+      directory: where they are; subdirectories are left alone. It need not exist.
+      name: of the one file whose temporary files are removed; None for all files.
+    """
+    if fcntl is None or _written_by_another:
+        return
+    with suppress(OSError):  # no directory, no locks here, or another process was faster: nothing to do
+        for entry in list(os.scandir(directory)):
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is None or (name is not None and found[1] != name) or entry.is_symlink():
+                continue
+            with suppress(OSError), open(entry.path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write, locked until it is closed."""
+    while True:
+        with open(path, "wb") as file:
+            if fcntl is not None:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                # Between the opening and the lock, another process may have taken the file for abandoned.
+                if os.fstat(file.fileno()).st_nlink == 0:
+                    continue
+            yield file
+            return
+
+
+@contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives an error of writing, such as a full disk, the name of the file that it lacks.
+
+    Raises:
+      OSError: with that name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that a disk is full.
+
+    Libraries written in C++ say so in words alone.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(os.strerror(number) in str(error) for number in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import processes
-from jaxspec.io.files import parse_json, write_atomic, written_here
+from jaxspec.io.files import named_errors, parse_json, write_atomic, written_here
 from jaxspec.io.messages import shown
 
 
@@ -52,7 +52,8 @@ class LineLog:
         if not written_here():
             return
         # Not made again where it has gone.
-        with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+        appended = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        with named_errors(self.path), os.fdopen(appended, "wb") as file:
             file.write(_line(entry).encode())
             file.flush()
             os.fsync(file.fileno())

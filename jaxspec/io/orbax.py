@@ -6,8 +6,11 @@ directory.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec.io.extras import require
-from jaxspec.io.files import write_json
+from jaxspec.io.files import is_full, write_json
 from jaxspec.io.hf_config import GENERATION, config_json, generation_json, read_config
 from jaxspec.io.huggingface import ORBAX_PARAMS as _PARAMS
 from jaxspec.model.config import LlamaConfig
@@ -44,14 +47,31 @@ def save(
 
     Raises:
       ValueError: `config.model_type` cannot express the configuration.
+      OSError: the disk is full.
     """
     directory = Path(directory).absolute()  # Orbax takes no other
     content = config_json(config, jnp.dtype(params["embed"].dtype).name, exits)
     directory.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _full_disks(directory), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / _PARAMS, without_copies(config, params), force=True)
     write_json(directory / GENERATION, generation_json(config, generation))
     write_json(directory / "config.json", content)
+
+
+@contextlib.contextmanager
+def _full_disks(directory: Path) -> Iterator[None]:
+    """Raises for a full disk what Python raises; Orbax logs each thread's traceback, and raises an error of its own."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        if is_full(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory)) from None
+        raise
+    finally:
+        log.setLevel(level)
 
 
 def restore(

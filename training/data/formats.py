@@ -1,4 +1,4 @@
-"""Records become documents: text, prompt and completion, GSM8K, MBPP, ShareGPT, instructions, copy-and-edit tasks.
+"""Records become documents: text, prompt and completion, GSM8K, MBPP, messages, instructions, copy-and-edit tasks.
 
 A document is a row of spans, some of which are to be learned and some only read.
 """
@@ -6,15 +6,27 @@ A document is a row of spans, some of which are to be learned and some only read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jinja2
 
+from jaxspec.io.messages import shown
 from training.data import copy_edit
 from training.data.conversations import Chat
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# The names of the speakers in published data, in lower case, by the role that a chat template expects.
+_NAMES = {
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bard", "bing", "claude", "model", "bot", "ai", "chatbot"),
+    "system": ("system", "developer"),
+}
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+# Speakers of a call of a tool, which chat templates write in many ways.
+_TOOLS = ("tool", "function", "ipython", "observation", "function_call", "function_response", "tool_call")
+# Where a record keeps its turns: OpenAI and TRL, ShareGPT, LMSYS-Chat-1M.
+_TURNS = ("messages", "conversations", "conversation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +81,32 @@ def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     """Only the completion is learned; records of the same `origin`, if it is there, are held out together.
 
     A completion with `ended` false was cut off: what would have followed, the end of text too, is not learned.
+    Prompt and completion may be lists of messages, which the chat template writes.
     """
-    del chat
+    if any(isinstance(record.get(name), list) for name in ("prompt", "completion")):
+        return _from_completed_messages(record, chat)
     prompt, completion = _string(record, "prompt"), _string(record, "completion")
     if not completion:
         raise ValueError("`completion` is empty; give the text to be learned")
-    origin = _string(record, "origin") if "origin" in record else prompt
-    cut = () if record.get("ended", True) else (Span("", learn=False),)
-    return [Document((Span(prompt, learn=False), Span(completion), *cut), origin)]
+    ended = _given(record, "ended", True)
+    if not isinstance(ended, bool):
+        raise ValueError(f"`ended` is {shown(ended)}, not true or false")
+    cut = () if ended else (Span("", learn=False),)
+    return [Document((Span(prompt, learn=False), Span(completion), *cut), _origin(record, prompt))]
+
+
+def _from_completed_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        there = ["a list" if isinstance(one, list) else "a text" for one in (prompt, completion)]
+        raise ValueError(
+            f"`prompt` is {there[0]} and `completion` {there[1]}; give two texts or two lists of messages"
+        )
+    turns = [*_messages(prompt), *_messages(completion)]
+    if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
+        raise ValueError("`completion` has no turn of the assistant")
+    documents = _conversation(turns, chat, learned=range(len(prompt), len(turns)))
+    return _held_out_by(documents, _origin(record, documents[0].spans[0].text))
 
 
 def _from_gsm8k(record: Mapping[str, Any], chat: Chat) -> list[Document]:
@@ -101,16 +131,47 @@ def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     return [Document((Span(task.prompt + " " + task.answer),), story) for task in tasks]
 
 
-def _from_sharegpt(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    turns = record.get("conversations")
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("no list `conversations`")
+def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
+    """Turns with `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT), each under either name."""
+    name = next((name for name in _TURNS if record.get(name) is not None), _TURNS[0])
+    given = record.get(name)
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"no list `{name}`" if not given else f"`{name}` is not a list of turns")
+    messages = _messages(given)
+    # An answer of weight 0 is only read, as OpenAI's fine-tuning has it.
+    learned = [number for number, turn in enumerate(given) if turn.get("weight") != 0]
+    if messages[0]["role"] != "system" and _given(record, "system", ""):
+        messages = [{"role": "system", "content": _string(record, "system")}, *messages]
+        learned = [number + 1 for number in learned]
+    documents = _conversation(messages, chat, learned)
+    return _held_out_by(documents, _origin(record, documents[0].origin)) if documents else []
+
+
+def _messages(turns: list[Any]) -> list[dict[str, str]]:
+    """Turns as chat templates take them: `role`, which is user, assistant or system, and `content`."""
     messages = []
     for turn in turns:
-        if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
-            raise ValueError(f"a turn is not from {' or '.join(_ROLES)}")
-        messages.append({"role": _ROLES[turn["from"]], "content": _string(turn, "value")})
-    return _conversation(messages, chat)
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"a turn is {shown(turn)}, expected an object")
+        name = turn.get("role", turn.get("from"))
+        known = name.lower() if isinstance(name, str) else name
+        if known in _TOOLS or turn.get("tool_calls") or turn.get("function_call"):
+            raise ValueError(f"a turn of {shown(name)} belongs to tool calls, which are not learned")
+        if not isinstance(known, str) or known not in _ROLES:
+            raise ValueError(f"a turn is not from user, assistant or system, but from {shown(name)}")
+        content = _content(turn, "content" if "content" in turn or "value" not in turn else "value")
+        messages.append({"role": _ROLES[known], "content": content})
+    return messages
+
+
+def _content(turn: Mapping[str, Any], key: str) -> str:
+    """The text of a turn, which may come in parts."""
+    parts = turn.get(key)
+    if not isinstance(parts, list):
+        return _string(turn, key)
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        raise ValueError(f"`{key}` has parts that are not text")
+    return "".join(_string(part, "text") for part in parts)
 
 
 def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
@@ -118,14 +179,16 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
     All cases are held out together, with the records of the same `origin` if it is there.
     """
+    if any(record.get(name) is not None for name in _TURNS):
+        return _from_messages(record, chat)
+    if any(isinstance(record.get(name), list) for name in ("prompt", "completion")):
+        return _from_completed_messages(record, chat)
     pairs: list[tuple[str, str]] = []
     if "instruction" in record:
-        cases = record.get("instances", [record])
+        cases = _given(record, "instances", [record])
         if not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
             raise ValueError("`instances` is not a list of objects")
-        for case in cases:
-            given = [_string(record, "instruction"), _string(case, "input") if "input" in case else ""]
-            pairs.append(("\n\n".join(filter(None, given)), _string(case, "output")))
+        pairs = [_case(_string(record, "instruction"), case) for case in cases]
     elif "code" in record:
         pairs.append((_string(record, "text"), _code(record)))
     else:
@@ -133,21 +196,45 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
         asked, answered = (_string(record, name) for name in names)
         pairs.append((asked, answered))
     roles = ("user", "assistant")
+    system = _string(record, "system") if _given(record, "system", "") else ""
+    begin = [{"role": "system", "content": system}] if system else []
     documents = [
         document
         for pair in pairs
         for document in _conversation(
-            [{"role": role, "content": text.strip()} for role, text in zip(roles, pair, strict=True)], chat
+            begin + [{"role": role, "content": text.strip()} for role, text in zip(roles, pair, strict=True)],
+            chat,
         )
     ]
-    if not documents:
-        return []
-    origin = _string(record, "origin") if "origin" in record else documents[0].origin
+    return _held_out_by(documents, _origin(record, documents[0].origin)) if documents else []
+
+
+def _case(instruction: str, case: Mapping[str, Any]) -> tuple[str, str]:
+    """The question and the answer of an instruction: Alpaca's `input` and `output`, or Dolly's names for them."""
+    more = next((name for name in ("input", "context") if _given(case, name, "")), None)
+    answer = "response" if "output" not in case and "response" in case else "output"
+    given = instruction if more is None else f"{instruction}\n\n{_string(case, more)}"
+    return (given if instruction else given.lstrip("\n")), _string(case, answer)
+
+
+def _held_out_by(documents: list[Document], origin: str) -> list[Document]:
     return [dataclasses.replace(document, origin=origin) for document in documents]
 
 
-def _conversation(messages: list[dict[str, str]], chat: Chat) -> list[Document]:
-    """Only the answers are learned, with the end that the template gives each."""
+def _origin(record: Mapping[str, Any], usual: str) -> str:
+    return _string(record, "origin") if _given(record, "origin", "") else usual
+
+
+def _given(record: Mapping[str, Any], key: str, usual: Any) -> Any:
+    """The value of a key that need not be there; null counts as absent, as tables of records have it."""
+    value = record.get(key)
+    return usual if value is None else value
+
+
+def _conversation(
+    messages: list[dict[str, str]], chat: Chat, learned: Container[int] | None = None
+) -> list[Document]:
+    """Only the answers are learned, with the end that the template gives each; of these, those in `learned`."""
     spans: list[Span] = []
     done = ""
     for count, message in enumerate(messages, start=1):
@@ -160,9 +247,14 @@ def _conversation(messages: list[dict[str, str]], chat: Chat) -> list[Document]:
             raise ValueError(f"the chat template refuses the conversation: {error}") from None
         if not answered.startswith(asked) or not asked.startswith(done):
             raise ValueError("the chat template rewrites earlier turns; the answers cannot be separated")
-        spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :])]
+        learn = learned is None or count - 1 in learned
+        spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :], learn)]
         done = answered
-    return [Document(tuple(spans), done, chat=True)] if spans else []
+    joined = [
+        Span("".join(span.text for span in group), learn)
+        for learn, group in itertools.groupby(spans, key=lambda span: span.learn)
+    ]
+    return [Document(tuple(joined), done, chat=True)] if any(span.learn for span in joined) else []
 
 
 def gsm8k_prompt(question: str) -> str:
@@ -180,37 +272,46 @@ FORMATS: dict[str, Convert] = {
     "completion": _from_completion,
     "gsm8k": _from_gsm8k,
     "mbpp": _from_mbpp,
-    "sharegpt": _from_sharegpt,
+    "messages": _from_messages,
+    "sharegpt": _from_messages,
     "chat": _from_chat,
     "copy-edit": _from_copy_edit,
 }
 # By which keys `auto` knows the format of a record, the most special first.
-_KEYS = {
-    "completion": ("prompt", "completion"),
-    "gsm8k": ("question", "answer"),
-    "mbpp": ("text", "code"),
-    "sharegpt": ("conversations",),
-    "chat": ("instruction",),
-    "text": ("text",),
-}
+_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("completion", ("prompt", "completion")),
+    *(("messages", (name,)) for name in _TURNS),
+    ("gsm8k", ("question", "answer")),
+    ("mbpp", ("text", "code")),
+    ("chat", ("instruction",)),
+    ("text", ("text",)),
+)
 AUTO = "auto"
 
 
 def _string(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise ValueError(f"`{key}` is {'missing' if key not in record else 'not a text'}")
+        found = "not a text" if value is not None else "null" if key in record else "missing"
+        raise ValueError(f"`{key}` is {found}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"`{key}` holds half of a surrogate pair, which is no character") from None
     return value
 
 
 def recognise(record: Mapping[str, Any]) -> str:
-    """The format whose keys a record has.
+    """The format whose keys a record has, with values if possible: a table gives a record null for what it lacks.
 
     Raises:
       ValueError: none's.
     """
-    for name, keys in _KEYS.items():
-        if all(key in record for key in keys):
-            return name
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _KEYS.items())
-    raise ValueError(f"no known keys in ({', '.join(map(str, record))}); expected one of {known}")
+    given = {key for key, value in record.items() if value is not None}
+    for present in (given, record):
+        for name, keys in _KEYS:
+            if all(key in present for key in keys):
+                return name
+    known = "; ".join(", ".join(keys) for _, keys in _KEYS)
+    found = ", ".join(str(key)[:20] for key in list(record)[:6])
+    raise ValueError(f"no known keys in ({found}); expected one of {known}")

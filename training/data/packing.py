@@ -202,7 +202,6 @@ def cached(
         for name, array in windows.items()
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial.npz")
-    np.savez(partial, **flat, key=np.array(key))
-    partial.replace(file)
+    with files.atomic(file) as stream:
+        np.savez(stream, **flat, key=np.array(key))
     return made

@@ -1,29 +1,21 @@
 """Data sources become documents: files, Hugging Face data sets, and tasks made by rule.
 
-A record that does not fit its format is reported with its file and line.
+A record that does not fit its format is reported with its place; see `training.data.records` for those of files.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from training.data import tasks
+from training.data import records, tasks
 from training.data.conversations import Chat
 from training.data.formats import AUTO, FORMATS, Document, recognise
+from training.data.records import SEPARATOR, Malformed, Record
 
-SEPARATOR = "<|endoftext|>"
-
-
-class Malformed(ValueError):
-    """A record that does not fit its format; the message begins with file and line."""
-
-
-# Where a record stands, and what parses it.
-_Record = tuple[str, Callable[[], Mapping[str, Any]]]
+# Malformed records that are named one by one; of the others only the number is said.
+_NAMED = 5
 
 
 def read(
@@ -32,8 +24,8 @@ def read(
     """All documents of a file or a Hugging Face data set; empty ones are dropped.
 
     Args:
-      path: text with `<|endoftext|>` between documents, `.jsonl`, a `.json` list, `hf:NAME[:SPLIT]`, or
-        `tasks:FAMILY[:COUNT]`, tasks made by rule; see `training.data.tasks`.
+      path: a file of text with `<|endoftext|>` between documents, or of JSON records; `hf:NAME[:SPLIT]`; or
+        `tasks:FAMILY[:COUNT]`, tasks made by rule, see `training.data.tasks`. The content of a file decides.
       form: one of `FORMATS`, or `auto`: by the keys of each record.
       chat: how conversations become text.
       skip: whether a malformed record is reported and left out instead of ending it all.
@@ -45,8 +37,9 @@ def read(
     if form != AUTO and form not in FORMATS:
         raise ValueError(f"no data format {form!r}; choose one of {', '.join([AUTO, *FORMATS])}")
     documents: list[Document] = []
-    skipped = 0
+    skipped = total = 0
     for place, load in _records(path):
+        total += 1
         try:
             record = load()
             documents += FORMATS[recognise(record) if form == AUTO else form](record, chat)
@@ -57,7 +50,10 @@ def read(
                     f"{said}; fix the record, or skip such records with --skip-malformed"
                 ) from None
             skipped += 1
-            report(f"skipped {said}")
+            if skipped <= _NAMED:
+                report(f"skipped {said}")
+    if skipped > 1:
+        report(f"skipped {skipped:,} malformed records of {total:,} in {path}")
     if not documents:
         left = f" ({skipped} malformed records skipped)" if skipped else ""
         raise ValueError(f"no document in {path}{left}; expected text with {SEPARATOR} between documents, "
@@ -65,75 +61,17 @@ def read(
     return documents
 
 
-def _records(path: str) -> Iterator[_Record]:
+def _records(path: str) -> Iterator[Record]:
     if path.startswith("hf:"):
         yield from _hugging_face(path)
-        return
-    if path.startswith(tasks.PREFIX):
+    elif path.startswith(tasks.PREFIX):
         for place, record in tasks.records(path):
             yield place, functools.partial(dict, record)
-        return
-    file = Path(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}); give an existing file") from None
-    if file.suffix == ".jsonl":
-        # Line by line as bytes: one line that is not UTF-8 is one malformed record.
-        for number, line in enumerate(content.splitlines(), start=1):
-            if line.strip():
-                yield f"{path}:{number}", functools.partial(_parse, line)
-        return
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    if file.suffix == ".json":
-        yield from _json_list(path, text)
-        return
-    begin = 1
-    for part in text.split(SEPARATOR):
-        yield f"{path}:{begin}", functools.partial(dict, text=part)
-        begin += part.count("\n")
+    else:
+        yield from records.of_file(path)
 
 
-def _parse(line: bytes) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg})") from None
-    return _object(record)
-
-
-def _object(record: Any) -> Mapping[str, Any]:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"a JSON {type(record).__name__}, expected an object")
-    return record
-
-
-def _json_list(path: str, text: str) -> Iterator[_Record]:
-    """The records of a JSON list, each with the line on which it begins."""
-    decoder = json.JSONDecoder()
-    at = len(text) - len(text.lstrip())
-    if text[at : at + 1] != "[":
-        raise ValueError(f"{path} is not a JSON list; give one record a line as .jsonl, or a list")
-    at, line, counted = at + 1, 1, 0
-    while True:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
-        if text[at : at + 1] == "]":
-            return
-        line, counted = line + text.count("\n", counted, at), at
-        try:
-            record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise Malformed(f"{path}:{error.lineno}: not JSON ({error.msg}); fix the file") from None
-        yield f"{path}:{line}", functools.partial(_object, record)
-
-
-def _hugging_face(path: str) -> Iterator[_Record]:
+def _hugging_face(path: str) -> Iterator[Record]:
     """`hf:NAME`, `hf:NAME:SPLIT` (split `train` if not given), or `hf:` and a directory saved to disk."""
     try:
         import datasets
@@ -149,4 +87,4 @@ def _hugging_face(path: str) -> Iterator[_Record]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot load {path}: {reason}") from None
     for number, record in enumerate(found):
-        yield f"{path} record {number}", functools.partial(_object, record)
+        yield f"{path} record {number}", functools.partial(records.checked, record)

@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import tyro
 from tokenizers import Tokenizer
 
+from jaxspec.io.messages import shown
 from training.data import conversations, formats, packing, reading, sizing, tasks, tokenizer
 from training.data.sizing import AUTO, Sized
 
 # One of this many documents is held out: the same in all commands, so that a probe is judged on what its model
 # has not seen.
 HELD_OUT = 20
+_LEAST_WEIGHT = 1e-6
 # Documents by kind of work.
 Kinds = dict[str, list[formats.Document]]
 
@@ -38,6 +40,19 @@ class Source:
     format: str = formats.AUTO
     weight: float = 1.0
 
+    def __post_init__(self):
+        # A kind names arrays in a file, with "|" between the parts of the name, and figures in reports.
+        if "|" in self.kind or not self.kind.isprintable() or not self.kind.strip():
+            raise ValueError(
+                f"the kind of {shown(self.path)} is {shown(self.kind)}; give a name of printable characters without | "
+                "as kind=NAME"
+            )
+        if not _LEAST_WEIGHT <= self.weight <= 1 / _LEAST_WEIGHT:
+            raise ValueError(
+                f"weight is {self.weight} in {shown(self.path)}; give a number from {_LEAST_WEIGHT:g} to "
+                f"{1 / _LEAST_WEIGHT:g}"
+            )
+
     @classmethod
     def parse(cls, text: str) -> Source:
         """Parses a source as it is written on the command line.
@@ -53,9 +68,12 @@ class Source:
                 raise ValueError(f"{setting!r} in {text!r}; expected PATH[,kind=K][,format=F][,weight=W]")
             values[name] = value
         if "weight" in values:
-            values["weight"] = float(values["weight"])
-            if not values["weight"] > 0:
-                raise ValueError(f"weight is {values['weight']} in {text!r}; give a number above 0")
+            try:
+                values["weight"] = float(values["weight"])
+            except ValueError:
+                raise ValueError(
+                    f"weight is {shown(values['weight'])} in {shown(text)}; give a number"
+                ) from None
         name = path.partition(":")[2] if path.startswith(("hf:", tasks.PREFIX)) else path
         usual = name.partition(":")[0] if path.startswith(tasks.PREFIX) else Path(name).stem
         kind = values.pop("kind", "") or usual

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from rich.console import Console
 
 from jaxspec.console.errors import one_line
 from jaxspec.io import processes
+from jaxspec.io.files import is_full
 from training.data import sizing
 from training.data.sizing import AUTO, Sized
 from training.loop import growth, sharding
@@ -125,7 +128,8 @@ class Loop:
         log = Metrics(self.directory, step)
         reason: Literal["steps", "minutes", "interrupted"] = "steps"
         try:
-            with StopSignal() as stop, Progress(self.console, "step", options.steps, step) as progress:
+            progress = Progress(self.console, "step", options.steps, step)
+            with StopSignal(say=lambda: self._stopping(progress)) as stop, progress:
                 while step < options.steps and reason == "steps":
                     state, record = self._step(state, step, progress)
                     step += 1
@@ -147,6 +151,10 @@ class Loop:
         finally:
             log.close()
         return Result(state, reason, self._seconds(), stop.received)
+
+    def _stopping(self, progress: Progress) -> None:
+        """Says what a signal leads to, before the step is over."""
+        progress.say(f"finishing step {progress.done + 1}, checkpoint follows; a second Ctrl-C ends at once")
 
     def _seconds(self) -> float:
         """Seconds of training in this process."""
@@ -232,8 +240,10 @@ def _clear_errors(checkpoints: Checkpoints, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # A library's line about a full disk is long, and names files that will be gone.
+        said = os.strerror(errno.ENOSPC) if is_full(error) else one_line(error)
         raise ValueError(
-            f"{what} could not be written: {one_line(error)}. Training stops, {checkpoints.standing()}. Make "
+            f"{what} could not be written: {said}. Training stops, {checkpoints.standing()}. Make "
             "room and give the same command again"
         ) from None
 

@@ -23,6 +23,9 @@ class Progress:
       total: how many there are.
       done: how many are done already.
       clock: seconds, monotonic.
+
+    Attributes:
+      done: how many are done by now.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Progress:
         done: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._what, self.total, self._done = console, what, total, done
+        self._console, self._what, self.total, self.done = console, what, total, done
         self._clock, self._begin = clock, clock()
         self._last_line = self._begin
         self._bar = RichProgress(
@@ -57,7 +60,7 @@ class Progress:
 
     def update(self, done: int, figures: str) -> None:
         """Shows how many are done, and figures of them."""
-        self._done = done
+        self.done = done
         self._bar.update(self._task, completed=done, figures=figures)
         now = self._clock()
         wait = min(MAX_S, max(FIRST_S, SHARE * (now - self._begin)))
@@ -70,7 +73,7 @@ class Progress:
         self._console.print(line, markup=False)
 
     def _line(self, text: str) -> None:
-        self.say(f"{self._what} {self._done}/{self.total}  {text}".rstrip())
+        self.say(f"{self._what} {self.done}/{self.total}  {text}".rstrip())
 
 
 class Pace:

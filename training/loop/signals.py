@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
+
+from jaxspec.console import interrupts
 
 
 class StopSignal:
-    """In this context the first SIGINT or SIGTERM only sets `received` to its number; a second one acts as usual."""
+    """In this context the first SIGINT or SIGTERM only sets `received` to its number; a second one ends the process.
+
+    Args:
+      program: what the line of a second one begins with.
+      say: is called at once when the first one comes, from another thread: a step, or its compilation, may take long.
+    """
+
+    def __init__(self, program: str = "training", say: Callable[[], None] = lambda: None) -> None:
+        self.received: int | None = None
+        self._watch = interrupts.Watch(
+            lambda number: say(), lambda number: interrupts.leave_at_once(program, 128 + number)
+        )
 
     def __enter__(self) -> StopSignal:
-        self.received: int | None = None
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in self._before:
             signal.signal(number, self._receive)
+        self._watch.__enter__()
         return self
 
     def _receive(self, number: int, frame: Any) -> None:
-        self.received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.received = self.received or number
 
     def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__()
         for number, handler in self._before.items():
             signal.signal(number, handler)

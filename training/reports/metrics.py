@@ -40,9 +40,7 @@ class Metrics:
         if not files.written_here():
             return
         kept = [record for record in read(run) if record["step"] <= step]
-        partial = (run / METRICS_FILE).with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.replace(run / METRICS_FILE)
+        files.write_atomic(run / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._stream = (run / METRICS_FILE).open("a")
         (run / TENSORBOARD).mkdir(exist_ok=True)
         # Not tensorboardX's SummaryWriter: it writes in a thread, which a full disk ends, and then waits for ever.

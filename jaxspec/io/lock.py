@@ -1,4 +1,4 @@
-"""One training per run directory: a lock that the kernel releases with the process, however it ends."""
+"""One command at a time per output: a lock that the kernel releases with the process, however it ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ FILE = "lock"
 
 
 @contextlib.contextmanager
-def exclusive(run: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock of a run directory, which is made if it does not exist.
+def exclusive(
+    directory: Path, report: Callable[[str], None], option: str = "run", file_name: str = FILE
+) -> Iterator[None]:
+    """Holds the lock of a directory, which is made if it does not exist, and removes what killed writers left in it.
 
     The lock is the kernel's (flock) and not the file's existence, so a killed process leaves nothing to be
     removed. The file says who holds it and stays, empty, when the lock is released: a file removed by one
     process could be held, nameless, by another.
 
     Args:
-      run: the directory.
-      report: is given a line where the file system knows no locks; training goes on without one.
+      directory: the directory.
+      report: is given a line where the file system knows no locks; the command goes on without one.
+      option: the parameter by which the user chose the directory, for the message.
+      file_name: of the lock, for a command whose output is one file of the directory.
 
     Raises:
       ValueError: a process of another command holds the lock; the message says which.
@@ -33,22 +37,23 @@ def exclusive(run: Path, report: Callable[[str], None]) -> Iterator[None]:
     if not files.written_here():
         yield
         return
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / FILE).open("a+") as file:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / file_name).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ValueError(
-                f"{run} is in use by {holder}; wait until it has ended or stop it, or give another --run"
+                f"{directory} is in use by {holder}; wait until it has ended or stop it, or give another `{option}`"
             ) from None
         except OSError as error:
-            report(f"no lock on {run} ({error.strerror}); do not start a second training there")
+            report(f"no lock on {directory} ({error.strerror}); do not start a second command there")
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
         file.flush()
+        files.remove_abandoned(directory)
         try:
             yield
         finally:

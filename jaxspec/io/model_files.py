@@ -1,0 +1,35 @@
+"""By which files a directory is known to hold a model, so that nothing is written over it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from jaxspec.io import tokenizer
+from jaxspec.io.hf_config import GENERATION
+from jaxspec.io.huggingface import ORBAX_PARAMS
+
+_NAMES = ("config.json", GENERATION, *tokenizer.FILES)
+# A link to weights that are gone still says whose place it is: the files of a hub's cache are links.
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|gguf|bin|pt|pth)(\.index\.json)?|manifest\.ocdbt|_METADATA", re.IGNORECASE
+)
+
+
+def held(directory: str | os.PathLike[str], *, weights_only: bool = False) -> str | None:
+    """Finds a file of a model, or of a part of one, directly in a directory.
+
+    Args:
+      directory: it need not exist.
+      weights_only: leave out configuration and tokenizer, which other things have as well.
+
+    Returns:
+      the name of the first file; None where there is none.
+    """
+    if not Path(directory).is_dir():
+        return None
+    names = sorted(os.listdir(directory))
+    found = [] if weights_only else [name for name in _NAMES if name in names]
+    found += [name for name in names if name == ORBAX_PARAMS or _WEIGHTS.fullmatch(name)]
+    return found[0] if found else None
