@@ -75,4 +75,4 @@ def _status(work: Callable[[], int], module: str, console: Console, failed: Call
             raise
         # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        return failed(f"{distributed.lost(error)}{kind}{one_line(error)}"[:2000], FAILED)
+        return failed(f"{distributed.lost(error)}{kind}{one_line(error)}", FAILED)

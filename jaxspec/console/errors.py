@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from jaxspec.console.distributed import complain, lost
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
 from jaxspec.io.extras import MissingExtra
+from jaxspec.io.messages import fitted
 
 
 class Guard:
@@ -69,11 +70,11 @@ class Guard:
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
-            return self._say(f"error: {lost(error)}{kind}{one_line(error)[:500]}", FAILED)
+            return self._say(f"error: {lost(error)}{kind}{one_line(error)}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
         text = " ".join(str(message).split())
-        print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
+        print(fitted(f"{self._prog}: warning: {in_options(text, self.options)}"), file=sys.stderr)
 
     def _say(self, what: str, status: int) -> int:
         complain(f"{self._prog}: {what}")

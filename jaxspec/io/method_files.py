@@ -26,6 +26,7 @@ import safetensors.numpy
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.io.hf_layout import leaves
+from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -120,7 +121,7 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
     content = read_format(path, PLAN_FORMAT, "a plan")
     if content.get("num_layers") != num_layers:
         raise ValueError(
-            f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
+            f"{path} is a plan for {shown(content.get('num_layers'))} layers, the model has {num_layers}; "
             "make one with `jaxspec search`"
         )
     check_model(path, content.get("model"), model, "jaxspec search")
@@ -162,7 +163,7 @@ def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
         with contextlib.suppress(ValueError):
             return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
     raise ValueError(
-        f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
+        f'{path} has "alpha" {shown(alpha)}, "every" {shown(every)}, "keep_last" {shown(keep_last)}; expected a number above 0 '
         "and at most 1, and two whole numbers"
     )
 
@@ -219,16 +220,16 @@ def read_probe(
     except (safetensors.SafetensorError, TypeError, ValueError):
         raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
     if metadata.get("format") != PROBE_FORMAT:
-        raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
+        raise ValueError(f"{path} has the format {shown(metadata.get('format'))}, expected {PROBE_FORMAT}")
     check_model(path, metadata.get("model"), model, "python -m training.probe")
     if metadata.get("exit_layer") != str(exit_layer):
         raise ValueError(
-            f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
+            f"{path} is a probe of exit layer {shown(metadata.get('exit_layer'))}, the draft exits after {exit_layer}; "
             "give that `exit_layer`, or another `probe`"
         )
     if metadata.get("law") != law:
         raise ValueError(
-            f"{path} is a probe for the law {metadata.get('law')}, the text follows {law}; "
+            f"{path} is a probe for the law {shown(metadata.get('law'))}, the text follows {law}; "
             "sample as the probe was trained, or give another `probe`"
         )
     if v.shape != (hidden_size,):
@@ -288,7 +289,7 @@ def read_thresholds(
     check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
     if content.get("draft") != draft or content.get("exits") != list(exits):
         raise ValueError(
-            f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
+            f"{path} is for another draft ({shown(content.get('draft'))} with exits {shown(content.get('exits'))}, this one is "
             f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
         )
     numbers = content.get("thresholds")
@@ -299,7 +300,7 @@ def read_thresholds(
         or numbers[-1] != 0
     ):
         raise ValueError(
-            f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
+            f"{path} has the thresholds {shown(numbers)}; expected a number from 0 to 1 for each of {len(exits)} exits, "
             "0 for the last; make them with `jaxspec tune --method s2d`"
         )
     return [float(n) for n in numbers[:-1]]
@@ -313,7 +314,7 @@ def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str,
     """
     content = read_json(path)
     if content.get("format") != form:
-        raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
+        raise ValueError(f"{path} has the format {shown(content.get('format'))}, expected {form}: not {what}")
     return content
 
 
@@ -321,5 +322,5 @@ def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: st
     """Refuses a file that names another model than this fingerprint's; `remedy`: the command that makes one."""
     if found != model:
         raise ValueError(
-            f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"
+            f"{path} belongs to another model ({shown(found)}, this one is {model}); make one with `{remedy}`"
         )
