@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.choosing.acceptance import Expectation
 from jaxspec.io.files import write_json
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 from jaxspec.io.method_files import check_model, read_format
 
 FORMAT = "jaxspec.acceptance/2"
@@ -27,6 +27,7 @@ def write_acceptance(
     write_json(path, {"format": FORMAT, "model": model, "candidates": candidates, "found_by": found_by})
 
 
+@brief_errors()
 def read_acceptance(path: str | os.PathLike[str], model: str) -> dict[str, Expectation]:
     """What is expected of each candidate, by name, checked to be of this model.
 

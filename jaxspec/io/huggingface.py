@@ -30,6 +30,7 @@ from jaxspec.io.hf_config import (
 )
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
 from jaxspec.io.hf_names import missing, plainly_named, refuse_classifier
+from jaxspec.io.messages import brief_errors
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
@@ -148,6 +149,7 @@ def on_hub(name: str) -> Iterator[None]:
         ) from None
 
 
+@brief_errors()
 def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     """Every tensor of the directory's safetensors files, mapped, not read; `integers` as of `tensors.read`.
 
@@ -186,7 +188,7 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
 
 def _is_file_name(name: Any) -> bool:
     """Whether it names a file of the directory itself."""
-    return isinstance(name, str) and name == Path(name).name
+    return isinstance(name, str) and name == Path(name).name and len(name) < 256 and name.isprintable()
 
 
 def is_orbax(directory: str | os.PathLike[str]) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 _MAX_BITS = 1024
 # The characters of a message, whatever a file contains, and of a word in one that is longer than that.
 _MAX_MESSAGE, _MAX_WORD = 300, 90
+# The characters of a value in a message.
+_MAX_VALUE = 100
 
 
 def shown(value: Any) -> str:
@@ -22,7 +24,7 @@ def shown(value: Any) -> str:
       >>> shown("a\\nb"), shown(list(range(100))), shown(10**5000)
       ("'a\\\\nb'", '[0, 1, 2, 3, 4, 5, ...]', 'a number of about 5000 digits')
     """
-    return " ".join(_SHORT.repr(value).split())
+    return _without_middle(" ".join(_SHORT.repr(value).split()), _MAX_VALUE)
 
 
 def fitted(text: str) -> str:

@@ -26,7 +26,7 @@ import safetensors.numpy
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.io.hf_layout import leaves
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -112,6 +112,7 @@ def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_
     write_json(path, content)
 
 
+@brief_errors()
 def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
     """The plan in a file, checked to be for this model.
 
@@ -121,7 +122,7 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
     content = read_format(path, PLAN_FORMAT, "a plan")
     if content.get("num_layers") != num_layers:
         raise ValueError(
-            f"{path} is a plan for {shown(content.get('num_layers'))} layers, the model has {num_layers}; "
+            f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
             "make one with `jaxspec search`"
         )
     check_model(path, content.get("model"), model, "jaxspec search")
@@ -149,6 +150,7 @@ def write_asd(
     write_json(path, content)
 
 
+@brief_errors()
 def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
     """The numbers in a file, checked to be for this model.
 
@@ -163,7 +165,7 @@ def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
         with contextlib.suppress(ValueError):
             return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
     raise ValueError(
-        f'{path} has "alpha" {shown(alpha)}, "every" {shown(every)}, "keep_last" {shown(keep_last)}; expected a number above 0 '
+        f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
         "and at most 1, and two whole numbers"
     )
 
@@ -203,6 +205,7 @@ def write_probe(path: str | os.PathLike[str], model: str, probe: ProbeFile) -> N
     write_atomic(path, safetensors.numpy.save(tensors, metadata))
 
 
+@brief_errors()
 def read_probe(
     path: str | os.PathLike[str], model: str, hidden_size: int, exit_layer: int, law: str
 ) -> ProbeFile:
@@ -220,16 +223,16 @@ def read_probe(
     except (safetensors.SafetensorError, TypeError, ValueError):
         raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
     if metadata.get("format") != PROBE_FORMAT:
-        raise ValueError(f"{path} has the format {shown(metadata.get('format'))}, expected {PROBE_FORMAT}")
+        raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
     check_model(path, metadata.get("model"), model, "python -m training.probe")
     if metadata.get("exit_layer") != str(exit_layer):
         raise ValueError(
-            f"{path} is a probe of exit layer {shown(metadata.get('exit_layer'))}, the draft exits after {exit_layer}; "
+            f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
             "give that `exit_layer`, or another `probe`"
         )
     if metadata.get("law") != law:
         raise ValueError(
-            f"{path} is a probe for the law {shown(metadata.get('law'))}, the text follows {law}; "
+            f"{path} is a probe for the law {metadata.get('law')}, the text follows {law}; "
             "sample as the probe was trained, or give another `probe`"
         )
     if v.shape != (hidden_size,):
@@ -275,6 +278,7 @@ def write_thresholds(
     write_json(path, content)
 
 
+@brief_errors()
 def read_thresholds(
     path: str | os.PathLike[str], target: str, draft: str, exits: Sequence[int]
 ) -> list[float]:
@@ -289,7 +293,7 @@ def read_thresholds(
     check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
     if content.get("draft") != draft or content.get("exits") != list(exits):
         raise ValueError(
-            f"{path} is for another draft ({shown(content.get('draft'))} with exits {shown(content.get('exits'))}, this one is "
+            f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
             f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
         )
     numbers = content.get("thresholds")
@@ -300,12 +304,13 @@ def read_thresholds(
         or numbers[-1] != 0
     ):
         raise ValueError(
-            f"{path} has the thresholds {shown(numbers)}; expected a number from 0 to 1 for each of {len(exits)} exits, "
+            f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
             "0 for the last; make them with `jaxspec tune --method s2d`"
         )
     return [float(n) for n in numbers[:-1]]
 
 
+@brief_errors()
 def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
     """The object in a JSON file that says it has the format `form`; `what` it should be, for the message.
 
@@ -314,13 +319,14 @@ def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str,
     """
     content = read_json(path)
     if content.get("format") != form:
-        raise ValueError(f"{path} has the format {shown(content.get('format'))}, expected {form}: not {what}")
+        raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
     return content
 
 
+@brief_errors()
 def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
     """Refuses a file that names another model than this fingerprint's; `remedy`: the command that makes one."""
     if found != model:
         raise ValueError(
-            f"{path} belongs to another model ({shown(found)}, this one is {model}); make one with `{remedy}`"
+            f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"
         )

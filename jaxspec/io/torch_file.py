@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
     parts = _Parts(archive)
     if parts.size("data.pkl") > _MAX_PICKLE_BYTES:
         raise ValueError(f"its data.pkl has more than {_MAX_PICKLE_BYTES} bytes")
-    makers = {
+    makers: dict[str, Callable[..., Any]] = {
         "collections.OrderedDict": _empty,
         "torch._utils._rebuild_tensor_v2": parts.tensor,
         "torch._utils._rebuild_parameter": lambda data, *rest: data,

@@ -204,6 +204,7 @@ def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
         OSError,
         EOFError,
         MemoryError,
+        TypeError,
         RuntimeError,
         zipfile.BadZipFile,
         zlib.error,
