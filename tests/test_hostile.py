@@ -11,7 +11,18 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.console.errors import Guard
 from jaxspec.io import checkpoint, huggingface, torch_file
 from tests.commands import CONFIG, write_model
-from tests.hostile_files import ALL_BAD, GOOD, KINDS, POINTER, archive, by_name, tensor, text, verdict
+from tests.hostile_files import (
+    ALL_BAD,
+    GOOD,
+    KINDS,
+    POINTER,
+    archive,
+    by_name,
+    tensor,
+    text,
+    verdict,
+    windows,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +92,7 @@ def test_the_names_of_wrappers_are_removed(saved, part):
 
 def test_a_base_model_has_no_head(saved):
     rename(saved, lambda name: None if name == "lm_head.weight" else name.removeprefix("model."))
-    with pytest.raises(ValueError, match="lm_head.weight is missing"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
         huggingface.load_params(saved, CONFIG, np.float32)
 
 
@@ -138,3 +149,14 @@ def test_weights_of_other_formats_are_named(saved):
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"has no \*.safetensors weights, only pytorch_model.bin; convert"):
         huggingface.load_params(saved, CONFIG, np.float32)
+
+
+def test_a_damaged_cache_of_windows_is_made_again(tmp_path):
+    from training.data import packing
+
+    file = tmp_path / "tokens.npz"
+    file.write_bytes(b"damaged")
+    made = {part: {"a": windows()} for part in ("training", "held_out")}
+    with pytest.warns(RuntimeWarning, match=r"tokens\.npz is damaged, and is made again"):
+        packing.cached(file, "key", lambda: made)
+    assert set(packing.stored(file)[0]) == {"training", "held_out"}
