@@ -49,7 +49,7 @@ def _parsed(where: str, content: Any) -> Expectation:
     if not all(map(_are_shares, (accept, draft))) or not (_are_numbers([strength]) and strength > 0):
         raise ValueError(
             f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one "
-            f"above 0; make the file with `{_REMEDY}`"
+            f"above 0; make it with `{_REMEDY}`"
         )
     return Expectation(tuple(accept), strength, tuple(draft))
 

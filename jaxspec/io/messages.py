@@ -14,7 +14,7 @@ _MAX_BITS = 1024
 # The characters of a message, whatever a file contains, and of a word in one that is longer than that.
 _MAX_MESSAGE, _MAX_WORD = 300, 90
 # The characters of a value in a message.
-_MAX_VALUE = 100
+_MAX_VALUE = 70
 
 
 def shown(value: Any) -> str:
