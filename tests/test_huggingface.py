@@ -486,9 +486,13 @@ def test_truncated_file(tmp_path, kept):
 def test_files_that_are_not_weights(tmp_path):
     _saved(tmp_path)
     path = tmp_path / "model.safetensors"
-    for content in (b"version https://git-lfs.github.com/spec/v1\n" * 3, (2).to_bytes(8, "little") + b"xx"):
+    pointer = b"version https://git-lfs.github.com/spec/v1\n" * 3
+    for content, match in (
+        (pointer, "is a pointer of Git LFS, not the file itself"),
+        ((2).to_bytes(8, "little") + b"xx", "is not a safetensors file"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="is not a safetensors file") as error:
+        with pytest.raises(ValueError, match=match) as error:
             huggingface.load_params(tmp_path, BASE, jnp.float32)
         one_line(error)
     path.rename(tmp_path / "pytorch_model.bin")

@@ -78,7 +78,7 @@ def _status(work: Callable[[], int], module: str, console: Console, failed: Call
             raise
         # A device out of memory, a bug: the message needs its type to be understood.
         kind = "" if isinstance(error, (ValueError, OSError, MissingExtra)) else f"{type(error).__name__}: "
-        said = f"{distributed.lost(error)}{kind}{one_line(error)}"[:2000]
+        said = f"{distributed.lost(error)}{kind}{one_line(error)}"
         if isinstance(error, OSError) and is_full(error):
             said += "; make room and give the same command again"
         return failed(said, FAILED)

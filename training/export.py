@@ -58,7 +58,7 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     Raises:
       ValueError: `run` is no run directory, or has no checkpoint yet.
     """
-    record = read_run(run)
+    record = read_run(run, ("commands", "options", "parameters", "documents", "tokens"))
     outputs.refuse_another(output, run, record.get("identity", {}))
     config = huggingface.read_config(run)
     with Checkpoints(run / CHECKPOINTS, read_only=True) as checkpoints:

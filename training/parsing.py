@@ -26,6 +26,7 @@ class WrongOptions(ValueError):
 
 
 _CONFIG = "--config"
+_MAX_YAML_BYTES, _MAX_DEPTH = 1_000_000, 10
 _CONFIG_HELP = (
     "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
     "command line wins."
@@ -117,14 +118,35 @@ def yaml_words(file: Path) -> list[str]:
       WrongOptions: it cannot be read, or is no mapping of options.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _read_yaml(file)
     except OSError as error:
         raise WrongOptions(f"cannot read {file} ({error.strerror}); --config wants a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise WrongOptions(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise WrongOptions(f"{file} is not YAML of options: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise WrongOptions(f"{file} holds a {type(content).__name__}, expected options by name")
     return _words(content)
+
+
+def _read_yaml(file: Path) -> Any:
+    """What a YAML file holds: no objects, no aliases, not deep.
+
+    Raises:
+      OSError: it cannot be read.
+      yaml.YAMLError, ValueError: it is not YAML, or more than options are; of any number of lines.
+    """
+    content = file.read_bytes()
+    if len(content) > _MAX_YAML_BYTES:
+        raise ValueError(f"it has {len(content)} bytes, expected at most {_MAX_YAML_BYTES}")
+    text, depth = content.decode("utf-8-sig"), 0
+    # Events come without recursion, and before aliases can multiply what they stand for.
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has the alias *{event.anchor}; write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+    return yaml.safe_load(text)
 
 
 def _words(options: dict[str, Any]) -> list[str]:
@@ -170,7 +192,7 @@ def to_yaml(options: Any) -> str:
 def chosen_earlier(file: Path) -> dict[str, int]:
     """Reads the sizes in the file that `to_yaml` made for a run, by name of option; none if it cannot be read."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _read_yaml(file)
         sections = [part for part in content.values() if isinstance(part, dict)]
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return {}

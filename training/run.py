@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.io import files, hf_config, method_files
+from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 from training.data.packing import Windows
 from training.data.sources import Kinds
@@ -20,6 +22,15 @@ RUN_FILE = "run.json"
 OPTIONS_FILE = "options.yaml"
 # Where a run keeps its checkpoints, in its directory.
 CHECKPOINTS = "checkpoints"
+# The entries of a record that are read again.
+_TYPES = {
+    "commands": list,
+    "identity": dict,
+    "options": dict,
+    "parameters": int,
+    "documents": dict,
+    "tokens": dict,
+}
 
 
 def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
@@ -64,16 +75,27 @@ def refuse_another(run: Path, config: LlamaConfig | None, wanted: dict[str, Any]
         raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
 
 
-def read_run(run: Path) -> dict[str, Any]:
+def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
     """Reads the record that a training command leaves in its run directory: commands, options, data.
 
+    Args:
+      run: the run directory.
+      needs: the entries that must be there; a run of an earlier version may lack some.
+
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or it is damaged; the line names the file.
     """
     file = run / RUN_FILE
     if not file.is_file():
         raise ValueError(f"no {RUN_FILE} in {run}; give the run directory of a training command")
-    return json.loads(file.read_text())
+    record = files.read_json(file)
+    for name in (*needs, *(_TYPES.keys() & record.keys())):
+        if not isinstance(record.get(name), _TYPES[name]):
+            raise ValueError(
+                f"{file} is damaged: its {name} is {shown(record.get(name))}, expected {_TYPES[name].__name__}; delete "
+                "it and resume the run, which writes it again"
+            )
+    return record
 
 
 def forget(run: Path) -> None:
@@ -107,7 +129,7 @@ def record(
       one line for the user: how large the model and the data are.
     """
     run = options.run_directory
-    earlier = read_run(run)["commands"] if (run / RUN_FILE).is_file() else []
+    earlier = read_run(run, ["commands"])["commands"] if (run / RUN_FILE).is_file() else []
     tokens = {"training": _count_tokens(windows), "held_out": _count_tokens(held_out)}
     content = {
         "commands": [*(one for one in earlier if one != typed), typed],

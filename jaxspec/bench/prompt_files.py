@@ -7,14 +7,14 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from decimal import Decimal
+from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxspec.bench import prompts
 from jaxspec.bench.suite_options import Chat
 from jaxspec.io.files import parse_json, read_text
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -125,6 +125,7 @@ def own_tasks(
     ]
 
 
+@brief_errors()
 def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
     """Reads prompt sets; which form a file has is seen from its fields.
 
@@ -196,7 +197,10 @@ def final_number(text: str) -> str | None:
     found = (_NUMBER.findall(after)[:1] if mark else []) or _NUMBER.findall(text)[-1:]
     if not found:
         return None
-    number = Decimal(found[0].replace(",", "")).normalize()
+    try:
+        number = Decimal(found[0].replace(",", "")).normalize()
+    except DecimalException:  # of more than a million digits
+        return None
     return f"{number + 0:f}"
 
 

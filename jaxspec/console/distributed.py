@@ -13,6 +13,7 @@ import time
 from typing import Any, TextIO
 
 from jaxspec.io import processes
+from jaxspec.io.messages import fitted
 
 # A process that fails alone is noticed by its missing heartbeats; where all fail, each says so before process 0 goes.
 _GRACE_S = 2.0
@@ -95,13 +96,13 @@ class _Streams:
 
 def complain(line: str) -> None:
     """Writes a line of an error, which every process may: on standard error, and where there are several, with the
-    number of this one."""
+    number of this one. Whatever it contains, it is one line of at most 300 characters."""
     if _joined():
         import jax
 
         program, _, rest = line.partition(": ")
         line = f"{program}: process {jax.process_index()}: {rest}"
-    print(line, file=_Streams.errors or sys.stderr, flush=True)
+    print(fitted(line), file=_Streams.errors or sys.stderr, flush=True)
 
 
 def lost(error: Exception) -> str:

@@ -18,6 +18,7 @@ from jaxspec.console.distributed import complain, lost
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
 from jaxspec.io.extras import MissingExtra
 from jaxspec.io.files import is_full, named_errors
+from jaxspec.io.messages import fitted
 
 
 class Guard:
@@ -75,7 +76,7 @@ class Guard:
                 return self._say(f"error: {said}", WRONG)
             # A device out of memory, a backend that does not start, a bug.
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
-            return self._say(f"error: {lost(error)}{kind}{one_line(error)[:500]}", FAILED)
+            return self._say(f"error: {lost(error)}{kind}{one_line(error)}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
         if isinstance(message, Warning) and is_full(message):
@@ -83,7 +84,7 @@ class Guard:
                 return
             self._told_full = True
         text = " ".join(str(message).split())
-        print(f"{self._prog}: warning: {in_options(text, self.options)}", file=sys.stderr)
+        print(fitted(f"{self._prog}: warning: {in_options(text, self.options)}"), file=sys.stderr)
 
     def _say(self, what: str, status: int) -> int:
         complain(f"{self._prog}: {what}")

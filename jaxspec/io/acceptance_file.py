@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.choosing.acceptance import Expectation
 from jaxspec.io.files import write_json
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 from jaxspec.io.method_files import check_model, read_format
 
 FORMAT = "jaxspec.acceptance/2"
@@ -27,6 +27,7 @@ def write_acceptance(
     write_json(path, {"format": FORMAT, "model": model, "candidates": candidates, "found_by": found_by})
 
 
+@brief_errors()
 def read_acceptance(path: str | os.PathLike[str], model: str) -> dict[str, Expectation]:
     """What is expected of each candidate, by name, checked to be of this model.
 
@@ -48,7 +49,7 @@ def _parsed(where: str, content: Any) -> Expectation:
     if not all(map(_are_shares, (accept, draft))) or not (_are_numbers([strength]) and strength > 0):
         raise ValueError(
             f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one "
-            f"above 0; make the file with `{_REMEDY}`"
+            f"above 0; make it with `{_REMEDY}`"
         )
     return Expectation(tuple(accept), strength, tuple(draft))
 

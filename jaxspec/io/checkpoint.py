@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from jaxspec.io import gguf, huggingface
+from jaxspec.io.directories import settled
 from jaxspec.io.gguf_file import SUFFIX, is_gguf
 from jaxspec.io.huggingface import Place
+from jaxspec.io.messages import brief_errors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
 _HUB_FILE = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*):([^:]+{re.escape(SUFFIX)})")
 
 
+@brief_errors()
 def resolve(name: str | os.PathLike[str]) -> Path:
     """The local files of a model: a GGUF file, or a directory for the functions below.
 
@@ -45,6 +48,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         )
     if not text or not path.is_dir():
         return huggingface.resolve(text)
+    path = settled(path)
     return _only_gguf(path) or path
 
 
@@ -65,26 +69,31 @@ def directory_of(path: Path) -> Path:
     return path.parent if is_gguf(path) else path
 
 
+@brief_errors()
 def read_config(path: Path) -> LlamaConfig:
     """See `huggingface.read_config` and `gguf.read_config`."""
     return gguf.read_config(path) if is_gguf(path) else huggingface.read_config(path)
 
 
+@brief_errors()
 def read_exits(path: Path, num_layers: int) -> tuple[int, ...]:
     """See `huggingface.read_exits`; a GGUF file names none."""
     return () if is_gguf(path) else huggingface.read_exits(path, num_layers)
 
 
+@brief_errors()
 def generation_defaults(path: Path) -> dict[str, Any]:
     """See `huggingface.generation_defaults`; a GGUF file names none."""
     return {} if is_gguf(path) else huggingface.generation_defaults(path)
 
 
+@brief_errors()
 def stored_dtype(path: Path) -> np.dtype:
     """See `huggingface.stored_dtype` and `gguf.stored_dtype`."""
     return gguf.stored_dtype(path) if is_gguf(path) else huggingface.stored_dtype(path)
 
 
+@brief_errors()
 def load_params(path: Path, config: LlamaConfig, dtype: Any, place: Place | None = None) -> Params:
     """See `huggingface.load_params` and `gguf.load_params`."""
     load = gguf.load_params if is_gguf(path) else huggingface.load_params

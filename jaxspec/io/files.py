@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,10 @@ except ImportError:  # a system without these locks: nothing is known to be aban
 _written_by_another = False
 _TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp", re.DOTALL)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Far more than any file of settings or of token ids has.
+_MAX_JSON_BYTES = 30_000_000
+_MAX_DEPTH = 100
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def leave_to_another() -> None:
@@ -146,11 +151,16 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not JSON, or not an object.
+      ValueError: it is not JSON, not an object, or far too large.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(no_file(path))
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, expected JSON of at most {_MAX_JSON_BYTES}"
+        )
+    refuse_pointer(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -164,21 +174,49 @@ def parse_json(text: str | bytes) -> Any:
     """What a JSON text holds.
 
     Raises:
-      ValueError: it is no JSON, is nested deeper than Python can follow, or has a longer number than Python reads.
+      ValueError: it is no JSON, is nested deeper than 100 levels, or has a longer number than Python reads.
     """
     try:
-        return json.loads(text)
+        content = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
     except ValueError:
         raise ValueError("it has a number of too many digits") from None
+    level = [content]
+    for _ in range(_MAX_DEPTH):  # what follows may recurse
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))
+        )
+        level = list(itertools.chain.from_iterable(inner))
+        if not level:
+            return content
+    raise ValueError("it is nested too deeply")
 
 
 def no_file(path: str | os.PathLike[str]) -> str:
     """What to say of a path that should be a file and is not."""
-    return f"{path} is a directory, not a file" if Path(path).is_dir() else f"{path} does not exist"
+    path = Path(path)
+    if path.is_dir():
+        return f"{path} is a directory, not a file"
+    # As in the cache of the hub, where a download was interrupted or only a part of it was copied.
+    return f"{path} is a link to a file that is missing" if path.is_symlink() else f"{path} does not exist"
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Refuses a file that Git LFS left in place of the file itself.
+
+    Raises:
+      ValueError: it is one; the line says how to fetch the file.
+      OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(
+                f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its directory, or "
+                "download the file"
+            )
 
 
 def read_text(path: str | os.PathLike[str], expected: str) -> str:

@@ -14,9 +14,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.io.gguf_file import PLAIN, GGUFFile, Tensor, read, token_ids
+from jaxspec.io.hf_config import MAX_FACTOR, MAX_THETA, MIN_EPSILON, check_context
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.hf_values import MAX_INT, number, whole
 from jaxspec.io.huggingface import Place, assemble
-from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.io.messages import brief_errors, shown
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
 from jaxspec.model.llama import Params
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -57,6 +60,7 @@ _LLAMA3_LENGTHS = [2**n for n in range(4, 21)]
 _DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
+@brief_errors()
 def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """The configuration of the model in a GGUF file.
 
@@ -73,38 +77,40 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
 def _config(file: GGUFFile) -> LlamaConfig:
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(architecture)} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     own = _Keys(file.metadata, architecture)
     for name in _FOREIGN:
         if own.get(name, 0):
-            raise ValueError(f"{architecture}.{name} is {own.get(name)}, which is not supported")
+            raise ValueError(f"{architecture}.{name} is {shown(own.get(name))}, which is not supported")
     heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
-    layers, embed = own.size("block_count"), file.tensors.get(_WHOLE[EMBED])
+    layers, embed = own.size("block_count", most=MAX_LAYERS), file.tensors.get(_WHOLE[EMBED])
     if embed is None:
         raise ValueError(f"tensor {_WHOLE[EMBED]} is missing")
     head_dim = own.size("attention.key_length", hidden // heads)
+    if head_dim % 2:
+        raise ValueError(f"heads of {head_dim} numbers are odd; rotary embeddings need even ones")
     for name in ("attention.value_length", "rope.dimension_count"):
         if own.size(name, head_dim) != head_dim:
             raise ValueError(
-                f"{architecture}.{name} is {own.get(name)} beside heads of {head_dim}; supported: equal ones"
+                f"{architecture}.{name} is {shown(own.get(name))} beside heads of {head_dim}; supported: equal ones"
             )
     window = own.get("attention.sliding_window")
     biased = {name for name in ("attn_q", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in file.tensors}
     ids = token_ids(file)
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=embed.shape[0],
         hidden_size=hidden,
         intermediate_size=own.size("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=own.size("attention.head_count_kv", heads),
+        num_kv_heads=own.size("attention.head_count_kv", heads, most=heads),
         head_dim=head_dim,
         max_position_embeddings=own.size("context_length"),
-        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=own.number("rope.freq_base", 10000.0),
+        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon", MIN_EPSILON, 1),
+        rope_theta=_theta(own),
         rope_scaling=_rope_scaling(own, file.tensors.get(_ROPE_FACTORS), head_dim),
         tie_embeddings=_WHOLE[HEAD] not in file.tensors,
         qkv_bias=architecture == "qwen2" or "attn_q" in biased,
@@ -116,6 +122,8 @@ def _config(file: GGUFFile) -> LlamaConfig:
         eos_token_ids=tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),
         model_type="mistral" if window and architecture == "llama" else architecture,
     )
+    check_context(config, f"{architecture}.context_length")
+    return config
 
 
 class _Keys:
@@ -133,46 +141,57 @@ class _Keys:
             value = value[0].item()
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise ValueError(f"{self._prefix}.{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{self._prefix}.{name} is {value!r}, expected a whole number above 0")
-        return value
+    def size(self, name: str, default: int | None = None, most: int = MAX_INT) -> int:
+        return whole(self._given(name, default), f"{self._prefix}.{name}", 1, most)
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, least: float, most: float, default: float | None = None) -> float:
         """A float32 as the shortest decimal that gives it again: 1e-05, not 9.99999974738e-06."""
-        given = self.get(name, default)
-        if given is None:
-            raise ValueError(f"{self._prefix}.{name} is missing")
-        value = float(str(np.float32(given)))
-        if not (np.isfinite(value) and value > 0):
-            raise ValueError(f"{self._prefix}.{name} is {value}, expected a number above 0")
-        return value
+        given = number(self._given(name, default), f"{self._prefix}.{name}", least, most)
+        return float(str(np.float32(given)))
+
+    def _given(self, name: str, default: Any) -> dict[str, Any]:
+        key, value = f"{self._prefix}.{name}", self.get(name, default)
+        if value is None:
+            raise ValueError(f"{key} is missing")
+        return {key: value}
+
+
+def _theta(own: _Keys) -> float:
+    return own.number("rope.freq_base", 1, MAX_THETA, 10000.0)
 
 
 def _rope_scaling(own: _Keys, factors: Tensor | None, head_dim: int) -> RopeScaling | None:
     kind = own.get("rope.scaling.type")
-    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0
+    # llama.cpp takes a factor of 0 as none.
+    given = (own.number(name, 0, MAX_FACTOR, 0) for name in ("rope.scaling.factor", "rope.scale_linear"))
+    factor = next(filter(None, given), 1.0)
     if kind is None:
         kind = "none" if factor == 1 else "linear"
     if kind not in ("none", "linear"):
-        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: none, linear, that of Llama 3")
+        raise ValueError(
+            f"RoPE scaling {shown(kind)} is not supported; supported: none, linear, that of Llama 3"
+        )
     if factors is not None:
         if kind != "none":
             raise ValueError(f"RoPE scaling {kind!r} together with {_ROPE_FACTORS} is not supported")
-        return _llama3(np.ravel(_values(factors)), own.number("rope.freq_base", 10000.0), head_dim)
-    return RopeScaling("linear", float(factor)) if kind == "linear" and factor != 1 else None
+        return _llama3(np.ravel(_values(factors)), _theta(own), head_dim)
+    return RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None
 
 
 def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
     """The scaling whose frequencies are the plain ones divided by `factors`; None where all are 1."""
+    if len(factors) != head_dim // 2:
+        raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} factors, expected {head_dim // 2}")
+    wrong = ~((factors > 0) & (factors <= MAX_FACTOR))
+    if wrong.any():
+        raise ValueError(
+            f"{_ROPE_FACTORS} has the factor {factors[wrong.argmax()]}, expected one above 0 and at most {MAX_FACTOR:g}"
+        )
     factor = float(str(factors.max(initial=1.0)))
     if np.all(factors == 1):
         return None
     plain = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
-    for length in _LLAMA3_LENGTHS if factors.shape == plain.shape else ():
+    for length in _LLAMA3_LENGTHS:
         # As `model.rope` computes them.
         keep = length * plain / (2 * np.pi) - _LLAMA3_LOW
         keep = np.clip(keep / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
@@ -194,6 +213,7 @@ def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
     return stored
 
 
+@brief_errors()
 def load_params(
     path: str | os.PathLike[str], config: LlamaConfig, dtype: DTypeLike, place: Place | None = None
 ) -> Params:

@@ -13,18 +13,22 @@ import functools
 import math
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxspec.io.files import refuse_pointer
+from jaxspec.io.gguf_bounds import check_vocabulary
+from jaxspec.io.hf_values import MAX_INT
+from jaxspec.io.messages import brief_errors, shown
 
 # What a tensor may be stored as.
 PLAIN = ("F32", "F16", "BF16")
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_ALIGNMENT = 32
+_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 # By the format's number of a metadata type; 8 is a string, 9 an array.
 _SCALARS = {
     0: "<B",
@@ -74,6 +78,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
+@brief_errors()
 def read(path: str | os.PathLike[str]) -> GGUFFile:
     """The metadata and the tensors of a file; the tensors are mapped, not read.
 
@@ -93,7 +98,7 @@ def token_ids(file: GGUFFile) -> dict[str, int]:
     """Ids of the special tokens that a file names, by llama.cpp's name: bos, eos, eot, eom, unknown, padding.
 
     Raises:
-      ValueError: one of them is no number.
+      ValueError: one of them is no token id.
     """
     metadata = file.metadata
     ids = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
@@ -101,8 +106,10 @@ def token_ids(file: GGUFFile) -> dict[str, int]:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id", ids.get(name))
         if value is None:
             continue
-        if not isinstance(value, int):
-            raise ValueError(f"tokenizer.ggml.{name}_token_id is {value!r}, expected a whole number")
+        if type(value) is not int or not 0 <= value <= MAX_INT:
+            raise ValueError(
+                f"tokenizer.ggml.{name}_token_id is {shown(value)}, expected a whole number from 0 to {MAX_INT}"
+            )
         ids[name] = value
     return ids
 
@@ -113,6 +120,7 @@ def _read(path: Path, size: int, changed: int) -> GGUFFile:
     with open(path, "rb") as file:
         magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
+        refuse_pointer(path)
         found = "is empty" if not magic else f"begins with {magic!r}, not with GGUF"
         raise ValueError(f"{path} is not a GGUF file: it {found}; download it again, or give another file")
     content = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -137,6 +145,8 @@ def _parse(path: Path, content: np.ndarray) -> GGUFFile:
     metadata = {}
     for _ in range(entries):
         name = cursor.string()
+        if name in metadata:
+            raise ValueError(f"{path} is damaged: it has the metadata {shown(name)} twice; download it again")
         metadata[name] = cursor.value(cursor.scalar("<I"))
     parts = metadata.get("split.count")
     if isinstance(parts, int) and parts > 1:
@@ -144,13 +154,31 @@ def _parse(path: Path, content: np.ndarray) -> GGUFFile:
             f"{path} is one part of {parts}; put them together with "
             "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
         )
+    try:
+        check_vocabulary(metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: its tokenizer is damaged: {error}; download it again") from None
     placed = [_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{path} is damaged: its alignment is {alignment!r}; download it again")
+    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT:
+        raise ValueError(f"{path} is damaged: its alignment is {shown(alignment)}; download it again")
     begin = -(-cursor.at // alignment) * alignment
     tensors = {entry.name: _mapped(path, content, begin, entry) for entry in placed}
+    _check_places(path, placed, tensors)
     return GGUFFile(path, metadata, tensors)
+
+
+def _check_places(path: Path, placed: list[_Entry], tensors: dict[str, Tensor]) -> None:
+    """Refuses two tensors of one name, or in one place."""
+    if len(tensors) < len(placed):
+        raise ValueError(f"{path} is damaged: it has two tensors of one name; download it again")
+    end, before = 0, ""
+    for entry in sorted(placed, key=lambda entry: entry.at):
+        if entry.at < end:
+            raise ValueError(
+                f"{path} is damaged: the tensors {before} and {entry.name} overlap; download it again"
+            )
+        end, before = entry.at + tensors[entry.name].stored.nbytes, entry.name
 
 
 class _Entry(NamedTuple):
@@ -169,6 +197,8 @@ def _entry(cursor: _Cursor) -> _Entry:
             f"{cursor.path} is damaged: tensor {name} has {dimensions} dimensions; download it again"
         )
     shape = tuple(cursor.scalar("<Q") for _ in range(dimensions))[::-1]
+    if not all(1 <= size <= MAX_INT for size in shape):
+        raise ValueError(f"{cursor.path} is damaged: tensor {name} has shape {shape}; download it again")
     number = cursor.scalar("<I")
     return _Entry(name, number, cursor.scalar("<Q"), shape)
 
@@ -229,11 +259,14 @@ class _Cursor:
         if number != _ARRAY:
             raise ValueError(f"{self.path} is damaged: metadata of type {number}; download it again")
         inner, count = self.scalar("<I"), self.scalar("<Q")
+        if inner == _ARRAY:
+            raise ValueError(f"{self.path} is damaged: metadata has a list of lists; download it again")
         if inner in _SCALARS:
             dtype = np.dtype(_SCALARS[inner])
             return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
-        read: Callable[[], Any] = self.string if inner == _STRING else lambda: self.value(inner)
-        return [read() for _ in range(count)]
+        if inner != _STRING:
+            raise ValueError(f"{self.path} is damaged: metadata of type {inner}; download it again")
+        return [self.string() for _ in range(count)]
 
     def _bytes(self, count: int) -> memoryview:
         if count > len(self._content) - self.at:

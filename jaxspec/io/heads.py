@@ -22,12 +22,13 @@ from jaxspec.io import (
     tensors,
     torch_file,
 )
+from jaxspec.io.directories import settled
 from jaxspec.io.embedded import embedded_files
 from jaxspec.io.files import read_json
 from jaxspec.io.head_tensors import Entry, Head
 from jaxspec.io.hf_config import errors_of
 from jaxspec.io.hf_values import section
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.heads import AnyHead
@@ -71,7 +72,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(name)
     if text and Path(text).expanduser().is_dir():
-        return Path(text).expanduser()
+        return settled(Path(text).expanduser())
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
         raise FileNotFoundError(
             f"no directory {text!r}; give a head's directory, or a hub id such as owner/head"
@@ -85,6 +86,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     return found
 
 
+@brief_errors()
 def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
     """The head in a directory, checked to fit a target.
 

@@ -69,7 +69,7 @@ ARCHITECTURES = {
 # What `layer_types` may name.
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
-_MIN_EPSILON, _MAX_THETA, _MAX_FACTOR = 1e-30, 1e30, 1e6
+MIN_EPSILON, MAX_THETA, MAX_FACTOR = 1e-30, 1e30, 1e6
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
@@ -205,7 +205,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         num_kv_heads=whole(values, "num_key_value_heads", most=heads),
         head_dim=values["head_dim"],
         max_position_embeddings=whole(values, "max_position_embeddings"),
-        rms_norm_eps=number(values, "rms_norm_eps", _MIN_EPSILON, 1),
+        rms_norm_eps=number(values, "rms_norm_eps", MIN_EPSILON, 1),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=flag(values, "tie_word_embeddings"),
@@ -218,12 +218,16 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
     )
+    check_context(config, "max_position_embeddings")
+    return config
+
+
+def check_context(config: LlamaConfig, key: str) -> None:
+    """Refuses a context that no index can count; `key`: the name of the file for its length before stretching."""
     if config.context_length > MAX_INT:
         raise ValueError(
-            f"max_position_embeddings {config.max_position_embeddings} and the rope factor make a context of more than "
-            f"{MAX_INT} tokens"
+            f"{key} {config.max_position_embeddings} and the rope factor make a context of more than {MAX_INT} tokens"
         )
-    return config
 
 
 def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -233,7 +237,7 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError("rope_parameters that differ by layer type are not supported; give one set for all")
     given = values.get("rope_theta", 10000.0) if rope.get("rope_theta") is None else rope["rope_theta"]
-    theta = number({"rope_theta": given}, "rope_theta", 1, _MAX_THETA)
+    theta = number({"rope_theta": given}, "rope_theta", 1, MAX_THETA)
     partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0")
@@ -248,11 +252,11 @@ def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for key in needed:
         if rope.get(key) is None:
             raise ValueError(f"rope type {kind!r} needs {key}, which is missing")
-    factor = number(rope, "factor", 1, _MAX_FACTOR)
+    factor = number(rope, "factor", 1, MAX_FACTOR)
     if kind != "llama3":
         return theta, RopeScaling(kind, factor)
-    low = number(rope, "low_freq_factor", 1e-6, _MAX_FACTOR)
-    high = number(rope, "high_freq_factor", 1e-6, _MAX_FACTOR)
+    low = number(rope, "low_freq_factor", 1e-6, MAX_FACTOR)
+    high = number(rope, "high_freq_factor", 1e-6, MAX_FACTOR)
     if not low < high:
         raise ValueError(
             f"low_freq_factor is {low:g} and high_freq_factor {high:g}; expected a larger high one"

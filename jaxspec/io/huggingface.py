@@ -17,8 +17,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.io import tensors
+from jaxspec.io.directories import foreign_weights, refuse_adapter, settled
 from jaxspec.io.embedded import names_and_guess
-from jaxspec.io.files import read_json, write_json
+from jaxspec.io.files import no_file, read_json, write_json
 from jaxspec.io.hf_config import (
     GENERATION,
     config_json,
@@ -28,6 +29,8 @@ from jaxspec.io.hf_config import (
     read_exits,
 )
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.hf_names import missing, plainly_named, refuse_classifier
+from jaxspec.io.messages import brief_errors
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
@@ -73,10 +76,11 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     path = Path(text).expanduser()
     if text and path.is_dir():
-        return path
+        return settled(path)
     if path.is_file():
         raise FileNotFoundError(
-            f"{text} is a file; give the directory that holds config.json and *.safetensors, or a .gguf file"
+            f"{text} is a file; give the directory that holds config.json and *.safetensors "
+            f"({path.absolute().parent}?), or a .gguf file"
         )
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
         raise FileNotFoundError(
@@ -100,6 +104,10 @@ def resolve(name: str | os.PathLike[str]) -> Path:
             )
         if files:
             return Path(huggingface_hub.hf_hub_download(text, files[0]))
+        if not (found / "config.json").is_file():
+            refuse_adapter(
+                Path(huggingface_hub.snapshot_download(text, allow_patterns=["adapter_config.json"]))
+            )
         read_config(found)
         return found
 
@@ -141,6 +149,7 @@ def on_hub(name: str) -> Iterator[None]:
         ) from None
 
 
+@brief_errors()
 def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     """Every tensor of the directory's safetensors files, mapped, not read; `integers` as of `tensors.read`.
 
@@ -150,6 +159,9 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     if (directory / _SINGLE).is_file():
         return tensors.read(directory / _SINGLE, integers)
     if not (directory / _INDEX).is_file():
+        for name in (_SINGLE, _INDEX):
+            if (directory / name).is_symlink():
+                raise ValueError(f"{no_file(directory / name)}; fetch it again")
         if any(directory.glob("*.safetensors")):
             raise ValueError(
                 f"{directory} has neither {_SINGLE} nor {_INDEX}; its *.safetensors have other names"
@@ -158,9 +170,11 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
             raise ValueError(
                 f"{directory} is an Orbax checkpoint; convert it with `jaxspec convert {directory} DST`"
             )
-        raise ValueError(f"{directory} has no *.safetensors weights; {_CONVERT}")
+        others = foreign_weights(directory)
+        only = f", only {others[0]}" if others else ""
+        raise ValueError(f"{directory} has no *.safetensors weights{only}; {_CONVERT}")
     files = read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+    if not isinstance(files, dict) or not all(_is_file_name(name) for name in files.values()):
         raise ValueError(
             f"{directory / _INDEX} has no weight_map from names of tensors to names of files; save the model again"
         )
@@ -172,8 +186,9 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     return found
 
 
-# Names of tensors that only heads have.
-_OF_HEADS = re.compile(r"(medusa_heads\.)?blocks\.\d+\.layers\.|\d+\.\d+\.linear\.|hydra_mlp\.")
+def _is_file_name(name: Any) -> bool:
+    """Whether it names a file of the directory itself."""
+    return isinstance(name, str) and name == Path(name).name and len(name) < 256 and name.isprintable()
 
 
 def is_orbax(directory: str | os.PathLike[str]) -> bool:
@@ -187,38 +202,23 @@ def stored_dtype(directory: str | os.PathLike[str]) -> np.dtype:
     Raises:
       ValueError: as `load_params`.
     """
-    found = open_tensors(Path(directory))
+    found = plainly_named(Path(directory), open_tensors(Path(directory)))
     if EMBED not in found:
-        raise ValueError(f"{directory}: {_missing(EMBED, found)}")
+        raise ValueError(f"{directory}: {missing(EMBED, found)}")
     return found[EMBED].dtype
-
-
-def _missing(name: str, found: Tensors) -> str:
-    """What to say of a tensor that cannot be used."""
-    if name in found.left_out:
-        return (
-            f"tensor {name} is {found.left_out[name]}; quantised weights are not supported, give a model with one of "
-            f"{', '.join(tensors.DTYPES)}"
-        )
-    if any(other.rpartition("model.")[2] == "fc.weight" for other in found):
-        return "this is an EAGLE head, not a model; it drafts with method='eagle3' or method='eagle'"
-    if any(_OF_HEADS.match(other) for other in found):
-        return (
-            "these are heads of Medusa or Hydra, no model; they draft with method='medusa' or method='hydra'"
-        )
-    return f"tensor {name} is missing"
 
 
 def _check(directory: Path, config: LlamaConfig, found: Tensors) -> None:
     """Refuses weights that are not those of `config`, before any of them is read."""
+    refuse_classifier(directory, found)
     used = set()
     for _, _, sources in leaves(config):
         for source in sources:
             used.add(source.name)
             if source.name not in found:
                 hint = "; is tie_word_embeddings missing in config.json?" if source.name == HEAD else ""
-                missing = _missing(source.name, found)
-                raise ValueError(f"{directory}: {missing}, expected shape {source.shape}{hint}")
+                problem = missing(source.name, found)
+                raise ValueError(f"{directory}: {problem}, expected shape {source.shape}{hint}")
             if found[source.name].shape != source.shape:
                 raise ValueError(
                     f"{directory}: tensor {source.name} has shape {found[source.name].shape}, "
@@ -257,7 +257,7 @@ def load_params(
       ValueError: a tensor is missing, truncated or of another shape, or there are no safetensors; one line.
     """
     directory = Path(directory)
-    found = open_tensors(directory)
+    found = plainly_named(directory, open_tensors(directory))
     _check(directory, config, found)
     return assemble(config, np.dtype(dtype), lambda source: found[source.name], place)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.io import processes
 from jaxspec.io.files import named_errors, parse_json, write_atomic, written_here
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 
 
 class LineLog:
@@ -69,6 +69,7 @@ class LineLog:
             raise ValueError(f"{self.path} is not a log of a {self._of}; move it away, or add resume=False")
         return entries
 
+    @brief_errors()
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
         for name in _names(found, header):
             if found.get(name) != header.get(name):

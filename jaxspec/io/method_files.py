@@ -26,6 +26,7 @@ import safetensors.numpy
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.io.files import no_file, read_json, write_atomic, write_json
 from jaxspec.io.hf_layout import leaves
+from jaxspec.io.messages import brief_errors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -111,6 +112,7 @@ def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_
     write_json(path, content)
 
 
+@brief_errors()
 def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
     """The plan in a file, checked to be for this model.
 
@@ -148,6 +150,7 @@ def write_asd(
     write_json(path, content)
 
 
+@brief_errors()
 def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
     """The numbers in a file, checked to be for this model.
 
@@ -202,6 +205,7 @@ def write_probe(path: str | os.PathLike[str], model: str, probe: ProbeFile) -> N
     write_atomic(path, safetensors.numpy.save(tensors, metadata))
 
 
+@brief_errors()
 def read_probe(
     path: str | os.PathLike[str], model: str, hidden_size: int, exit_layer: int, law: str
 ) -> ProbeFile:
@@ -274,6 +278,7 @@ def write_thresholds(
     write_json(path, content)
 
 
+@brief_errors()
 def read_thresholds(
     path: str | os.PathLike[str], target: str, draft: str, exits: Sequence[int]
 ) -> list[float]:
@@ -305,6 +310,7 @@ def read_thresholds(
     return [float(n) for n in numbers[:-1]]
 
 
+@brief_errors()
 def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
     """The object in a JSON file that says it has the format `form`; `what` it should be, for the message.
 
@@ -317,6 +323,7 @@ def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str,
     return content
 
 
+@brief_errors()
 def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
     """Refuses a file that names another model than this fingerprint's; `remedy`: the command that makes one."""
     if found != model:

@@ -17,7 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.io.files import atomic, parse_json
+from jaxspec.io.files import atomic, parse_json, refuse_pointer
+from jaxspec.io.messages import brief_errors
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -32,8 +33,9 @@ INTEGERS: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-# What the format itself allows for a header.
-_MAX_HEADER_BYTES = 100_000_000
+# 300,000 tensors' worth; the format allows three times as much. Parsed, a header may take thirty times its bytes.
+_MAX_HEADER_BYTES = 30_000_000
+_MAX_DIMENSIONS, _MAX_SIZE = 8, 2**31
 
 
 class Tensors(dict[str, np.ndarray]):
@@ -53,6 +55,7 @@ class Tensors(dict[str, np.ndarray]):
         self.left_out |= others.left_out
 
 
+@brief_errors()
 def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
     """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
 
@@ -62,6 +65,7 @@ def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
       ValueError: the file is truncated or not safetensors, or its tensors overlap.
     """
     path = Path(path)
+    refuse_pointer(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -103,6 +107,8 @@ def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if type(code) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or begin > end:
         raise ValueError("not an entry of a header")
+    if len(shape) > _MAX_DIMENSIONS or any(n >= _MAX_SIZE for n in shape):
+        raise ValueError("a shape that no array has")
     return code, shape, begin, end
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import gguf_tokenizer
-from jaxspec.io.files import read_text
+from jaxspec.io.files import read_text, refuse_pointer
 from jaxspec.io.gguf_file import is_gguf
+from jaxspec.io.messages import brief_errors
 from jaxspec.io.tokenizer_file import read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
@@ -42,6 +43,7 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
 
 
+@brief_errors()
 def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None = None) -> Tokenizer:
     """The tokenizer of a model's directory or GGUF file.
 
@@ -62,6 +64,9 @@ def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None
             f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
             "instead of text"
         )
+    for name in _VOCABULARIES:
+        if (directory / name).is_file():
+            refuse_pointer(directory / name)
     loaded: Any
     if is_gguf(directory):
         loaded = gguf_tokenizer.build(directory, _transformers)

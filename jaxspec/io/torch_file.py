@@ -1,19 +1,14 @@
 """PyTorch's `.bin` files, read without PyTorch and without running anything that is in them.
 
-Such a file is a zip archive: `data.pkl`, a pickle that says what lies where, and the numbers of each storage as
-`data/KEY`. A pickle may name any function to be called; here only those that make tensors are known, and any other
-one ends the reading. Nor does a small file take much memory: PyTorch neither compresses nor, in what it saves of a
-model, lets a tensor be larger than its numbers.
+Such a file is a zip archive: `data.pkl`, a pickle that says which tensor has which numbers, and the numbers of each
+storage as `data/KEY`. The pickle may call only the functions that make tensors, see `pickle_values`. A small file takes
+little memory: PyTorch neither compresses nor, in a saved model, makes a tensor larger than its numbers.
 """
 
 from __future__ import annotations
 
-import collections
-import io
 import math
 import os
-import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,27 +17,35 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxspec.io.archives import refuse_larger
+from jaxspec.io.files import refuse_pointer
+from jaxspec.io.messages import brief_errors
+from jaxspec.io.pickle_values import ForeignError, Maker, load
 from jaxspec.io.tensors import Tensors
 
 _STORAGES = {
-    "DoubleStorage": np.dtype("<f8"),
-    "FloatStorage": np.dtype("<f4"),
-    "HalfStorage": np.dtype("<f2"),
-    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
-    "LongStorage": np.dtype("<i8"),
-    "IntStorage": np.dtype("<i4"),
-    "BoolStorage": np.dtype(bool),
+    "torch.DoubleStorage": np.dtype("<f8"),
+    "torch.FloatStorage": np.dtype("<f4"),
+    "torch.HalfStorage": np.dtype("<f2"),
+    "torch.BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "torch.LongStorage": np.dtype("<i8"),
+    "torch.IntStorage": np.dtype("<i4"),
+    "torch.BoolStorage": np.dtype(bool),
 }
 _CONVERT = "save it as safetensors with PyTorch: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
+# A pickle has about 150 bytes for each tensor.
+_MAX_PICKLE_BYTES = 4_000_000
+_MAX_DIMENSIONS, _MAX_SIZE = 8, 2**31
 
 
 class _Storage(NamedTuple):
-    """Names the numbers of some tensors, in a file or in a class's place."""
+    """The numbers of some tensors, by their key in the archive."""
 
     dtype: np.dtype
-    key: str = ""
+    key: str
 
 
+@brief_errors()
 def read(path: str | os.PathLike[str]) -> Tensors:
     """Every tensor of a file by name.
 
@@ -50,85 +53,103 @@ def read(path: str | os.PathLike[str]) -> Tensors:
       ValueError: the file is truncated, of the format before PyTorch 1.6, or holds more than tensors; one line.
     """
     path = Path(path)
+    refuse_pointer(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(path, archive)
-    except zipfile.BadZipFile:
+    except ForeignError as error:
+        raise ValueError(f"{path} holds more than tensors ({error}), which is not run; {_CONVERT}") from None
+    # What `zipfile` raises for a damaged archive, an encrypted one, and one of a later version.
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError):
         raise ValueError(f"{path} is truncated, or no archive of PyTorch 1.6 or later; {_CONVERT}") from None
+    except (ValueError, KeyError, EOFError, OverflowError) as error:
+        raise ValueError(f"{path} is no file of PyTorch tensors: {error}") from None
 
 
 def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-        raise ValueError(f"{path} is compressed, which PyTorch does not do; {_CONVERT}")
-    names = {name.partition("/")[2]: name for name in archive.namelist()}
-    storages: dict[str, np.ndarray] = {}
+    refuse_larger(archive, path)
+    parts = _Parts(archive)
+    if parts.size("data.pkl") > _MAX_PICKLE_BYTES:
+        raise ValueError(f"its data.pkl has more than {_MAX_PICKLE_BYTES} bytes")
+    makers: dict[str, Callable[..., Any]] = {
+        "collections.OrderedDict": _empty,
+        "torch._utils._rebuild_tensor_v2": parts.tensor,
+        "torch._utils._rebuild_parameter": lambda data, *rest: data,
+        **dict.fromkeys(_STORAGES, _refuse),
+    }
+    found = Tensors()
+    found.update(_tensors_of(load(parts.read("data.pkl"), makers, _storage)))
+    return found
 
-    def numbers(storage: _Storage) -> np.ndarray:
-        if storage.key not in storages:
-            storages[storage.key] = np.frombuffer(archive.read(names[f"data/{storage.key}"]), storage.dtype)
-        return storages[storage.key]
+
+def _empty() -> dict[str, Any]:
+    return {}
+
+
+def _refuse(*arguments: Any) -> None:
+    """A type of storage is only named, as a part of a persistent id."""
+    raise ValueError("its pickle makes numbers of its own")
+
+
+def _storage(pid: Any) -> _Storage:
+    kind, key = pid[1:3] if isinstance(pid, tuple) and len(pid) > 2 else (None, None)
+    if not (isinstance(kind, Maker) and kind.name in _STORAGES and isinstance(key, str)):
+        raise ValueError("its pickle names numbers in another way than PyTorch does")
+    return _Storage(_STORAGES[kind.name], key)
+
+
+class _Parts:
+    """The parts of an archive by name, without the name of the directory before them."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        self._numbers: dict[_Storage, np.ndarray] = {}
+
+    def size(self, name: str) -> int:
+        return self._entry(name).file_size
+
+    def read(self, name: str) -> bytes:
+        return self._archive.read(self._entry(name))
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        if name not in self._entries:
+            raise ValueError(f"it lacks {name}")
+        return self._entries[name]
+
+    def _of(self, storage: _Storage) -> np.ndarray:
+        if storage not in self._numbers:
+            self._numbers[storage] = np.frombuffer(self.read(f"data/{storage.key}"), storage.dtype)
+        return self._numbers[storage]
 
     def tensor(
-        storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
+        self, storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
     ) -> np.ndarray:
-        whole = numbers(storage)
+        """A view of the numbers of a storage, which it neither leaves nor repeats."""
+        if (
+            not isinstance(storage, _Storage)
+            or not isinstance(shape, tuple)
+            or not isinstance(strides, tuple)
+        ):
+            raise TypeError
+        if len(shape) > _MAX_DIMENSIONS or len(shape) != len(strides):
+            raise ValueError("a tensor has too many dimensions")
+        if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in (offset, *shape, *strides)):
+            raise ValueError("a tensor has sizes that are no sizes")
+        whole = self._of(storage)
         end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-        if min((offset, *shape, *strides)) < 0 or (0 not in shape and end > whole.size):
+        if 0 not in shape and end > whole.size:
             raise ValueError("a tensor reaches past its numbers")
         if math.prod(shape) > whole.size:
             raise ValueError("a tensor repeats its numbers")
         steps = [stride * whole.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(whole[offset:], shape, steps, writeable=False)
 
-    known: dict[str, Callable[..., Any] | _Storage] = {
-        "collections.OrderedDict": collections.OrderedDict,
-        "torch._utils._rebuild_tensor_v2": tensor,
-        "torch._utils._rebuild_parameter": lambda data, *rest: data,
-        **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
-    }
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if f"{module}.{name}" not in known:
-                raise _MoreThanTensorsError(f"{module}.{name}")
-            return known[f"{module}.{name}"]
-
-        def persistent_load(self, pid: Any) -> _Storage:
-            _, storage, key, *_ = pid
-            return _Storage(storage.dtype, str(key))
-
-    try:
-        pickled = archive.read(names["data.pkl"])
-        _check_memo(pickled)
-        content = Unpickler(io.BytesIO(pickled)).load()
-        found = Tensors()
-        found.update(_tensors_of(content))
-    except _MoreThanTensorsError as error:
-        raise ValueError(f"{path} holds more than tensors ({error}), which is not run; {_CONVERT}") from None
-    except zipfile.BadZipFile:
-        raise
-    except Exception as error:  # whatever a pickle that was made to harm can raise
-        raise ValueError(f"{path} is no file of PyTorch tensors ({type(error).__name__})") from None
-    return found
-
-
-def _check_memo(pickled: bytes) -> None:
-    """Refuses numbers of remembered objects past their count, for which `pickle` would make room."""
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(pickled):
-            raise ValueError("a pickle asks for too much memory")
-
-
-class _MoreThanTensorsError(Exception):
-    """A pickle names something that makes no tensor."""
-
 
 def _tensors_of(content: Any) -> Mapping[str, np.ndarray]:
-    """What a file holds, which must be tensors by name, perhaps under the name that trainers give it."""
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+    """The tensors by name in a file, perhaps under the name that trainers give to them."""
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(one, np.ndarray) for name, one in content.items()
-    ):
-        raise TypeError("expected tensors by name")
+    if not isinstance(content, dict) or not all(isinstance(one, np.ndarray) for one in content.values()):
+        raise ValueError("expected tensors by name")
     return content

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.io.files import no_file, write_json
-from jaxspec.io.messages import shown
+from jaxspec.io.messages import brief_errors, shown
 from jaxspec.io.method_files import check_model, read_format
 
 VOCABULARY_FORMAT = "jaxspec.vocab/1"
@@ -73,6 +73,7 @@ def write_vocabulary(
     write_json(path, content)
 
 
+@brief_errors()
 def read_vocabulary(path: str | os.PathLike[str], model: str | None, vocab_size: int) -> Ranking:
     """The ranking in a file, checked to be for the model of this fingerprint and number of tokens.
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ import grain.python as grain
 import numpy as np
 
 from jaxspec.io import files
+from jaxspec.io.archives import refuse_larger
 from training.data.formats import Document
 
 # Windows of packed documents, [N, T] each:
@@ -174,14 +178,50 @@ def spread(windows: Windows, limit: int) -> Windows:
 
 
 def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
-    """Reads the file that `cached` wrote: windows by part (`training`, `held_out`) and kind, and their key."""
+    """Reads the file that `cached` wrote: windows by part (`training`, `held_out`) and kind, and their key.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is damaged; one line.
+    """
     found: dict[str, dict[str, Windows]] = {}
-    with np.load(file) as arrays:
-        for path in arrays.files:
-            if path != "key":
-                part, kind, name = path.split("|")
-                found.setdefault(part, {}).setdefault(kind, {})[name] = arrays[path]
-        return found, str(arrays["key"])
+    try:
+        with np.load(file) as arrays:
+            refuse_larger(arrays.zip, file)
+            for path in arrays.files:
+                if path != "key":
+                    part, kind, name = path.split("|")
+                    found.setdefault(part, {}).setdefault(kind, {})[name] = arrays[path]
+            key = str(arrays["key"])
+        if set(found) != {"training", "held_out"} or not all(map(_are_windows, _all(found))):
+            raise ValueError("it lacks windows")
+    except FileNotFoundError:
+        raise
+    # What NumPy and `zipfile` raise for bytes that are something else.
+    except (
+        ValueError,
+        KeyError,
+        OSError,
+        EOFError,
+        MemoryError,
+        TypeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):
+        raise ValueError(f"{file} is damaged; resume the run, which makes it again") from None
+    return found, key
+
+
+def _all(parts: dict[str, dict[str, Windows]]) -> list[Windows]:
+    return [windows for kinds in parts.values() for windows in kinds.values()]
+
+
+def _are_windows(windows: Windows) -> bool:
+    """Whether these are the arrays of `Windows`, of one shape."""
+    kinds = {name: array.dtype.kind for name, array in windows.items()}
+    whole = kinds == {"tokens": "i", "segments": "i", "positions": "i", "learn": "b"}
+    return whole and len({array.shape for array in windows.values()}) == 1 and windows["learn"].ndim == 2
 
 
 def cached(
@@ -189,9 +229,13 @@ def cached(
 ) -> dict[str, dict[str, Windows]]:
     """Returns what `make()` gives, windows by part and kind; kept in `file` as long as `key` is the same."""
     if file.is_file():
-        found, stored_key = stored(file)
-        if stored_key == key:
-            return found
+        try:
+            found, stored_key = stored(file)
+        except ValueError:
+            warnings.warn(f"{file} is damaged, and is made again", RuntimeWarning, stacklevel=2)
+        else:
+            if stored_key == key:
+                return found
     made = {part: dict(kinds) for part, kinds in make().items()}
     if not files.written_here():
         return made
