@@ -14,6 +14,8 @@ from jaxspec.console import distributed
 from jaxspec.console.environment import quieten
 from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
+from jaxspec.engine import jax_settings
+from jaxspec.engine.loading import NoDevice
 from jaxspec.io.extras import MissingExtra
 from training.options import RunOptions
 from training.parsing import WrongOptions
@@ -38,6 +40,7 @@ def run(module: str, options: type, work: Work, arguments: Sequence[str] | None 
       on standard error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C.
     """
     quieten()
+    jax_settings.keep_needed()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     names = option_names(options)
@@ -68,7 +71,7 @@ def _status(work: Callable[[], int], module: str, console: Console, failed: Call
     except KeyboardInterrupt:
         console.print(f"{module}: interrupted", markup=False)
         return INTERRUPTED
-    except WrongOptions as error:
+    except (WrongOptions, NoDevice) as error:
         return failed(str(error), WRONG)
     except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):
