@@ -15,7 +15,7 @@ from jaxspec.console.environment import quieten
 from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
 from jaxspec.engine import jax_settings
-from jaxspec.engine.loading import NoDevice
+from jaxspec.engine.loading import NoDevice, devices_of
 from jaxspec.io.extras import MissingExtra
 from training.options import RunOptions
 from training.parsing import WrongOptions
@@ -59,9 +59,10 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
     """Joins the other processes, if there are any; returns the options as a run records them, without these.
 
     Raises:
-      ValueError: as `jaxspec.console.distributed.join`.
+      ValueError: as `jaxspec.console.distributed.join`, or there is no device.
     """
     distributed.join(options.processes, options.mesh or "all devices", module, options)
+    devices_of(None)
     return dataclasses.replace(options, processes=distributed.ProcessOptions())
 
 
