@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
 # The setting, its context, and the value: which dtypes and shapes mix, which bits a threefry key draws, and that
 # compiled programs run. The kind of key is not here, because `sampling.seed_key` names it.
-_NEEDED = (
+_NEEDED: tuple[tuple[str, Callable[[Any], contextlib.AbstractContextManager[Any]], Any], ...] = (
     ("jax_enable_x64", jax.enable_x64, False),
     ("jax_numpy_rank_promotion", jax.numpy_rank_promotion, "allow"),
     ("jax_numpy_dtype_promotion", jax.numpy_dtype_promotion, "standard"),
