@@ -18,6 +18,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
+from jaxspec.sampling import seed_key
 
 # Settings of the dial that are tried first; agreement falls from one to the next. And how often the setting for a rate
 # is corrected after that.
@@ -45,7 +46,7 @@ class Dial:
         self, name: str, config: LlamaConfig, dtype: DTypeLike, device: jax.Device, length: int
     ) -> None:
         with jax.default_device(device):
-            config, params = dial_model(config, 1.0, config.num_layers, jax.random.key(0), dtype)
+            config, params = dial_model(config, 1.0, config.num_layers, seed_key(0), dtype)
         self.lm = LanguageModel(config, params, name=name, device=device)
         self._factors, self._length = np.ones(config.num_layers), length
         self._tried: dict[int, dict[float, float]] = {}
@@ -97,7 +98,7 @@ class Dial:
         head = HeadConfig(self.lm.config.truncated(1))
         dtype, width = self.lm.params["embed"].dtype, head.block.hidden_size
         with jax.default_device(self.lm.device):
-            params = llama.draw(head.shapes, jax.random.key(1), dtype)
+            params = llama.draw(head.shapes, seed_key(1), dtype)
             params["fc"] = jnp.eye(width, 2 * width, dtype=dtype)
         (layer,) = params["layers"]
         for part, name in (("attention", "out"), ("mlp", "down")):

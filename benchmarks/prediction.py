@@ -35,6 +35,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import resolve_placement
 from jaxspec.protocol import Weights
+from jaxspec.sampling import seed_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     shape = SHAPES[options.shape]
     depth = options.exit_layer or max(1, shape.num_layers // 4)
     with jax.default_device(place):
-        config, params = dial_model(shape, options.scale, depth, jax.random.key(0), dtype)
-        _, walk = walk_model(shape, jax.random.key(0), dtype)
+        config, params = dial_model(shape, options.scale, depth, seed_key(0), dtype)
+        _, walk = walk_model(shape, seed_key(0), dtype)
     lm = LanguageModel(config, params, name=options.shape, device=place)
     walker = LanguageModel(config, walk, name=options.shape, device=place)
     # The walk's own continuation, then its first token again: what follows has been there before.

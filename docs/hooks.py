@@ -6,15 +6,23 @@ import contextlib
 import io
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 ROWS = "| method | drafts come from | needs |\n|---|---|---|\n"
 
 
 def on_page_markdown(markdown: str, **context: Any) -> str:
-    """Replaces `{{ help COMMAND }}` by that command's help and `{{ methods }}` by the table of methods."""
+    """Replaces `{{ file PATH }}` by a file of the project, `{{ help COMMAND }}` by that command's help, and
+    `{{ methods }}` by the table of methods."""
+    markdown = re.sub(r"\{\{ file (\S+) \}\}", lambda match: page_of(Path(match[1])), markdown)
     markdown = re.sub(r"\{\{ help (\w+) \}\}", lambda match: command_help(match[1]), markdown)
     return markdown.replace("{{ methods }}", methods_table()) if "{{ methods }}" in markdown else markdown
+
+
+def page_of(path: Path) -> str:
+    """Returns a Markdown file of another directory, whose links to the documentation are those of a page."""
+    return (Path(__file__).parents[1] / path).read_text(encoding="utf-8").replace("](../docs/", "](")
 
 
 def command_help(command: str) -> str:

@@ -79,7 +79,7 @@ class Request:
       length: int32[B], tokens of each prompt, at least 1.
       limit: int32[B], tokens of prompt and output together, above `length`.
       eos_ids: int32[B, E], tokens that end a row; −1 for none.
-      keys: [B], a PRNG key per row: a row's randomness is its own.
+      keys: [B], a PRNG key per row, of `sampling.seed_key`: a row's randomness is its own.
     """
 
     tokens: jax.Array
@@ -241,6 +241,13 @@ def feed(
     return prompts.feed(*arguments, tapped.taps, functools.partial(tapped.absorb, params))
 
 
+def _check_keys(keys: jax.Array) -> None:
+    """Refuses keys by which `jax.vmap` would draw all rows alike."""
+    kind = jax.random.key_impl(keys)
+    if kind != "threefry2x32":
+        raise ValueError(f"keys are of {kind}; make them with jaxspec.sampling.seed_key, of threefry2x32")
+
+
 def end_prefill(
     config: LlamaConfig,
     params: Weights,
@@ -252,6 +259,7 @@ def end_prefill(
     log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Draws the first tokens after prompts that have been fed whole; see `prefill`."""
+    _check_keys(request.keys)
     batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
     similarities = fed.similarities / request.length[:, None, None]
     logits = llama.logits(config, params.target, hidden)

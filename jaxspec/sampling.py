@@ -146,6 +146,18 @@ class Sampling:
         return categorical(keys, log_probs), log_probs
 
 
+def seed_key(seed: int | jax.Array) -> jax.Array:
+    """Returns the key of a seed, of threefry2x32 whatever `jax_default_prng_impl` is.
+
+    With the other implementations, rbg and unsafe_rbg, `jax.vmap` draws every row by the first row's key.
+
+    Examples:
+      >>> jax.random.key_impl(seed_key(3))
+      'threefry2x32'
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Draws one token per row, int32[B], from (unnormalised) log-probabilities [B, V], each row with its own key.
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import warnings
+import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import path as jax_path
 
 import jaxspec
 from jaxspec.engine import compilation_cache
@@ -72,3 +77,71 @@ def test_who_has_no_home_directory_has_no_cache():
     with caching.user_cache("~nobody-of-this-name/cache"):
         compilation_cache.enable()
         assert jax.config.jax_compilation_cache_dir is None
+
+
+def _flipped(entry):
+    at = len(entry) // 2
+    return entry[:at] + bytes([entry[at] ^ 1]) + entry[at + 1 :]
+
+
+DAMAGES = {
+    "cut in half": lambda entry: entry[: len(entry) // 2],
+    "without its last byte": lambda entry: entry[:-1],
+    "empty": lambda entry: b"",
+    "of zeros": lambda entry: bytes(len(entry)),
+    "with a bit flipped": _flipped,
+    "of something else": lambda entry: zlib.compress(b"\0\0\0\1no program"),
+    "of half a program": lambda entry: zlib.compress(zlib.decompress(entry)[:-1000]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_entry(damage, tmp_path):
+    """It is removed once, one line names the directory, and the next start reads what this one wrote."""
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+
+    def started():
+        jax.clear_caches()
+        hits.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for shape in (2, 3):
+                assert jax.jit(lambda x: 3 * jnp.cumsum(x))(np.ones(shape)).tolist()[0] == 3
+        return [str(warning.message) for warning in said], sum(hits)
+
+    with caching.user_cache(tmp_path):
+        compilation_cache.enable()
+        directory = tmp_path / "compiled"
+        assert started() == ([], 0)
+        entries = sorted(directory.glob("*-cache"))
+        for entry in entries:
+            entry.write_bytes(damage(entry.read_bytes()))
+        said, found = started()
+        assert found == 0
+        assert said == [
+            f"the compile cache {directory} had damaged entries, which are removed; their programs are compiled again"
+        ]
+        assert started() == ([], len(entries))
+
+
+def test_full_disk(tmp_path, monkeypatch):
+    """The part of an entry that was written is no entry, and one line says that the disk is full."""
+
+    def write(self, data):
+        with open(self, "wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with caching.user_cache(tmp_path), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compilation_cache.enable()
+        monkeypatch.setattr(jax_path.Path, "write_bytes", write)
+        jax.clear_caches()
+        for shape in (2, 3):
+            jax.jit(lambda x: 5 * jnp.cumsum(x))(np.ones(shape))
+        assert not list((tmp_path / "compiled").iterdir())
+    assert [str(warning.message) for warning in said] == [
+        f"the compile cache {tmp_path / 'compiled'} cannot be written (No space left on device); the next start "
+        "compiles again"
+    ]

@@ -375,6 +375,16 @@ def test_wrong_processes(capsys, tmp_path_factory):
             "--heartbeat-timeout-seconds",
             "0",
         ): "--heartbeat-timeout-seconds is 0; give at least 1",
+        (
+            "--distributed",
+            "--join-timeout-seconds",
+            "0",
+        ): "--join-timeout-seconds is 0; give at least 1",
+        (
+            *address,
+            *("--mesh", "model=2", "--num-processes", "2", "--process-id", "1"),
+            *("--join-timeout-seconds", "1"),
+        ): "process 0 did not answer at 127.0.0.1:1 within 1 seconds",
     }.items():
         assert says in one_error(run, *arguments)
 

@@ -14,6 +14,8 @@ from jaxspec.console import distributed, interrupts
 from jaxspec.console.environment import quieten
 from jaxspec.console.errors import in_options, one_line, option_names
 from jaxspec.console.status import FAILED, INTERRUPTED, WRONG
+from jaxspec.engine import jax_settings
+from jaxspec.engine.loading import NoDevice, devices_of
 from jaxspec.io.extras import MissingExtra
 from jaxspec.io.files import is_full
 from training.options import RunOptions
@@ -39,6 +41,7 @@ def run(module: str, options: type, work: Work, arguments: Sequence[str] | None 
       on standard error (`JAXSPEC_DEBUG=1` shows the traceback); 130 after Ctrl-C.
     """
     quieten()
+    jax_settings.keep_needed()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     names = option_names(options)
@@ -57,9 +60,10 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
     """Joins the other processes, if there are any; returns the options as a run records them, without these.
 
     Raises:
-      ValueError: as `jaxspec.console.distributed.join`.
+      ValueError: as `jaxspec.console.distributed.join`, or there is no device.
     """
     distributed.join(options.processes, options.mesh or "all devices", module, options)
+    devices_of(None)
     return dataclasses.replace(options, processes=distributed.ProcessOptions())
 
 
@@ -71,7 +75,7 @@ def _status(work: Callable[[], int], module: str, console: Console, failed: Call
         if interrupts.is_first_line():
             console.print(f"{module}: interrupted", markup=False)
         return INTERRUPTED
-    except WrongOptions as error:
+    except (WrongOptions, NoDevice) as error:
         return failed(str(error), WRONG)
     except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):

@@ -28,6 +28,7 @@ from jaxspec.deviceless.rounds import COLLECTIVES
 from jaxspec.io.messages import shown
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.sampling import seed_key
 from training import command
 from training.loop import optimizer, sharding, step
 from training.losses import base
@@ -103,7 +104,7 @@ def measure(options: Options) -> dict[str, Any]:
     loss = base.in_dtype(soft_loss(config, exits, options.remat), jnp.dtype(options.compute))
 
     def begin() -> step.TrainState:
-        return step.init_state(llama.init_params(config, jax.random.key(0), jnp.float32), transform)
+        return step.init_state(llama.init_params(config, seed_key(0), jnp.float32), transform)
 
     state = sharding.placed_shapes(mesh, jax.eval_shape(begin))
     batch = sharding.batch_shapes(mesh, options.batch, options.window)

@@ -18,6 +18,7 @@ from jaxspec.model.hydra import HydraConfig
 from jaxspec.model.kangaroo import KangarooConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.medusa import MedusaConfig
+from jaxspec.sampling import seed_key
 from training.losses.base import Loss
 from training.losses.eagle import EagleNetwork
 from training.losses.heads import Network, Weights, head_loss
@@ -122,7 +123,7 @@ def _drawn(
     head: HeadConfig, target: LlamaConfig, params: Params, part: np.ndarray | None, seed: int
 ) -> Params:
     """Random matrices, norms 1, biases 0; what makes logits begins as the target's, with a limit to their size."""
-    made = llama.draw(head.shapes, jax.random.key(seed))
+    made = llama.draw(head.shapes, seed_key(seed))
     if "head" in made:
         rows, norm = llama.head(target, params), jnp.array(params["norm"], jnp.float32)
         made["head"] = jnp.array(rows if part is None else rows[part], jnp.float32)
@@ -187,7 +188,7 @@ def _init_kangaroo(
             f"exit_layer is {exit_layer}; the target has {target.num_layers} layers: give a number from 1 to {last}"
         )
     head = KangarooConfig(_block(options, target), exit_layer)
-    made = llama.draw(head.shapes, jax.random.key(seed))
+    made = llama.draw(head.shapes, seed_key(seed))
     for layer in made["layers"]:
         layer["attention"]["out"] *= 0
     made["norm"] = jnp.array(params["norm"], jnp.float32)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-import jax
-
 from jaxspec.console.distributed import ProcessOptions
+from jaxspec.engine.loading import devices_of
 from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.data.sources import DataOptions
@@ -140,7 +139,7 @@ class RunOptions:
         """The dtype in which products are computed."""
         if self.compute != "auto":
             return self.compute
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return "float32" if devices_of(None)[0].platform == "cpu" else "bfloat16"
 
     @property
     def run_directory(self) -> Path:

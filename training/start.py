@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,6 +16,7 @@ from jaxspec.io import tokenizer as tokenizer_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.sampling import seed_key
 from training import induction
 from training.data import conversations, tokenizer
 from training.data.sources import Kinds
@@ -102,7 +102,7 @@ def _given_model(source: Path, options: JobOptions) -> Start:
 
 def init_params(config: LlamaConfig, seed: int) -> Params:
     """Draws random float32 parameters; the products that write into the residual stream shrink with its depth."""
-    params = llama.init_params(config, jax.random.key(seed))
+    params = llama.init_params(config, seed_key(seed))
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"]:
         layer["attention"]["out"] *= shrink

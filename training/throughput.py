@@ -20,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.timing import interleaved
+from jaxspec.engine.loading import devices_of
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.sampling import seed_key
 from training import command
 from training.loop import optimizer
 from training.losses import base
@@ -116,7 +118,7 @@ def measure(options: Options) -> dict[str, Any]:
         shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,
         shape.head_dim, max(shape.context, options.window), tie_embeddings=True,
     )  # fmt: skip
-    side = SIDE.get(jax.default_backend(), 2048)
+    side = SIDE.get(devices_of(None)[0].platform, 2048)
     square = jnp.ones((side, side), dtype)
     params = init_params(config, 0)
     batch = _random_batch(config, options)
@@ -128,7 +130,7 @@ def measure(options: Options) -> dict[str, Any]:
         loss = layerskip_loss(config, recipe, 1000)
     loss = base.in_dtype(loss, dtype)
     transform = optimizer.make_optimizer(optimizer.OptimizerOptions(), 1000)
-    given = base.Given(jnp.int32(0), jax.random.key(0))
+    given = base.Given(jnp.int32(0), seed_key(0))
 
     def blocks(params, batch):
         rounded = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -168,7 +170,7 @@ def measure(options: Options) -> dict[str, Any]:
 def _random_batch(config: LlamaConfig, options: Options) -> base.Batch:
     shape = (options.batch, options.window)
     return {
-        "tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size),
+        "tokens": jax.random.randint(seed_key(1), shape, 0, config.vocab_size),
         "segments": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(options.window), shape),
         "learn": jnp.ones(shape, bool),

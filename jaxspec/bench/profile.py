@@ -26,6 +26,7 @@ from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import param_shardings
 from jaxspec.model.tree import Shape
 from jaxspec.protocol import Weights
+from jaxspec.sampling import seed_key
 
 ROWS = (1, 2, 5, 9)
 # A tree of as many rows as the longest of these chains has: two tokens at each of four places.
@@ -168,9 +169,9 @@ def language_model(
     with jax.default_device(place):
         if over is None:
             check_fits(config, kind, batch_size=1, capacity=LARGE, device=place, bits=bits)
-            params = init(jax.random.key(0))
+            params = init(seed_key(0))
         else:
-            params = jax.jit(init, out_shardings=param_shardings(over, config))(jax.random.key(0))
+            params = jax.jit(init, out_shardings=param_shardings(over, config))(seed_key(0))
         if bits is not None:
             params = quantise(config, params, bits)
     return LanguageModel(config, params, name=shape, device=place, mesh=over)

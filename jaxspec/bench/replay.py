@@ -29,7 +29,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.protocol import Outcome, Signal, StopRule, kinds_of
-from jaxspec.sampling import Greedy
+from jaxspec.sampling import Greedy, seed_key
 from jaxspec.stopping import Estimate, GammaState
 
 # Wrong tokens that are followed at once.
@@ -225,7 +225,7 @@ def _replay(
     `kinds`: of the rule, which keep the programs of two rules apart, see `kinds_of`.
     """
     limit, rows = len(record.right), jnp.arange(batch_size)
-    keys = jax.random.split(jax.random.key(0), batch_size)  # of no consequence: nothing is drawn
+    keys = jax.random.split(seed_key(0), batch_size)  # of no consequence: nothing is drawn
 
     def at(values: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take(values, index, axis=-1, mode="clip")

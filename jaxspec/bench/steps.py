@@ -30,7 +30,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.model.tree import Parents, Shape
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights
-from jaxspec.sampling import Greedy, Law
+from jaxspec.sampling import Greedy, Law, seed_key
 from jaxspec.stopping import Constant
 
 # Tokens in the cache while steps are timed, steps in one timing, and positions that the cache holds.
@@ -274,7 +274,7 @@ class LookupSteps(Loop):
     """
 
     def __init__(self, live: int, capacity: int) -> None:
-        drafter, keys = NGram(), jax.random.split(jax.random.key(0), 1)
+        drafter, keys = NGram(), jax.random.split(seed_key(0), 1)
         tokens = jnp.arange(capacity, dtype=jnp.int32)[None] % live
 
         @jax.jit
@@ -297,5 +297,5 @@ def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:
     prompt = 3 + jnp.arange(capacity, dtype=jnp.int32)[None] % (lm.config.vocab_size - 3)
     one = jnp.ones(1, jnp.int32)
     nothing = -jnp.ones((1, 1), jnp.int32)
-    keys = jax.random.split(jax.random.key(0), 1)
+    keys = jax.random.split(seed_key(0), 1)
     return decoding.Request(prompt, live * one, 10**6 * one, nothing, keys)

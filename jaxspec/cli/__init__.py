@@ -87,8 +87,9 @@ def _run(arguments: list[str], guard: Guard) -> int:
     guard.options = option_names(type(command))
     quieten()
     distributed.join(*distributed.options_in(command), "jaxspec", command)
-    from jaxspec.engine import compilation_cache
+    from jaxspec.engine import compilation_cache, jax_settings
 
     compilation_cache.enable()
+    jax_settings.keep_needed()
     status: int = command.run()
     return status

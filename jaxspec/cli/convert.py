@@ -93,10 +93,11 @@ def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
     import jax
     import numpy as np
 
+    from jaxspec.engine.loading import devices_of
     from jaxspec.io import checkpoint, huggingface
 
     wanted = None if dtype is None else np.dtype(dtype)
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(devices_of("cpu")[0]):
         if huggingface.is_orbax(source):
             from jaxspec.io import orbax
 

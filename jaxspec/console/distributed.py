@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from jaxspec.console import rendezvous
 from jaxspec.io import processes
 from jaxspec.io.messages import fitted
 
@@ -29,6 +30,7 @@ class ProcessOptions:
       coordinator_address: where process 0 listens, HOST:PORT with a free port.
       num_processes: how many there are.
       process_id: which of them this is, from 0. Process 0 prints the text and writes the files.
+      join_timeout_seconds: how long to wait at the start for the other processes.
       heartbeat_timeout_seconds: how long a process may be silent before the others give it up and end.
     """
 
@@ -36,6 +38,7 @@ class ProcessOptions:
     coordinator_address: str | None = dataclasses.field(default=None, metadata={"metavar": "HOST:PORT"})
     num_processes: int | None = None
     process_id: int | None = None
+    join_timeout_seconds: int = 300
     heartbeat_timeout_seconds: int = 100
 
     def __post_init__(self) -> None:
@@ -56,10 +59,9 @@ class ProcessOptions:
             raise ValueError(
                 f"coordinator_address is {self.coordinator_address!r}; give HOST:PORT, such as 10.0.0.1:8476"
             )
-        if self.heartbeat_timeout_seconds < 1:
-            raise ValueError(
-                f"heartbeat_timeout_seconds is {self.heartbeat_timeout_seconds}; give at least 1"
-            )
+        for name in ("join_timeout_seconds", "heartbeat_timeout_seconds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
 
     @property
     def asked(self) -> bool:
@@ -137,6 +139,9 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
         return
     if mesh is None:
         raise ValueError("several processes run on one mesh; give its axes, such as mesh=data=2,model=4")
+    if options.coordinator_address is not None and options.num_processes and options.process_id is not None:
+        where = options.coordinator_address, options.num_processes, options.process_id
+        rendezvous.meet(*where, options.join_timeout_seconds)
     if not os.environ.get("JAXSPEC_DEBUG"):
         _filter_libraries(program, options.heartbeat_timeout_seconds)
     import jax
@@ -146,6 +151,7 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
             options.coordinator_address,
             options.num_processes,
             options.process_id,
+            initialization_timeout=options.join_timeout_seconds,
             heartbeat_timeout_seconds=options.heartbeat_timeout_seconds,
         )
     except ValueError as error:

@@ -36,6 +36,7 @@ from jaxspec.model.llama import Params
 from jaxspec.model.quantised import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.sampling import seed_key
 
 
 def devices(topology: Topology) -> Sequence[jax.Device]:
@@ -249,7 +250,7 @@ def make(
 
     def asked() -> Request:
         rows = jnp.zeros(batch, jnp.int32)
-        keys = jax.random.split(jax.random.key(0), batch)
+        keys = jax.random.split(seed_key(0), batch)
         return Request(jnp.zeros((batch, capacity), jnp.int32), rows, rows, rows[:, None], keys)
 
     request = jax.eval_shape(asked)

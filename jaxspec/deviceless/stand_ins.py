@@ -30,6 +30,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import spread_config
 from jaxspec.model.vocabulary import Vocabulary
+from jaxspec.sampling import seed_key
 
 # In place of the fingerprint of weights that nobody read.
 UNREAD = "weights-not-read"
@@ -61,7 +62,7 @@ class ModelShape:
         """Its parameters as `jax.ShapeDtypeStruct`s."""
 
         def make() -> llama.Params:
-            params = llama.init_params(self.config, jax.random.key(0), dtype)
+            params = llama.init_params(self.config, seed_key(0), dtype)
             if self.bits is not None:
                 params = quantise(self.config, params, self.bits)
             return params

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import warnings
+from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import compilation_cache as jax_cache  # only there an entry that fails has its key
 
 from jaxspec.io.user_cache import user_cache
 
 
 def enable() -> None:
     """Switches JAX's persistent compilation cache on, in the user's cache directory (see `io.user_cache`).
+
+    A damaged entry is removed, and one warning names the directory. JAX itself never writes over an entry that
+    exists: a truncated one, which a full disk or a kill during its writing leaves, would be slow at every start.
 
     Does nothing where JAX has a directory already (`JAX_COMPILATION_CACHE_DIR`, `jax.config`): then all of its
     settings are the user's. Nor where there is no user's cache, or it cannot be written: everything works, and
@@ -30,3 +39,44 @@ def enable() -> None:
     # JAX leaves out what compiled in less than a second, which here is most of it.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    _heal()
+
+
+@functools.cache  # once a process
+def _heal() -> None:
+    """Has JAX remove an entry that it cannot read, or could not write to its end."""
+    read, write = jax_cache.get_executable_and_time, jax_cache.put_executable_and_time
+
+    @functools.wraps(read)
+    def read_or_remove(cache_key: str, *args: Any, **more: Any) -> Any:
+        try:
+            return read(cache_key, *args, **more)
+        except Exception:  # of zlib, or of XLA, by where the damage is
+            _remove(cache_key)
+            _warn_once("had damaged entries, which are removed; their programs are compiled again")
+            return None, None  # JAX compiles, and writes the entry again
+
+    @functools.wraps(write)
+    def write_or_remove(cache_key: str, *args: Any, **more: Any) -> None:
+        try:
+            write(cache_key, *args, **more)
+        except OSError as error:
+            _remove(cache_key)
+            _warn_once(f"cannot be written ({error.strerror}); the next start compiles again")
+
+    jax_cache.get_executable_and_time = read_or_remove
+    jax_cache.put_executable_and_time = write_or_remove
+
+
+def _remove(cache_key: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(jax.config.values["jax_compilation_cache_dir"], f"{cache_key}-cache").unlink()
+
+
+@functools.cache
+def _warn_about(directory: str, what: str) -> None:
+    warnings.warn(f"the compile cache {directory} {what}", RuntimeWarning, stacklevel=2)
+
+
+def _warn_once(what: str) -> None:
+    _warn_about(jax.config.values["jax_compilation_cache_dir"], what)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.engine import background
+from jaxspec.engine import background, jax_settings
 from jaxspec.engine.background import Worker
 
 # Specialised executables kept; the least recently used one goes.
@@ -190,9 +190,7 @@ class Executables:
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
-            lowered = function.lower(*args, **static)
-            background.go_on()
-            compiled = lowered.compile()
+            compiled = _built(function, args, static)
         except Exception as error:
             future.set_exception(error)
             return
@@ -208,9 +206,7 @@ class Executables:
     ) -> None:
         began = time.perf_counter()
         try:
-            lowered = function.lower(*args, **static)
-            background.go_on()
-            compiled = lowered.compile()
+            compiled = _built(function, args, static)
         except BaseException as error:
             # Forgotten, so that the next call tries again: it may have been an interruption.
             with self._lock:
@@ -234,13 +230,21 @@ def _yield() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
+@jax_settings.needed()
+def _built(function: Any, args: Any, static: dict[str, Any]) -> Any:
+    """The executable for such arguments."""
+    lowered = function.lower(*args, **static)
+    background.go_on()
+    return lowered.compile()
+
+
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with the precision of matrix products that holds here for another thread too: a context of the
     caller, such as `jax.default_matmul_precision`, is one of its thread alone."""
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def run(*args: Any) -> Any:
-        with jax.default_matmul_precision(precision):
+        with jax.default_matmul_precision(precision), jax_settings.needed():
             return function(*args)
 
     return run

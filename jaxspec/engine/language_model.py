@@ -22,6 +22,7 @@ from jaxspec.engine.alternatives import Alternatives
 from jaxspec.engine.buckets import START_CAPACITY, bucket
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.loading import (
     check_mesh,
     find_model,
@@ -124,7 +125,8 @@ def load(
     if mesh is None:
         memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits)
     tokenizer = find_tokenizer(directory, chat_template)
-    params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
+    with needed():
+        params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
     return LanguageModel(
         config,
         params,
@@ -353,7 +355,8 @@ class LanguageModel:
             raise ValueError(
                 "generate has no option stream; call LanguageModel.stream, which yields pieces as they come"
             )
-        pieces, single = self._start(QUIET_ROUNDS, prompts, **options)
+        with needed():
+            pieces, single = self._start(QUIET_ROUNDS, prompts, **options)
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[index] for index in range(len(results))]
         for result in ordered:
@@ -400,25 +403,26 @@ class LanguageModel:
           >>> "".join(piece.text for piece in lm.stream("ab", max_new_tokens=6))
           'ab adeab a'
         """
-        pieces, _ = self._start(
-            STREAM_ROUNDS,
-            prompts,
-            messages=messages,
-            method=method,
-            acceptor=acceptor,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            chat=chat,
-            max_batch=max_batch,
-            **options,
-        )
+        with needed():
+            pieces, _ = self._start(
+                STREAM_ROUNDS,
+                prompts,
+                messages=messages,
+                method=method,
+                acceptor=acceptor,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                seed=seed,
+                stop=stop,
+                ignore_eos=ignore_eos,
+                logprobs=logprobs,
+                chat=chat,
+                max_batch=max_batch,
+                **options,
+            )
         return pieces
 
     def _start(
@@ -518,7 +522,8 @@ class LanguageModel:
           (10, None)
         """
         directory = self.directory if beside else None
-        drafter, weights = self._parts(self._made(method, method_options), laws, directory)
+        with needed():
+            drafter, weights = self._parts(self._made(method, method_options), laws, directory)
         return drafter, weights.drafter
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
@@ -597,7 +602,8 @@ class LanguageModel:
           >>> [one.name for one in language_model().candidates(Auto())]
           ['ngram', 'suffix']
         """
-        return self._alternatives.candidates(method, laws)
+        with needed():
+            return self._alternatives.candidates(method, laws)
 
     def compiled_early(self) -> contextlib.AbstractContextManager[None]:
         """Within it method `auto` compiles whatever a text may change to at once, in the background, not only what

@@ -74,17 +74,27 @@ def resolve_weights(weights: str | None) -> int | None:
     return WEIGHTS[weights]
 
 
+class NoDevice(ValueError):
+    """JAX finds no device of the kind that was asked for."""
+
+
 def devices_of(device: str | None) -> list[jax.Device]:
     """The devices of this kind, or of JAX's default one.
 
     Raises:
-      ValueError: there are none.
+      NoDevice: there are none; one line that names `JAX_PLATFORMS` where it allows only certain kinds.
     """
     try:
         return jax.devices(device)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"there is no device {device or 'for JAX'}: {reason}") from None
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that an allowed platform has its plugin
+        reason = (str(error).strip() or "its plugin is missing").splitlines()[0]
+        reason = reason.partition(" (set JAX_PLATFORMS")[0].rstrip(".")[:140]
+        if platforms := jax.config.jax_platforms:
+            raise NoDevice(
+                f"there is no device {device or 'for JAX'} with JAX_PLATFORMS={platforms}: {reason}; install its "
+                "plugin, such as jax[cuda13] or jax[tpu], or give another JAX_PLATFORMS"
+            ) from None
+        raise NoDevice(f"there is no device {device or 'for JAX'}: {reason}") from None
 
 
 def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:

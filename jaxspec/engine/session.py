@@ -18,6 +18,7 @@ from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.engine.switching import Plan, Switching
@@ -27,7 +28,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched, put
 from jaxspec.protocol import Acceptor, Drafter, Weights
-from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.sampling import Greedy, Law, Sampling, seed_key
 from jaxspec.stopping import GammaState
 
 
@@ -148,6 +149,7 @@ class Session:
         state = next((node for node in nodes if isinstance(node, GammaState)), None)
         return None if state is None else float(np.clip(fetched(state.gamma)[row], 0, 1))
 
+    @needed()
     def step(self, max_rounds: int) -> list[Update]:
         """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds.
 
@@ -359,7 +361,7 @@ class Session:
             eos_ids[row, : len(request.eos_ids)] = request.eos_ids
         length = np.array([len(request.prompt) for request in requests], np.int32)
         budget = np.array([request.max_new_tokens for request in requests], np.int32)
-        keys = [jax.random.fold_in(jax.random.key(request.seed), request.stream) for request in requests]
+        keys = [jax.random.fold_in(seed_key(request.seed), request.stream) for request in requests]
         arrays = {
             "tokens": tokens,
             "length": length,

@@ -23,7 +23,7 @@ from jaxspec.drafting.autoregressive import Autoregressive
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
-from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.sampling import Greedy, Law, Sampling, seed_key
 from jaxspec.testing import laws, reference
 from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds, view
 from jaxspec.testing.models import CAPACITY, TARGET, params
@@ -116,7 +116,7 @@ def propose(parts: Parts, weights: Weights, state: DecodeState, draws: int) -> t
       (1500, 3, 3)
     """
     view = View(state.tokens, state.length, state.cache, room=jnp.full_like(state.length, 99))
-    keys = jax.random.split(jax.random.key(9), (draws, len(state.length)))
+    keys = jax.random.split(seed_key(9), (draws, len(state.length)))
 
     def once(keys: jax.Array) -> tuple[Proposal, Any]:
         proposal, _, cache = parts.drafter.propose(keys, weights, state.drafter_state, view, parts.law)

@@ -16,7 +16,7 @@ from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import View, Weights
-from jaxspec.sampling import Sampling
+from jaxspec.sampling import Sampling, seed_key
 from jaxspec.testing import reference
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
@@ -70,7 +70,7 @@ class Loop:
             tokens[row, : len(prompt)] = prompt
             eos_ids[row, : len(eos)] = list(eos)
         length = np.array([len(prompt) for prompt in prompts], np.int32)
-        keys = jax.vmap(jax.random.key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
+        keys = jax.vmap(seed_key)(jnp.arange(batch) if seeds is None else jnp.asarray(seeds))
         limit = np.asarray(length + np.asarray(budgets), np.int32)
         request = Request(
             jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit), jnp.asarray(eos_ids), keys

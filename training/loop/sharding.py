@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.engine.loading import resolve_mesh
+from jaxspec.engine.loading import devices_of, resolve_mesh
 from jaxspec.model.sharding import placed, put, shared_out
 
 AXES = ("data", "model")
@@ -27,7 +27,7 @@ def make_mesh(axes: str | None = None) -> Mesh:
     Raises:
       ValueError: it is no mesh, or has more places than there are devices.
     """
-    devices = jax.devices()
+    devices = devices_of(None)
     if axes is not None:
         mesh = resolve_mesh(axes, None)
         if mesh is not None:

@@ -11,6 +11,7 @@ import optax
 from flax import struct
 
 from jaxspec.model.llama import Params
+from jaxspec.sampling import seed_key
 from training.losses.base import Batch, Given, Loss
 
 
@@ -49,7 +50,7 @@ def make_step(
     def step_fn(
         state: TrainState, batch: Batch, target: Params | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(seed_key(seed), state.step)
 
         def measured(number, micro_batch):
             given = Given(state.step, jax.random.fold_in(key, number), target)

@@ -27,7 +27,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
-from jaxspec.sampling import Greedy, Law, Sampling
+from jaxspec.sampling import Greedy, Law, Sampling, seed_key
 
 
 class Examples(NamedTuple):
@@ -183,5 +183,5 @@ def _request(
         length=length,
         limit=length + new_tokens,
         eos_ids=jnp.array([config.eos_token_ids or (-1,)] * len(prompts), jnp.int32),
-        keys=jax.random.split(jax.random.key(seed), len(prompts)),
+        keys=jax.random.split(seed_key(seed), len(prompts)),
     )

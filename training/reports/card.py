@@ -14,6 +14,7 @@ from jaxspec.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.sampling import seed_key
 from jaxspec.tuning import fitness_report as fitness_bench
 from jaxspec.tuning.fitness import Texts
 from training.losses.base import layer_outputs
@@ -73,7 +74,7 @@ def sample(
     done = np.zeros(count, bool)
     length = len(start)
     while length < limit and not done.all():
-        key = jax.random.fold_in(jax.random.key(0), length)
+        key = jax.random.fold_in(seed_key(0), length)
         following = np.asarray(draw(key, params, tokens, jnp.int32(length)))
         tokens[:, length] = np.where(done, config.eos_token_ids[0], following)
         done |= np.isin(tokens[:, length], config.eos_token_ids)

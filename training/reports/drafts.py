@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.llama import Params
+from jaxspec.sampling import seed_key
 from training.losses.base import Batch, Given, Loss, head_of, num_targets
 from training.losses.heads import Network, ahead, look, predicted
 from training.reports.evaluation import NUM_DRAFT_TOKENS, MeasureKinds, Sums, by_kind, emitted
@@ -37,7 +38,7 @@ def make_measure(
     def measure(params: Params, given: Params | None, batch: Batch) -> Sums:
         assert given is not None, "a head has a target"
         params = jax.tree.map(lambda leaf: leaf.astype(given["embed"].dtype), params)
-        nothing = Given(jnp.int32(0), jax.random.key(0), given)
+        nothing = Given(jnp.int32(0), seed_key(0), given)
         sums: Sums = {"held_out_loss": loss(params, batch, nothing)}
         seen = look(network.target, given, batch, network.taps, part)
         outputs = network.outputs(params, given, batch, seen.features, NUM_DRAFT_TOKENS)

@@ -1,0 +1,41 @@
+"""JAX's settings that programs of this library depend on, whatever the process around it has set."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+# The setting, its context, and the value: which dtypes and shapes mix, which bits a threefry key draws, and that
+# compiled programs run. The kind of key is not here, because `sampling.seed_key` names it.
+_NEEDED: tuple[tuple[str, Callable[[Any], contextlib.AbstractContextManager[Any]], Any], ...] = (
+    ("jax_enable_x64", jax.enable_x64, False),
+    ("jax_numpy_rank_promotion", jax.numpy_rank_promotion, "allow"),
+    ("jax_numpy_dtype_promotion", jax.numpy_dtype_promotion, "standard"),
+    ("jax_threefry_partitionable", jax.threefry_partitionable, True),
+    ("jax_disable_jit", jax.disable_jit, False),
+)
+
+
+@contextlib.contextmanager
+def needed() -> Iterator[None]:
+    """Within it this thread traces programs by the settings that they need; the caller's are restored after it.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> with jax.enable_x64(True), needed():
+      ...     print(jnp.arange(2).dtype)
+      int32
+    """
+    with contextlib.ExitStack() as stack:
+        for _, context, value in _NEEDED:
+            stack.enter_context(context(value))
+        yield
+
+
+def keep_needed() -> None:
+    """Sets them for the whole process and all its threads: for commands, which own their process."""
+    for name, _, value in _NEEDED:
+        jax.config.update(name, value)
