@@ -89,7 +89,7 @@ def devices_of(device: str | None) -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # JAX asserts that an allowed platform has its plugin
         reason = (str(error).strip() or "its plugin is missing").splitlines()[0]
         reason = reason.partition(" (set JAX_PLATFORMS")[0].rstrip(".")[:140]
-        if platforms := jax.config.jax_platforms:
+        if platforms := jax.config.jax_platforms:  # type: ignore[attr-defined]
             raise NoDevice(
                 f"there is no device {device or 'for JAX'} with JAX_PLATFORMS={platforms}: {reason}; install its "
                 "plugin, such as jax[cuda13] or jax[tpu], or give another JAX_PLATFORMS"
