@@ -83,20 +83,15 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     return _LIST in read(path).metadata
 
 
-def build(path: str | os.PathLike[str], transformers: Callable[[], Any]) -> FileTokenizer:
+def build(path: str | os.PathLike[str]) -> FileTokenizer:
     """The tokenizer of a GGUF file, with its special tokens and chat template.
-
-    Args:
-      path: the file.
-      transformers: imports the package, for the chat template.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it has no vocabulary, one of a kind that is not supported, or a damaged one; one line.
     """
     file = read(path)
-    backend, named = _backend(file)
-    return FileTokenizer(backend, named, lambda: _by_transformers(transformers(), file, backend, named))
+    return FileTokenizer(*_backend(file), file.metadata.get("tokenizer.chat_template"))
 
 
 def save(
@@ -108,17 +103,14 @@ def save(
       ValueError, FileNotFoundError: as `build`.
     """
     file = read(path)
-    loaded = _by_transformers(transformers(), file, *_backend(file))
-    loaded.save_pretrained(str(directory), save_jinja_files=False)
-
-
-def _by_transformers(package: Any, file: GGUFFile, backend: Tokenizer, named: dict[str, str]) -> Any:
-    return package.PreTrainedTokenizerFast(
+    backend, named = _backend(file)
+    loaded = transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **named,
     )
+    loaded.save_pretrained(str(directory), save_jinja_files=False)
 
 
 def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:

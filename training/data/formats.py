@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jinja2
-
 from training.data import copy_edit
 from training.data.conversations import Chat
 
@@ -148,21 +146,8 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 def _conversation(messages: list[dict[str, str]], chat: Chat) -> list[Document]:
     """Only the answers are learned, with the end that the template gives each."""
-    spans: list[Span] = []
-    done = ""
-    for count, message in enumerate(messages, start=1):
-        if message["role"] != "assistant":
-            continue
-        try:
-            asked = chat.render(messages[: count - 1], ask=True)
-            answered = chat.render(messages[:count], ask=False)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from None
-        if not answered.startswith(asked) or not asked.startswith(done):
-            raise ValueError("the chat template rewrites earlier turns; the answers cannot be separated")
-        spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :])]
-        done = answered
-    return [Document(tuple(spans), done, chat=True)] if spans else []
+    spans = tuple(Span(text, learn) for text, learn in chat.pieces(messages))
+    return [Document(spans, "".join(span.text for span in spans), chat=True)] if spans else []
 
 
 def gsm8k_prompt(question: str) -> str:
