@@ -211,11 +211,13 @@ def test_only_sentencepiece_has_a_space_prefix(made):
     assert told == plain
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>"]
-    + ["<|end_of_text|>", "[EOT]", "<end_of_utterance>"],
-)
+ENDS = [
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>", "<|end_of_text|>", "[EOT]", "<end_of_utterance>"),
+]
+
+
+@pytest.mark.parametrize("text", ENDS)
 @pytest.mark.parametrize("make", [sentencepiece, functools.partial(byte_level, "llama-bpe")])
 @pytest.mark.parametrize("kind", [1, 3, 4])
 def test_a_turn_ends_at_a_token_with_the_text_of_an_end(made, make, text, kind):

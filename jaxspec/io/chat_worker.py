@@ -10,7 +10,7 @@ import signal
 import sys
 
 # What a rendering may need. The longest conversations need a thousandth of it.
-MEMORY = 2**30
+MEMORY = 2**29
 CHARACTERS = 2**24
 
 

@@ -16,12 +16,14 @@ from typing import Any
 
 from jaxspec.io import gguf_tokenizer
 from jaxspec.io.chat import ChatTemplate, default_template, stored_template
+from jaxspec.io.extras import MissingExtra, require
 from jaxspec.io.files import read_text
 from jaxspec.io.gguf_file import is_gguf
 from jaxspec.io.tokenizer_file import read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
+SENTENCEPIECE = "tokenizer.model"
+_VOCABULARIES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", "tekken.json", "vocab.txt")
 FILES = (
     *_VOCABULARIES,
     "merges.txt",
@@ -75,6 +77,7 @@ def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None
 
 
 def _load_by_transformers(directory: Path) -> Any:
+    _check_sentencepiece(directory)
     try:
         loaded = _transformers().AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -85,6 +88,26 @@ def _load_by_transformers(directory: Path) -> Any:
     # Longer texts are refused with the model's own context; transformers would only warn of them.
     loaded.model_max_length = sys.maxsize
     return loaded
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """Refuses a SentencePiece model that cannot be read, for which transformers would name other packages."""
+    path = directory / SENTENCEPIECE
+    if (directory / "tokenizer.json").is_file() or not path.is_file():
+        return
+    with open(path, "rb") as file:
+        if file.read(1) != b"\n":  # not SentencePiece's, but a vocabulary of tiktoken of the same name
+            return
+    try:
+        require("sentencepiece", "sentencepiece", "google.protobuf")
+    except MissingExtra as error:
+        raise ValueError(f"{path} has no tokenizer.json beside it; {error}") from None
+    import sentencepiece
+
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError):
+        raise ValueError(f"{path} is no SentencePiece model; download it again") from None
 
 
 def _transformers() -> Any:
@@ -149,6 +172,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
         return self._one_bos(self._loaded.encode(text))
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text; None if there is none."""
+        index = self._loaded.get_vocab().get(text)
+        return index if index in self._skipped else None
 
     @property
     def special_tokens(self) -> Mapping[str, Any]:
