@@ -292,7 +292,7 @@ def unescaped(text: str) -> str:
             return chr(int(name[1:], 16))
         if name not in _ESCAPES:
             raise ValueError(
-                f"--stop has the escape {found[0]}; the escapes are \\n, \\t, \\r, \\uXXXX, and \\\\ for a backslash"
+                f"--stop has the escape {shown(found[0])}; the escapes are \\n, \\t, \\r, \\uXXXX and \\\\"
             )
         return _ESCAPES[name]
 

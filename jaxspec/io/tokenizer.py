@@ -95,9 +95,10 @@ def _check_sentencepiece(directory: Path) -> None:
     path = directory / SENTENCEPIECE
     if (directory / "tokenizer.json").is_file() or not path.is_file():
         return
+    wrong = f"{path} is no SentencePiece model; download it again, or give a directory with tokenizer.json"
     with open(path, "rb") as file:
-        if file.read(1) != b"\n":  # not SentencePiece's, but a vocabulary of tiktoken of the same name
-            return
+        if file.read(1) != b"\n":  # the tag of its list of pieces
+            raise ValueError(wrong)
     try:
         require("sentencepiece", "sentencepiece", "google.protobuf")
     except MissingExtra as error:
@@ -107,7 +108,7 @@ def _check_sentencepiece(directory: Path) -> None:
     try:
         sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError):
-        raise ValueError(f"{path} is no SentencePiece model; download it again") from None
+        raise ValueError(wrong) from None
 
 
 def _transformers() -> Any:
