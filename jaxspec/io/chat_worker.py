@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 # What a rendering may need. The longest conversations need a thousandth of it.
 MEMORY = 2**29
@@ -26,9 +27,10 @@ def main() -> None:
         request = json.loads(line)
         _limit_time(request["seconds"])
         try:
-            texts, answers = render_jinja_template([request["messages"]], **request["arguments"])
-            reply = {"text": texts[0], "answers": answers[0] if answers else []}
-            if len(texts[0]) > CHARACTERS:
+            rendered: Any = render_jinja_template([request["messages"]], **request["arguments"])
+            (text,), answers = rendered
+            reply = {"text": text, "answers": answers[0] if answers else []}
+            if len(text) > CHARACTERS:
                 reply = {"error": f"it writes more than {CHARACTERS} characters"}
         except MemoryError:
             reply = {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}
