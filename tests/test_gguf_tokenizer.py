@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -153,7 +154,7 @@ def test_padding_is_no_vocabulary(made):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(made, prefix):
-    """As transformers makes it of the same vocabulary and scores."""
+    """As transformers makes it of the same vocabulary and scores, where it does not differ from llama.cpp."""
     from transformers import LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
@@ -164,10 +165,88 @@ def test_sentencepiece(made, prefix):
     theirs = LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, add_bos_token=True)
     ours = load_tokenizer(made(metadata, **{"tokenizer.ggml.add_space_prefix": prefix}))
     assert sum(len(theirs.encode(text)) < len(text) for text in TEXTS) > 3  # it merges
-    for text in [*TEXTS, "  two", "<s>a bear</s> x", "▁", "\n\n"]:
+    same = [text for text in TEXTS if not text.startswith(" ")] + ["\n\n"]
+    for text in same if prefix else [*TEXTS, "  two", "<s>a bear</s> x", "▁"]:
         assert ours.encode(text) == Tokenizer(theirs).encode(text), text
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
     assert ours.encode_chat(CONVERSATION)[0] == 1
+
+
+@pytest.mark.parametrize("kind", [3, 4])
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        # A space is put before every piece of text: one that begins with a space has two, and one between or after
+        # special tokens has its own. The pieces are those of llama.cpp (xllamacpp 2026.10) for the same file.
+        ("go on", ["<s>", "▁go", "▁on"]),
+        (" go", ["<s>", "▁", "▁go"]),
+        ("  go", ["<s>", "▁", "▁", "▁go"]),
+        ("▁go", ["<s>", "▁", "▁go"]),
+        (" ", ["<s>", "▁", "▁"]),
+        ("", ["<s>"]),
+        ("<s>go", ["<s>", "▁go"]),
+        ("go</s>on", ["<s>", "▁go", "</s>", "▁on"]),
+        ("go</s> on", ["<s>", "▁go", "</s>", "▁", "▁on"]),
+        ("</s></s>", ["<s>", "</s>", "</s>"]),
+        ("<tool>go<tool>\non", ["<s>", "<tool>", "▁go", "<tool>", "▁", "<0x0A>", "o", "n"]),
+    ],
+)
+def test_sentencepiece_puts_a_space_before_every_piece_of_text(made, kind, text, pieces):
+    more = ["▁", "g", "o", "n", "▁g", "▁go", "▁o", "▁on", "<tool>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *more]
+    vocabulary = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(len(more))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(more) - 1) + [kind],
+    }
+    tokenizer = load_tokenizer(made(sentencepiece() | vocabulary))
+    assert [tokens[index] for index in tokenizer.encode(text)] == pieces
+
+
+def test_only_sentencepiece_has_a_space_prefix(made):
+    plain, told = (
+        load_tokenizer(made(byte_level("gpt-2"), **changes)).encode("a bear")
+        for changes in ({}, {"tokenizer.ggml.add_space_prefix": True})
+    )
+    assert told == plain
+
+
+ENDS = [
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>", "<|end_of_text|>", "[EOT]", "<end_of_utterance>"),
+]
+
+
+@pytest.mark.parametrize("text", ENDS)
+@pytest.mark.parametrize("make", [sentencepiece, functools.partial(byte_level, "llama-bpe")])
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_a_turn_ends_at_a_token_with_the_text_of_an_end(made, make, text, kind):
+    base = make()
+    columns = [list(base.get(f"tokenizer.ggml.{name}", ())) for name in ("tokens", "token_type", "scores")]
+    tokens, types, scores = columns
+    if text not in tokens:
+        for column, value in zip(columns, (text, kind, -1000.0), strict=True):
+            column.append(value)
+    index = tokens.index(text)
+    types[index] = kind
+    changes = {"tokens": tokens, "token_type": types} | ({"scores": scores} if len(scores) > 1 else {})
+    path = made({**base, **{f"tokenizer.ggml.{name}": values for name, values in changes.items()}})
+    assert index in checkpoint.read_config(path).eos_token_ids
+    assert 2 in checkpoint.read_config(path).eos_token_ids  # of the metadata
+    tokenizer = load_tokenizer(path)
+    assert index in tokenizer.special_ids
+    assert tokenizer.encode(f"a{text}").count(index) == 1
+
+
+def test_a_turn_does_not_end_at_other_tokens(made):
+    base = byte_level("llama-bpe")
+    more = ["<|start_header_id|>", "<|im_start|>x", "endoftext", "<|eot_id|> "]
+    tokens, types = [*base["tokenizer.ggml.tokens"], *more], [*base["tokenizer.ggml.token_type"], *[3] * 4]
+    changes = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    assert (
+        checkpoint.read_config(made(base | changes)).eos_token_ids
+        == checkpoint.read_config(made(base)).eos_token_ids
+    )
 
 
 def test_sentencepiece_ids_that_a_file_leaves_out(made):
@@ -212,7 +291,7 @@ def test_generate_and_draft(made, tmp_path):
     path = made(byte_level("smollm"))
     lm = jaxspec.load(path, device="cpu", dtype="float32")
     assert lm.directory == tmp_path
-    assert lm.config.eos_token_ids == (2,)
+    assert lm.config.eos_token_ids == (2, 0)  # <|im_end|>, which the file names, and <|endoftext|>
     huggingface.save(tmp_path / "hf", CONFIG, reference.random_params(CONFIG, 0))
     plain = jaxspec.load(tmp_path / "hf", device="cpu", dtype="float32")
     prompt = lm.encode("What is 12 + 30?", chat=True)
@@ -241,7 +320,7 @@ def test_convert(made, tmp_path):
     said = json.loads((directory / "tokenizer_config.json").read_text())
     assert said["chat_template"] == CHAT_TEMPLATE
     assert (said["bos_token"], said["eos_token"]) == ("<|im_start|>", "<|im_end|>")
-    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
     assert main(["convert", str(source), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert huggingface.stored_dtype(tmp_path / "half") == jnp.bfloat16
 

@@ -286,7 +286,7 @@ def test_whatever_else_is_left_to_transformers(changes, tmp_path):
     base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(base | changes))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert read_tokenizer(tmp_path, lambda: None) is None
+    assert read_tokenizer(tmp_path) is None
 
 
 def test_tokens_in_a_file_of_their_own_are_left_to_transformers(tmp_path):

@@ -135,9 +135,14 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         ("[system]Be kind.[user]Hi[assistant]", False),
         ("Hello!<e>", True),
     ]
-    settings = {"chat_template": template, "bos_token": {"content": "<b>"}, "eos_token": "<e>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert conversations.chat_of(tmp_path) == conversations.Chat(template, "<b>", "<e>")
+    settings = {
+        "chat_template": template,
+        "bos_token": {"__type": "AddedToken", "content": "<b>"},
+        "eos_token": "<e>",
+    }
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<p>"}))
+    assert conversations.chat_of(tmp_path) == conversations.Chat(template, "<b>", "<e>", {"pad_token": "<p>"})
     (tmp_path / "chat_template.jinja").write_text("other")
     assert conversations.chat_of(tmp_path).template == "other"
     assert conversations.chat_of(tmp_path / "nowhere") == conversations.Chat()

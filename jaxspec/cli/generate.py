@@ -187,8 +187,9 @@ def _row_text(lm: LanguageModel, prompt: str | list[dict[str, str]], options: Ge
     from jaxspec.engine.text import RowText
 
     if lm.tokenizer is None:
-        return RowText(None, options.stop)
-    return RowText(lm.tokenizer.stream(lm.encode(prompt, chat=options.chat)), options.stop)
+        return RowText(None, options.stops)
+    ids = lm.encode(prompt, chat=options.chat, chat_template_kwargs=options.template_variables)
+    return RowText(lm.tokenizer.stream(ids), options.stops, options.stop_token_ids)
 
 
 def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional
 
 from jaxspec.console.distributed import ProcessOptions
+from jaxspec.io.messages import shown
 from jaxspec.methods import registry
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.flat import all_options, given_options
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 else:
     MethodOptions = all_options()
 
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "gpu", "tpu"]
 Weights = Literal["int8"]
@@ -143,12 +147,16 @@ class TextOptions:
       prompt: the text to go on from; or give --prompt-file, or pipe it in.
       prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
       max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
-      stop: end the text before this string.
+      stop: end the text before this string, in which \\n, \\t, \\r, \\\\ and \\uXXXX are a newline, a tab, a carriage
+        return, a backslash and the character of that number. The text of a special token stops at that token.
+      stop_token_ids: end the text before this token.
       chat: the prompt is a message; put it through the model's chat template.
       system: a system prompt before the message; implies --chat.
       chat_template: a Jinja file, for a model that has no chat template.
+      chat_template_kwargs: variables of the chat template as a JSON object, such as '{"enable_thinking": false}' for
+        Qwen3.
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
-        `role` and `content`.
+        `role` and `content`. A last message of the assistant is continued.
       ignore_eos: go on past the model's end-of-text token.
       acceptor: how drafts are accepted; the text keeps its distribution with each but typical (Medusa's rule), which
         is lossy: at a temperature above 0 likely tokens come more often than the model says. With coupled, a seed gives
@@ -160,9 +168,11 @@ class TextOptions:
     prompt_file: str | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"aliases": ("--stop-string",)})
+    stop_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"metavar": "ID"})
     chat: bool = False
     system: str | None = None
     chat_template: str | None = None
+    chat_template_kwargs: str | None = dataclasses.field(default=None, metadata={"metavar": "JSON"})
     messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     ignore_eos: bool = False
     acceptor: AcceptorName | None = None
@@ -189,7 +199,7 @@ class TextOptions:
         for name, texts in {
             "PROMPT": (self.prompt,),
             "--system": (self.system,),
-            "--stop": self.stop,
+            "--stop": self.stops,
         }.items():
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text or ""):
                 raise ValueError(f"{name} is not text in UTF-8")
@@ -201,6 +211,37 @@ class TextOptions:
         if self.system is None:
             return text
         return [{"role": "system", "content": self.system}, {"role": "user", "content": text}]
+
+    @functools.cached_property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, with their escapes read.
+
+        Raises:
+          ValueError: one has an escape that is none of the usual.
+        """
+        return tuple(map(unescaped, self.stop))
+
+    @functools.cached_property
+    def template_variables(self) -> dict[str, Any] | None:
+        """Variables of the chat template; None where none are given.
+
+        Raises:
+          ValueError: they are no JSON object.
+        """
+        if self.chat_template_kwargs is None:
+            return None
+        from jaxspec.io.files import parse_json
+
+        try:
+            found = parse_json(self.chat_template_kwargs)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"--chat-template-kwargs is {shown(self.chat_template_kwargs)}; give a JSON object such as "
+                """'{"enable_thinking": false}'"""
+            )
+        return found
 
     def _read_text(self) -> str:
         if self.prompt is not None:
@@ -221,15 +262,43 @@ class TextOptions:
         """The arguments of `LanguageModel.generate`, but for prompt, method and what the method reads."""
         return dataclasses.asdict(self.sampling) | {
             "max_new_tokens": self.max_new_tokens,
-            "stop": self.stop,
+            "stop": self.stops,
+            "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
             "chat": self.chat,
+            "chat_template_kwargs": self.template_variables,
             "acceptor": self.acceptor,
         }
 
     def method_options(self) -> dict[str, Any]:
         """The method's options that were given."""
         return given_options(self.drafting)
+
+
+def unescaped(text: str) -> str:
+    """A text of the command line whose escapes are read: \\n, \\t, \\r, \\\\ and \\uXXXX.
+
+    Raises:
+      ValueError: a backslash begins no such escape.
+
+    Examples:
+      >>> unescaped(r"a\n\u00e9\\n")
+      'a\né\\n'
+    """
+
+    def read(found: re.Match[str]) -> str:
+        name = found[1]
+        if len(name) == 5:
+            return chr(int(name[1:], 16))
+        if name not in _ESCAPES:
+            raise ValueError(
+                f"--stop has the escape {shown(found[0])}; the escapes are \\n, \\t, \\r, \\uXXXX and \\\\"
+            )
+        return _ESCAPES[name]
+
+    # Half a character and its other half, of two escapes, are one.
+    whole = re.sub(r"\\(u[0-9A-Fa-f]{4}|.?)", read, text, flags=re.DOTALL)
+    return whole.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def _read_messages(path: str) -> list[dict[str, str]]:

@@ -32,6 +32,7 @@ from jaxspec.engine.loading import (
     resolve_mesh,
     resolve_placement,
     resolve_weights,
+    unlisted_end,
 )
 from jaxspec.engine.requests import (
     Conversation,
@@ -40,12 +41,14 @@ from jaxspec.engine.requests import (
     Prompt,
     Prompts,
     RowRequest,
+    Stops,
     batch_of,
     check_text,
     drawn_apart,
+    is_text_or_ids,
     needs_sampling,
     requests_of,
-    stop_strings,
+    stops_of,
 )
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
@@ -69,6 +72,7 @@ from jaxspec.protocol import Drafter, Weights
 
 # Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+_NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
 # A name, or a drafter, alone or with its parameters.
 AnyMethod = str | Method | Drafter | tuple[Drafter, Any]
 
@@ -125,6 +129,8 @@ def load(
     if mesh is None:
         memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits)
     tokenizer = find_tokenizer(directory, chat_template)
+    if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
     with needed():
         params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
     return LanguageModel(
@@ -245,11 +251,20 @@ class LanguageModel:
         """The name of the model in the files of its methods, see `io.method_files.fingerprint`."""
         return self.loaded.fingerprint
 
-    def encode(self, text: str | Conversation, *, chat: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str | Conversation,
+        *,
+        chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Returns the token ids of a text as it is, of a text in the chat template (with `chat`), or of messages.
 
+        `chat_template_kwargs`: as in `generate`.
+
         Raises:
-          ValueError: the model has no tokenizer or no chat template, or the text is none in UTF-8.
+          ValueError: the model has no tokenizer or no chat template, the text is none in UTF-8, or there are variables
+            for a template that is not used.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -261,8 +276,10 @@ class LanguageModel:
         if isinstance(text, str):
             check_text("the prompt", text)
             if not chat:
+                if chat_template_kwargs:
+                    raise ValueError(_NO_TEMPLATE)
                 return self.tokenizer.encode(text)
-        return self.tokenizer.encode_chat(text)
+        return self.tokenizer.encode_chat(text, chat_template_kwargs)
 
     # A str is a Sequence[str] too; the first that fits is meant.
     @overload
@@ -280,9 +297,11 @@ class LanguageModel:
         min_p: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
+        stop_token_ids: Integers = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_batch: int = 8,
         **options: Any,
     ) -> Result: ...
@@ -301,9 +320,11 @@ class LanguageModel:
         min_p: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
+        stop_token_ids: Integers = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_batch: int = 8,
         **options: Any,
     ) -> list[Result]: ...
@@ -316,7 +337,9 @@ class LanguageModel:
         Args:
           prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists.
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
-            chat template, or a list of such conversations.
+            chat template, or a list of such conversations. A content is a text, or a list of parts such as
+            `{"type": "text", "text": "Hi"}`, which become one text with line ends between. A last message of the
+            assistant is continued.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
           acceptor: how drafts are accepted: greedy, rejection, block or coupled, with each of which the text keeps its
@@ -330,10 +353,14 @@ class LanguageModel:
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
             prompt's text does not depend on its place in the list; with method `auto` and an acceptor that is not
             coupled it does, as choices are the batch's, and prompts of one seed have streams of their own.
-          stop: strings that end a text, found across token borders; the text ends before them. None for none.
-          ignore_eos: go on to the budget.
+          stop: strings that end a text, found across token borders; the text ends before them. The text of a special
+            token stops at that token. None for none.
+          stop_token_ids: ids of tokens that end a text, which ends before them; an id or a list, for all prompts.
+          ignore_eos: go on past the model's end tokens to the budget. Those are the `eos_token_id`s of config.json and
+            of generation_config.json together, where transformers takes the latter's alone.
           logprobs: report each token's log-probability under the model's raw law.
           chat: put each prompt as a user's message through the chat template.
+          chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` for Qwen3.
           max_batch: most prompts at once; the others take the rows that become free.
           **options: of the method that is given by name: the fields of its class in `jaxspec.methods`.
 
@@ -378,9 +405,11 @@ class LanguageModel:
         min_p: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
+        stop_token_ids: Integers = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_batch: int = 8,
         **options: Any,
     ) -> Iterator[Piece]:
@@ -417,9 +446,11 @@ class LanguageModel:
                 min_p=min_p,
                 seed=seed,
                 stop=stop,
+                stop_token_ids=stop_token_ids,
                 ignore_eos=ignore_eos,
                 logprobs=logprobs,
                 chat=chat,
+                chat_template_kwargs=chat_template_kwargs,
                 max_batch=max_batch,
                 **options,
             )
@@ -440,9 +471,11 @@ class LanguageModel:
         min_p: Any = None,
         seed: Any = 0,
         stop: Any = (),
+        stop_token_ids: Any = (),
         ignore_eos: bool = False,
         logprobs: bool = False,
         chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_batch: int = 8,
         **options: Any,
     ) -> tuple[Iterator[Piece], bool]:
@@ -452,22 +485,30 @@ class LanguageModel:
         """
         ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
         chat = flag("chat", chat)
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise ValueError(
+                f"chat_template_kwargs is {shown(chat_template_kwargs)}; give variables of the template by name"
+            )
         batch, single = batch_of(prompts, messages)
-        stops = stop_strings(stop)
-        if stops and self.tokenizer is None:
+        special = self.tokenizer.special_id if self.tokenizer is not None else lambda text: None
+        stops = stops_of(stop, stop_token_ids, special, self.config.vocab_size)
+        if stops.strings and self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
+        if chat_template_kwargs and all(is_text_or_ids(one) and not isinstance(one, str) for one in batch):
+            raise ValueError(_NO_TEMPLATE)
         rows = whole("max_batch", max_batch)
         if rows < 1:
             raise ValueError(f"max_batch is {rows}; give at least 1")
         given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         requests = requests_of(
             batch,
-            functools.partial(self.encode, chat=chat),
+            functools.partial(self.encode, chat=chat, chat_template_kwargs=chat_template_kwargs),
             self.config,
             max_new_tokens=max_new_tokens,
             law={name: self.defaults.get(name) if value is None else value for name, value in given.items()},
             seed=seed,
             ignore_eos=ignore_eos,
+            stop_ids=stops.ids,
             name="prompts" if messages is None else "messages",
         )
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
@@ -496,7 +537,7 @@ class LanguageModel:
         )
         lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
         # Rows that become free wait for a poll: it comes as often where choices are made again as where they were made.
-        watched = stops or (plan is not None and plan.file is not None)
+        watched = stops.strings or (plan is not None and plan.file is not None)
         return self._run(session, requests, stops, STREAM_ROUNDS if watched else rounds, lossy), single
 
     def drafter(
@@ -645,7 +686,7 @@ class LanguageModel:
         self,
         session: Session,
         requests: Sequence[RowRequest],
-        stops: tuple[str, ...],
+        stops: Stops,
         rounds: int,
         lossy: bool,
     ) -> Iterator[Piece]:
@@ -657,7 +698,7 @@ class LanguageModel:
         rows = [
             Row(
                 request,
-                RowText(self.tokenizer.stream(request.prompt) if self.tokenizer else None, stops),
+                RowText(self.tokenizer.stream(request.prompt) if self.tokenizer else None, *stops),
                 began,
                 lossy=lossy and request.temperature > 0,
             )

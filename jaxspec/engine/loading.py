@@ -176,6 +176,19 @@ def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None
     return load_tokenizer(directory, Path(chat_template) if chat_template else None)
 
 
+def unlisted_end(tokenizer: Tokenizer, config: LlamaConfig) -> str | None:
+    """One line where the tokenizer's end token does not end a text, so that a model may go on past its answer."""
+    token = tokenizer.special_tokens.get("eos_token")
+    index = None if token is None else tokenizer.special_id(token)
+    if index is None or index in config.eos_token_ids:
+        return None
+    listed = ", ".join(map(str, config.eos_token_ids[:8])) or "none"
+    return (
+        f"the tokenizer's end token {shown(token)} ({index}) is not among the model's end tokens ({listed}): texts "
+        f"go on past it; give stop={shown(token)}, or add it to eos_token_id in generation_config.json"
+    )
+
+
 def place_params(
     directory: Path,
     config: LlamaConfig,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,8 +15,8 @@ from jaxspec.io.arguments import listed, real, whole
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
-# With `role` and `content`.
-Message = Mapping[str, str]
+# With `role` and `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 Prompts = Prompt | Conversation | Sequence[Prompt | Conversation] | np.ndarray | jax.Array
@@ -37,6 +37,7 @@ class RowRequest:
       prompt: token ids, at least one.
       max_new_tokens: at least 1.
       eos_ids: tokens that end it.
+      stop_ids: those of them that were asked for beside the model's own.
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
       seed: with `stream`, names the row's randomness.
       stream: apart from other rows of the same seed.
@@ -48,6 +49,7 @@ class RowRequest:
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -100,18 +102,44 @@ def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
     return tuple(used)
 
 
-def stop_strings(stop: Any) -> tuple[str, ...]:
-    """The stop strings, from none, one or several.
+class Stops(NamedTuple):
+    """Strings and tokens that end a text beside the model's own end tokens; the text ends before them."""
+
+    strings: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+def stops_of(stop: Any, token_ids: Any, special: Callable[[str], int | None], vocab_size: int) -> Stops:
+    """The stops of a call.
+
+    Args:
+      stop: None, a string or a list of strings. One that is the text of a special token, which never becomes text,
+        stops at that token's id.
+      token_ids: None, a token id or a list of them.
+      special: the id of a special token by its text.
+      vocab_size: of the model.
 
     Raises:
-      ValueError: they are something else, or one of them is empty.
+      ValueError: they are something else, a string is empty, or an id is outside the vocabulary.
     """
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(one, str) for one in stops):
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(one, str) for one in strings):
         raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
-    if "" in stops:
+    if "" in strings:
         raise ValueError("a stop string is empty; give at least one character")
-    return tuple(stops)
+    given = () if token_ids is None else listed(token_ids)
+    if given is None:
+        given = [token_ids]
+    ids = [whole("stop_token_ids", index, "token id") for index in given]
+    for index in ids:
+        if not 0 <= index < vocab_size:
+            raise ValueError(
+                f"stop_token_ids has {index}, which is outside the vocabulary; ids are from 0 to {vocab_size - 1}"
+            )
+    named = (special(text) for text in strings)
+    return Stops(
+        tuple(strings), tuple(dict.fromkeys([*ids, *(index for index in named if index is not None)]))
+    )
 
 
 def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
@@ -154,14 +182,32 @@ def _prompt(name: str, prompt: Any, wanted: str) -> Any:
     return [whole(f"{name}[{index}]", item, "token id") for index, item in enumerate(items)]
 
 
-def _message(name: str, message: Any) -> dict[str, str]:
+def _message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{name} is {shown(message)}; give a message with `role` and `content`")
+    found = {**message, "content": _content(name, message["content"])}
     for key in ("role", "content"):
-        if not isinstance(message[key], str):
-            raise ValueError(f"{name} has the {key} {shown(message[key])}; give a text")
-        check_text(f"{name}, {key}", message[key])
-    return dict(message)
+        if not isinstance(found[key], str):
+            raise ValueError(f"{name} has the {key} {shown(found[key])}; give a text")
+        check_text(f"{name}, {key}", found[key])
+    return found
+
+
+def _content(name: str, content: Any) -> Any:
+    """The content of a message; the texts of several parts become one, with line ends between, as in llama.cpp."""
+    parts = listed(content)
+    if not parts:
+        return content
+    for part in parts:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                f'{name} has the part {shown(part)}; give a text, or parts such as {{"type": "text", "text": "Hi"}}'
+            )
+    return "\n".join(part["text"] for part in parts)
 
 
 def check_text(name: str, text: str) -> None:
@@ -184,6 +230,7 @@ def requests_of(
     law: Mapping[str, Any],
     seed: Any,
     ignore_eos: bool,
+    stop_ids: Sequence[int] = (),
     name: str = "prompts",
 ) -> list[RowRequest]:
     """One request per prompt.
@@ -195,6 +242,7 @@ def requests_of(
       max_new_tokens, seed: as in `LanguageModel.generate`.
       law: temperature, top_k, top_p and min_p, as there; None where nothing is said.
       ignore_eos: as there.
+      stop_ids: of `Stops`.
       name: of the argument that holds the batch.
 
     Raises:
@@ -208,6 +256,8 @@ def requests_of(
     }
     budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
     seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
+    ends = () if ignore_eos else config.eos_token_ids
+    stop_ids = tuple(index for index in stop_ids if index not in ends)
     requests = []
     for index, prompt in enumerate(batch):
         which = "the prompt" if count == 1 else f"{name}[{index}]"
@@ -224,7 +274,8 @@ def requests_of(
             RowRequest(
                 prompt=tuple(ids),
                 max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
-                eos_ids=() if ignore_eos else config.eos_token_ids,
+                eos_ids=(*ends, *stop_ids),
+                stop_ids=stop_ids,
                 seed=0 if seeds[index] is None else seeds[index],
                 # With a seed of its own a row does not depend on its place in the list.
                 stream=0 if own else index,

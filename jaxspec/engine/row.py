@@ -67,15 +67,19 @@ class Row:
         )
         if not (stopped or update.done):
             return Piece(update.index, gained, tokens, statistics)
-        ended = bool(self._tokens) and self._tokens[-1].id in self._request.eos_ids
-        reason: FinishReason = (
-            "stop" if stopped else "error" if update.broken else "eos" if ended else "length"
-        )
+        reason: FinishReason = "stop" if stopped else "error" if update.broken else self._reason()
         text = self._text.text if self._text.has_text else None
         result = Result(text, self._tokens, reason, statistics, gamma(), self._lossy)
         if switching is not None:
             result = dataclasses.replace(result, expected=switching.expected, choices=switching.chosen)
         return Piece(update.index, gained, tokens, statistics, result)
+
+    def _reason(self) -> FinishReason:
+        """Why the text ended, by its last token."""
+        last = self._tokens[-1].id if self._tokens else None
+        if last in self._request.stop_ids:
+            return "stop"
+        return "eos" if last in self._request.eos_ids else "length"
 
 
 def _counts(stats: Stats) -> dict[str, Any]:

@@ -50,10 +50,14 @@ class RowText:
     Args:
       detokenizer: None for a model without a tokenizer: no text then.
       stops: stop strings.
+      silent: ids of tokens that stop the text; they are no part of it.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | None, stops: Sequence[str], silent: Sequence[int] = ()
+    ) -> None:
         self._detokenizer = detokenizer
+        self._silent = frozenset(silent)
         self._stops = StopStrings(stops)
         self._watched = bool(stops)
         self.text = ""
@@ -77,7 +81,9 @@ class RowText:
         steps = [[token] for token in tokens] if self._watched else [list(tokens)]
         used = 0
         for step in steps:
-            certain, stopped = self._stops.push(self._detokenizer.push(step))
+            certain, stopped = self._stops.push(
+                self._detokenizer.push([token for token in step if token not in self._silent])
+            )
             gained += certain
             used += len(step)
             if stopped:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxspec.io.gguf_ends import end_ids
 from jaxspec.io.gguf_file import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.hf_config import MAX_FACTOR, MAX_THETA, MIN_EPSILON, check_context
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
@@ -119,7 +120,7 @@ def _config(file: GGUFFile) -> LlamaConfig:
         qk_norm=architecture == "qwen3",
         sliding_windows=(own.size("attention.sliding_window"),) * layers if window else (),
         bos_token_id=ids.get("bos"),
-        eos_token_ids=tuple(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids)),
+        eos_token_ids=end_ids(file),
         model_type="mistral" if window and architecture == "llama" else architecture,
     )
     check_context(config, f"{architecture}.context_length")

@@ -1,7 +1,9 @@
 """Tokenizers made of a GGUF file's metadata.
 
 Byte-level BPE (`gpt2`) follows the pre-tokenizers of the models' own tokenizer.json files, and so llama.cpp's.
-SentencePiece BPE (`llama`) is split as transformers' `LlamaTokenizer` does it.
+SentencePiece BPE (`llama`) gives llama.cpp's ids: a space is put before every piece of text, after special tokens too.
+transformers' `LlamaTokenizer` puts one only at the beginning of a text, where `legacy` is not true, and none before a
+text that begins with one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxspec.io.gguf_ends import END_TEXTS
 from jaxspec.io.gguf_file import GGUFFile, read, token_ids
 from jaxspec.io.tokenizer_file import FileTokenizer
 
@@ -83,20 +86,15 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     return _LIST in read(path).metadata
 
 
-def build(path: str | os.PathLike[str], transformers: Callable[[], Any]) -> FileTokenizer:
+def build(path: str | os.PathLike[str]) -> FileTokenizer:
     """The tokenizer of a GGUF file, with its special tokens and chat template.
-
-    Args:
-      path: the file.
-      transformers: imports the package, for the chat template.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it has no vocabulary, one of a kind that is not supported, or a damaged one; one line.
     """
     file = read(path)
-    backend, named = _backend(file)
-    return FileTokenizer(backend, named, lambda: _by_transformers(transformers(), file, backend, named))
+    return FileTokenizer(*_backend(file), file.metadata.get("tokenizer.chat_template"))
 
 
 def save(
@@ -108,17 +106,14 @@ def save(
       ValueError, FileNotFoundError: as `build`.
     """
     file = read(path)
-    loaded = _by_transformers(transformers(), file, *_backend(file))
-    loaded.save_pretrained(str(directory), save_jinja_files=False)
-
-
-def _by_transformers(package: Any, file: GGUFFile, backend: Tokenizer, named: dict[str, str]) -> Any:
-    return package.PreTrainedTokenizerFast(
+    backend, named = _backend(file)
+    loaded = transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
         **named,
     )
+    loaded.save_pretrained(str(directory), save_jinja_files=False)
 
 
 def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
@@ -149,8 +144,8 @@ def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), "isolated"))
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.pattern is None))
+    # llama.cpp reads `add_space_prefix` for SentencePiece alone.
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if split.compose:
         backend.normalizer = normalizers.NFC()
@@ -168,7 +163,9 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
     unknown = metadata["tokenizer.ggml.tokens"][token_ids(file)["unknown"]]
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first" if prefix else "never", split=False)
+    # Of the text between two special tokens, as Llama 2's own tokenizer.json has it.
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
@@ -214,12 +211,14 @@ def _add_special(file: GGUFFile, backend: Tokenizer, bos: bool) -> dict[str, str
     metadata, ids = file.metadata, token_ids(file)
     tokens, types = metadata[_LIST], _types(metadata).tolist()
     named = {_NAMED[name]: tokens[index] for name, index in ids.items() if name in _NAMED}
+    # Special whatever type a file gives them, as in llama.cpp.
+    special = END_TEXTS | set(named.values())
     # A token of the vocabulary keeps its id.
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind == _CONTROL or token in named.values())
+            AddedToken(token, normalized=False, special=kind == _CONTROL or token in special)
             for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED) or token in named.values()
+            if kind in (_CONTROL, _USER_DEFINED) or token in special
         ]
     )
     around = [

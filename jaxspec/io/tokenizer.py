@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
@@ -16,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import gguf_tokenizer
+from jaxspec.io.chat import ChatTemplate, default_template, stored_template
+from jaxspec.io.extras import MissingExtra, require
 from jaxspec.io.files import read_text, refuse_pointer
 from jaxspec.io.gguf_file import is_gguf
 from jaxspec.io.messages import brief_errors
 from jaxspec.io.tokenizer_file import read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
+SENTENCEPIECE = "tokenizer.model"
+_VOCABULARIES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", "tekken.json", "vocab.txt")
 FILES = (
     *_VOCABULARIES,
     "merges.txt",
@@ -30,6 +32,7 @@ FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A window this long is shortened, so that the cost of a token does not grow with the text.
@@ -69,16 +72,17 @@ def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None
             refuse_pointer(directory / name)
     loaded: Any
     if is_gguf(directory):
-        loaded = gguf_tokenizer.build(directory, _transformers)
+        loaded = gguf_tokenizer.build(directory)
     else:
-        by_transformers = functools.partial(_load_by_transformers, directory)
-        loaded = read_tokenizer(directory, by_transformers) or by_transformers()
+        loaded = read_tokenizer(directory) or _load_by_transformers(directory)
+        loaded.chat_template = stored_template(directory)
     if template is not None:
         loaded.chat_template = template
     return Tokenizer(loaded)
 
 
 def _load_by_transformers(directory: Path) -> Any:
+    _check_sentencepiece(directory)
     try:
         loaded = _transformers().AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -89,6 +93,27 @@ def _load_by_transformers(directory: Path) -> Any:
     # Longer texts are refused with the model's own context; transformers would only warn of them.
     loaded.model_max_length = sys.maxsize
     return loaded
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """Refuses a SentencePiece model that cannot be read, for which transformers would name other packages."""
+    path = directory / SENTENCEPIECE
+    if (directory / "tokenizer.json").is_file() or not path.is_file():
+        return
+    wrong = f"{path} is no SentencePiece model; download it again, or give a directory with tokenizer.json"
+    with open(path, "rb") as file:
+        if file.read(1) != b"\n":  # the tag of its list of pieces
+            raise ValueError(wrong)
+    try:
+        require("sentencepiece", "sentencepiece", "google.protobuf")
+    except MissingExtra as error:
+        raise ValueError(f"{path} has no tokenizer.json beside it; {error}") from None
+    import sentencepiece
+
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError):
+        raise ValueError(wrong) from None
 
 
 def _transformers() -> Any:
@@ -154,26 +179,47 @@ class Tokenizer:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
         return self._one_bos(self._loaded.encode(text))
 
-    def encode_chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the model's answer begins.
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text; None if there is none."""
+        index = self._loaded.get_vocab().get(text)
+        return index if index in self._skipped else None
+
+    @property
+    def special_tokens(self) -> Mapping[str, Any]:
+        """The special tokens that have a name, by it, such as bos_token."""
+        named: Mapping[str, Any] = self._loaded.special_tokens_map
+        return named
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """The chat template; None if there is none.
+
+        Raises:
+          ValueError: there are several, see `io.chat.default_template`.
+        """
+        template = default_template(self._loaded.chat_template)
+        return ChatTemplate(template, self.special_tokens) if template else None
+
+    def encode_chat(
+        self, messages: str | Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, up to the place where the model's answer begins or goes on.
 
         Args:
-          messages: with `role` and `content` each; a string is one message of the user.
+          messages: with `role` and `content` each; a string is one message of the user. A last message of the
+            assistant is continued: what the template writes after its content is left out.
+          variables: of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
           ValueError: the tokenizer has no chat template, or its template refuses the conversation.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if not self.has_chat_template:
+        chat = self.chat
+        if chat is None:
             raise ValueError("the model has no chat template; give one with chat_template=FILE")
-        try:
-            text = self._loaded.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # what a Jinja template raises is up to its author
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"the chat template cannot render the conversation: {reason}") from None
+        go_on = bool(messages) and messages[-1].get("role") == "assistant"
+        text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
         return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
 
     def _one_bos(self, ids: list[int]) -> list[int]:

@@ -3,7 +3,7 @@ and two seconds where PyTorch is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,21 @@ class FileTokenizer:
     Args:
       backend: the tokenizer.
       named: the named special tokens, such as bos_token.
-      transformers: loads the same tokenizer by transformers, for its chat template.
+      chat_template: as it is stored, see `io.chat.default_template`; None if there is none.
 
     Attributes:
+      chat_template: as it was given.
+      special_tokens_map: the named tokens.
+      eos_token_id: None if there is no such token.
       bos_token_id: None if there is no such token.
       all_special_ids: of the named tokens.
       added_tokens_decoder: the added tokens by id.
     """
 
-    def __init__(self, backend: Backend, named: dict[str, str], transformers: Callable[[], Any]) -> None:
-        self._backend, self._transformers, self._loaded = backend, transformers, None
+    def __init__(self, backend: Backend, named: dict[str, str], chat_template: Any = None) -> None:
+        self._backend, self.special_tokens_map, self.chat_template = backend, named, chat_template
         ids = {name: backend.token_to_id(token) for name, token in named.items()}
-        self.bos_token_id = ids.get("bos_token")
+        self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
         self.all_special_ids = [index for index in ids.values() if index is not None]
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
 
@@ -78,32 +81,9 @@ class FileTokenizer:
         """The token of an id; None if there is none."""
         return self._backend.id_to_token(index)
 
-    @property
-    def chat_template(self) -> Any:
-        """The Jinja template of the model; None if it has none."""
-        return self._by_transformers().chat_template
 
-    @chat_template.setter
-    def chat_template(self, template: str) -> None:
-        self._by_transformers().chat_template = template
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-        """As that of transformers."""
-        return self._by_transformers().apply_chat_template(messages, **options)
-
-    def _by_transformers(self) -> Any:
-        if self._loaded is None:
-            self._loaded = self._transformers()
-        return self._loaded
-
-
-def read_tokenizer(directory: Path, transformers: Callable[[], Any]) -> FileTokenizer | None:
-    """The tokenizer of a directory, if `tokenizer.json` says all about it; None if only transformers knows.
-
-    Args:
-      directory: of the model.
-      transformers: loads the same tokenizer by transformers.
-    """
+def read_tokenizer(directory: Path) -> FileTokenizer | None:
+    """The tokenizer of a directory without its chat template; None if `tokenizer.json` does not say all about it."""
     try:
         settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
         backend = Backend.from_file(str(directory / "tokenizer.json"))
@@ -135,7 +115,7 @@ def read_tokenizer(directory: Path, transformers: Callable[[], Any]) -> FileToke
         adds = bool(around) and around[place] == named.get(name)
         if f"add_{name}" in settings and bool(settings[f"add_{name}"]) != adds:
             return None
-    return FileTokenizer(backend, named, transformers)
+    return FileTokenizer(backend, named)
 
 
 def _content(token: Any) -> str:

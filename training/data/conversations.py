@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import jinja2
+from jaxspec.io.chat import ChatTemplate
+from jaxspec.io.tokenizer import has_tokenizer, load_tokenizer
 
-from jaxspec.io.files import read_json, read_text
-
-SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # Vicuna's form, for a model whose tokenizer brings no chat template of its own.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -21,6 +20,9 @@ CHAT_TEMPLATE = (
 )
 
 
+_EOS = "</s>"
+
+
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """A chat template and its special tokens, by which conversations become text.
@@ -28,44 +30,81 @@ class Chat:
     Attributes:
       template: Jinja, as in a tokenizer's `chat_template`.
       bos_token, eos_token: what the template may write.
+      other_tokens: further special tokens by name, such as pad_token.
     """
 
     template: str = CHAT_TEMPLATE
     bos_token: str = ""
-    eos_token: str = "</s>"
+    eos_token: str = _EOS
+    other_tokens: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def render(self, messages: list[dict[str, str]], ask: bool) -> str:
-        """The text of messages with `role` and `content`; `ask` adds what stands before an answer."""
-        return _compiled(self.template).render(
-            messages=messages,
-            add_generation_prompt=ask,
-            bos_token=self.bos_token,
-            eos_token=self.eos_token,
-            raise_exception=_refuse,
-        )
+    def pieces(
+        self, messages: Sequence[Mapping[str, Any]], learned: Container[int] | None = None
+    ) -> list[tuple[str, bool]]:
+        """The text of a conversation up to its last answer, in pieces, and whether each is to be learned.
+
+        Answers are the template's `{% generation %}` blocks. For a template without such blocks each is what an
+        assistant's message adds to the text before it, with the end that the template gives it.
+
+        Args:
+          messages: with `role` and `content` each.
+          learned: the numbers of the messages whose answers are learned; None for all.
+
+        Raises:
+          ValueError: the template refuses the conversation, or rewrites earlier turns and marks no answers; one line.
+        """
+        ends = [at for at, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        if not ends:
+            return []
+        whole = self._template.render(messages[: ends[-1]])
+        if whole.answers:
+            return _cut(whole.text, whole.answers, _chosen(ends, learned, len(whole.answers)))
+        borders, done = [], ""
+        for end in ends:
+            asked = self._template.render(messages[: end - 1], ask=True).text
+            answered = whole.text if end == ends[-1] else self._template.render(messages[:end]).text
+            if not answered.startswith(asked) or not asked.startswith(done):
+                raise ValueError("the chat template rewrites earlier turns; the answers cannot be separated")
+            borders.append((len(asked), len(answered)))
+            done = answered
+        return _cut(whole.text, borders, _chosen(ends, learned, len(borders)))
+
+    @property
+    def _template(self) -> ChatTemplate:
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        return ChatTemplate(self.template, {**self.other_tokens, **named})
 
 
 def chat_of(directory: Path) -> Chat:
-    """Reads the chat template of a model's tokenizer; Vicuna's form where it has none."""
-    settings = read_json(directory / SETTINGS) if (directory / SETTINGS).is_file() else {}
-    template = settings.get("chat_template")
-    if (directory / TEMPLATE).is_file():
-        template = read_text(directory / TEMPLATE, "a chat template is Jinja")
-    if isinstance(template, list):  # several by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    """The chat template of a model's tokenizer; Vicuna's form where it has none.
 
-    def token(name: str, usual: str) -> str:
-        value = settings.get(name) or usual
-        return value["content"] if isinstance(value, dict) else value
-
-    return Chat(template or CHAT_TEMPLATE, token("bos_token", ""), token("eos_token", "</s>"))
+    Raises:
+      ValueError: the tokenizer or its template is damaged.
+    """
+    if not has_tokenizer(directory):
+        return Chat()
+    tokenizer = load_tokenizer(directory)
+    named, chat = dict(tokenizer.special_tokens), tokenizer.chat
+    marks = named.pop("bos_token", ""), named.pop("eos_token", _EOS)
+    return Chat(CHAT_TEMPLATE if chat is None else chat.template, *marks, named)
 
 
-@functools.cache
-def _compiled(template: str) -> jinja2.Template:
-    return jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+def _chosen(ends: Sequence[int], learned: Container[int] | None, count: int) -> list[bool]:
+    """Whether each of `count` answers is learned, where answer i ends with message number ends[i] - 1."""
+    if learned is None:
+        return [True] * count
+    if count != len(ends):
+        raise ValueError(
+            f"the chat template marks {count} answers in {len(ends)} turns of the assistant; give a conversation of "
+            "which every answer is learned"
+        )
+    return [end - 1 in learned for end in ends]
 
 
-def _refuse(message: str) -> str:
-    raise jinja2.TemplateError(message)
+def _cut(text: str, answers: Sequence[tuple[int, int]], learn: Sequence[bool]) -> list[tuple[str, bool]]:
+    """A text in pieces that are learned or not, none of them empty but a first one that is no answer."""
+    pieces, at = [], 0
+    for (begin, end), wanted in zip(answers, learn, strict=True):
+        pieces += [(text[at:begin], False), (text[begin:end], wanted)]
+        at = end
+    return pieces + ([(text[at:], False)] if text[at:] else [])

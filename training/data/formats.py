@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Container, Mapping
 from typing import Any
-
-import jinja2
 
 from jaxspec.io.messages import shown
 from training.data import copy_edit
@@ -235,26 +234,11 @@ def _conversation(
     messages: list[dict[str, str]], chat: Chat, learned: Container[int] | None = None
 ) -> list[Document]:
     """Only the answers are learned, with the end that the template gives each; of these, those in `learned`."""
-    spans: list[Span] = []
-    done = ""
-    for count, message in enumerate(messages, start=1):
-        if message["role"] != "assistant":
-            continue
-        try:
-            asked = chat.render(messages[: count - 1], ask=True)
-            answered = chat.render(messages[:count], ask=False)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from None
-        if not answered.startswith(asked) or not asked.startswith(done):
-            raise ValueError("the chat template rewrites earlier turns; the answers cannot be separated")
-        learn = learned is None or count - 1 in learned
-        spans += [Span(asked[len(done) :], learn=False), Span(answered[len(asked) :], learn)]
-        done = answered
-    joined = [
-        Span("".join(span.text for span in group), learn)
-        for learn, group in itertools.groupby(spans, key=lambda span: span.learn)
-    ]
-    return [Document(tuple(joined), done, chat=True)] if any(span.learn for span in joined) else []
+    pieces = itertools.groupby(chat.pieces(messages, learned), key=operator.itemgetter(1))
+    spans = tuple(Span("".join(text for text, _ in group), learn) for learn, group in pieces)
+    if not any(span.learn for span in spans):
+        return []
+    return [Document(spans, "".join(span.text for span in spans), chat=True)]
 
 
 def gsm8k_prompt(question: str) -> str:
