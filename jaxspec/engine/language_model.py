@@ -45,6 +45,7 @@ from jaxspec.engine.requests import (
     needs_sampling,
     requests_of,
     stop_strings,
+    warn_of_no_effect,
 )
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
@@ -54,6 +55,7 @@ from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, cost_files, memory, processes
 from jaxspec.io.arguments import flag, whole
 from jaxspec.io.hf_config import check_exits
+from jaxspec.io.hf_generation import SAMPLING, Rules
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import Sampled, law_name
 from jaxspec.io.tokenizer import Tokenizer
@@ -124,6 +126,12 @@ def load(
     if mesh is None:
         memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits)
     tokenizer = find_tokenizer(directory, chat_template)
+    if ignored := checkpoint.unapplied_settings(directory):
+        warnings.warn(
+            f"generation_config.json of {shown(name)} asks for {', '.join(ignored)}, which jaxspec does not apply",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
     return LanguageModel(
         config,
@@ -150,7 +158,8 @@ class LanguageModel:
       directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
       mesh: over which params are spread, by `model.sharding.spread`; None for one device.
-      defaults: sampling numbers used where none are given, as in `generation_config.json`.
+      defaults: what holds where nothing else is given, as in `generation_config.json`: sampling numbers, penalties,
+        and tokens that are suppressed (see `io.hf_generation`).
       exits: the exits that it was trained for, in layers run (SoFT).
       sampled: of quantised parameters, what was read of each leaf for the fingerprint, see `methods.LoadedModel`.
 
@@ -181,7 +190,7 @@ class LanguageModel:
             mesh = automatic(mesh)
             device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.local_devices()[0], mesh
-        self.defaults = _sampling_defaults(defaults or {})
+        self.defaults = _defaults(defaults or {})
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers), sampled)
         self.executables = Executables()
 
@@ -276,6 +285,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
@@ -297,6 +309,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
@@ -324,7 +339,11 @@ class LanguageModel:
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
-          top_k, top_p, min_p: see `sampling.Sampling`.
+          top_k, top_p, min_p: see `sampling.Sampling`. At temperature 0 they have no effect, and a `RuntimeWarning`
+            says so.
+          repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; for all or per prompt, and
+            where one is None what the model's generation_config.json says. They are part of the model's law, with every
+            method: drafts count as text for the tokens after them.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
             prompt's text does not depend on its place in the list; with method `auto` and an acceptor that is not
             coupled it does, as choices are the batch's, and prompts of one seed have streams of their own.
@@ -373,6 +392,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         ignore_eos: bool = False,
@@ -411,6 +433,9 @@ class LanguageModel:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             seed=seed,
             stop=stop,
             ignore_eos=ignore_eos,
@@ -434,6 +459,9 @@ class LanguageModel:
         top_k: Any = None,
         top_p: Any = None,
         min_p: Any = None,
+        repetition_penalty: Any = None,
+        presence_penalty: Any = None,
+        frequency_penalty: Any = None,
         seed: Any = 0,
         stop: Any = (),
         ignore_eos: bool = False,
@@ -455,7 +483,15 @@ class LanguageModel:
         rows = whole("max_batch", max_batch)
         if rows < 1:
             raise ValueError(f"max_batch is {rows}; give at least 1")
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+        }
         requests = requests_of(
             batch,
             functools.partial(self.encode, chat=chat),
@@ -464,8 +500,10 @@ class LanguageModel:
             law={name: self.defaults.get(name) if value is None else value for name, value in given.items()},
             seed=seed,
             ignore_eos=ignore_eos,
+            rules=Rules.of(self.defaults),
             name="prompts" if messages is None else "messages",
         )
+        warn_of_no_effect(requests, given)
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         method = self._made(method, options)
         if acceptor is None and isinstance(method, Auto):
@@ -669,11 +707,11 @@ class LanguageModel:
                 yield piece
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling numbers of a generation config, which count only where it samples."""
-    if not generation.get("do_sample"):
-        return {}
-    return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
+def _defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a generation config, of which the sampling numbers count only where it samples."""
+    if generation.get("do_sample"):
+        return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
+    return {name: n for name, n in generation.items() if name != "do_sample" and name not in SAMPLING}
 
 
 # What `generate` takes beside a method's options, for the guess at what a misspelt one means.

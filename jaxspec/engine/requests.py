@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.io.arguments import listed, real, whole
+from jaxspec.io.hf_generation import NO_RULES, Rules
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
@@ -38,6 +40,8 @@ class RowRequest:
       max_new_tokens: at least 1.
       eos_ids: tokens that end it.
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
+      repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
+      rules: what the model's generation_config.json forbids.
       seed: with `stream`, names the row's randomness.
       stream: apart from other rows of the same seed.
 
@@ -52,6 +56,10 @@ class RowRequest:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    rules: Rules = NO_RULES
     seed: int = 0
     stream: int = 0
 
@@ -66,11 +74,33 @@ class RowRequest:
             raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; give a number from 0 to 1")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; give a positive number, 1 for none"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; give a finite number, 0 for none")
 
 
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:
     """Whether any row is drawn at random."""
     return any(request.temperature > 0 for request in requests)
+
+
+def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
+    """Warns of filters that were given and that no text is drawn by, because those that have them are greedy.
+
+    `given`: what a caller said of the law, by name; None where nothing.
+    """
+    drawn = filters_used([request for request in requests if request.temperature > 0])
+    if idle := [name for name in filters_used(requests) if name not in drawn and given.get(name) is not None]:
+        names, verb = " and ".join(f"`{name}`" for name in idle), "has" if len(idle) == 1 else "have"
+        warnings.warn(
+            f"{names} {verb} no effect at temperature 0; give a temperature above 0",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
@@ -184,6 +214,7 @@ def requests_of(
     law: Mapping[str, Any],
     seed: Any,
     ignore_eos: bool,
+    rules: Rules = NO_RULES,
     name: str = "prompts",
 ) -> list[RowRequest]:
     """One request per prompt.
@@ -193,8 +224,9 @@ def requests_of(
       encode: a text or messages → token ids.
       config: the target.
       max_new_tokens, seed: as in `LanguageModel.generate`.
-      law: temperature, top_k, top_p and min_p, as there; None where nothing is said.
+      law: temperature, top_k, top_p, min_p and penalties, as there; None where nothing is said.
       ignore_eos: as there.
+      rules: what the model's generation_config.json forbids.
       name: of the argument that holds the batch.
 
     Raises:
@@ -225,6 +257,7 @@ def requests_of(
                 prompt=tuple(ids),
                 max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
                 eos_ids=() if ignore_eos else config.eos_token_ids,
+                rules=rules,
                 seed=0 if seeds[index] is None else seeds[index],
                 # With a seed of its own a row does not depend on its place in the list.
                 stream=0 if own else index,
