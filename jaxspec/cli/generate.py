@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
+from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, printable, shows_colour
 from jaxspec.methods import Method, registry
 from jaxspec.methods.flat import usable_methods
 
@@ -154,9 +154,11 @@ class _Output:
         self._text += piece.text
         self._tokens += piece.tokens
         self._statistics = piece.statistics
-        shown = self._painter.paint(piece) if self._painter is not None else piece.text
-        if self._painter is not None and not self._written:
-            shown = painted(self._prompt, DIM) + shown
+        shown = printable(piece.text, sys.stdout)
+        if self._painter is not None:
+            shown = self._painter.paint(piece)
+            if not self._written:
+                shown = painted(printable(self._prompt, sys.stdout), DIM) + shown
         self._written.append(shown)
         if self._streams:
             self._progress.stop()
@@ -205,9 +207,10 @@ class _Painter:
         spans = []
         for at, token in enumerate(piece.token_records, 1):
             gained, _, _ = self._row.push([token.id], ended and at == len(piece.token_records))
+            gained = printable(gained, sys.stdout)
             spans.append(painted(gained, ACCEPTED) if token.drafted else gained)
         if ended and not piece.token_records:
-            spans.append(self._row.push([], True)[0])
+            spans.append(printable(self._row.push([], True)[0], sys.stdout))
         return "".join(spans)
 
 

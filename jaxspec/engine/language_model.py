@@ -45,6 +45,7 @@ from jaxspec.engine.requests import (
     needs_sampling,
     requests_of,
     stop_strings,
+    unpadded,
     warn_of_no_effect,
 )
 from jaxspec.engine.results import Piece, Result
@@ -203,6 +204,12 @@ class LanguageModel:
             f"{self.dtype}{held}, on {place(self.device, self.mesh)}>"
         )
 
+    @property
+    def _pad_ids(self) -> set[int]:
+        """The tokens with which callers pad: the tokenizer's, and an end-of-text token, which many take for it."""
+        pad = None if self.tokenizer is None else self.tokenizer.pad_id
+        return {*self.config.eos_token_ids, *(() if pad is None else (pad,))}
+
     @functools.cached_property
     def _drafts(self) -> Drafts:
         dtype = self.params["embed"].dtype
@@ -278,6 +285,7 @@ class LanguageModel:
         prompts: Prompt | Conversation | None = None,
         *,
         messages: Conversation | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -302,6 +310,7 @@ class LanguageModel:
         prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation] | None = None,
         *,
         messages: Sequence[Conversation] | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -327,9 +336,12 @@ class LanguageModel:
         """Generates a text after each prompt.
 
         Args:
-          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists.
+          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists. What a
+            tokenizer of transformers returns, `input_ids` with `attention_mask`, is taken as well.
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
             chat template, or a list of such conversations.
+          attention_mask: of token ids that are padded, 0 for each id that is padding, else 1; it is left out of the
+            prompts. An array of two dimensions with padding and without a mask is refused.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
           acceptor: how drafts are accepted: greedy, rejection, block or coupled, with each of which the text keeps its
@@ -385,6 +397,7 @@ class LanguageModel:
         prompts: Prompts | None = None,
         *,
         messages: Conversation | Sequence[Conversation] | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -426,6 +439,7 @@ class LanguageModel:
             STREAM_ROUNDS,
             prompts,
             messages=messages,
+            attention_mask=attention_mask,
             method=method,
             acceptor=acceptor,
             max_new_tokens=max_new_tokens,
@@ -452,6 +466,7 @@ class LanguageModel:
         prompts: Any,
         *,
         messages: Any = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Any = None,
@@ -476,6 +491,7 @@ class LanguageModel:
         """
         ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
         chat = flag("chat", chat)
+        prompts = unpadded(prompts, attention_mask, self._pad_ids)
         batch, single = batch_of(prompts, messages)
         stops = stop_strings(stop)
         if stops and self.tokenizer is None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ Numbers = float | Sequence[float | None] | None
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
+_MASK = "give 0 or 1 for each token id of the prompts"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
 
 
@@ -166,6 +167,53 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
     if isinstance(given, str) or (not isinstance(batch[0], str) and listed(batch[0]) is None):
         return [_prompt(name, given, wanted)], True
     return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False
+
+
+def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
+    """The prompts without the padding that `attention_mask` names; what has none is returned as it is.
+
+    Args:
+      prompts: as in `LanguageModel.generate`.
+      mask: 0 for each id that is padding and 1 for the others, in the shape of the ids; None where nothing is said.
+      pad_ids: tokens that a tokenizer may pad with.
+
+    Raises:
+      ValueError: the mask is nothing of the kind, or an array of two dimensions has rows with padding and no mask.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer of transformers returns
+        mask = prompts.get("attention_mask") if mask is None else mask
+        prompts = prompts["input_ids"]
+    if mask is None:
+        if getattr(prompts, "ndim", 0) == 2 and _looks_padded(prompts.tolist(), pad_ids):
+            raise ValueError(
+                "`prompts` is an array whose rows begin or end with the tokenizer's padding; give `attention_mask`, or "
+                "lists without padding"
+            )
+        return prompts
+    rows, masks = listed(prompts), listed(mask)
+    if rows is None or masks is None or len(rows) != len(masks) or not rows:
+        raise ValueError(f"attention_mask is {shown(mask)}; {_MASK}")
+    if listed(rows[0]) is None:
+        return _kept(rows, masks)
+    return [_kept(listed(row), listed(own)) for row, own in zip(rows, masks, strict=True)]
+
+
+def _kept(ids: list[Any] | None, mask: list[Any] | None) -> list[Any]:
+    """The ids for which the mask is 1."""
+    if ids is None or mask is None or len(ids) != len(mask) or any(one not in (0, 1) for one in mask):
+        raise ValueError(f"attention_mask has {shown(mask)} for the ids {shown(ids)}; {_MASK}")
+    return [token for token, one in zip(ids, mask, strict=True) if one]
+
+
+def _looks_padded(rows: list[list[int]], pad_ids: Collection[int]) -> bool:
+    """Whether some rows begin or end with padding and others do not, or one does so with two tokens of it."""
+    for at, next_at in ((0, 1), (-1, -2)):
+        padded = [row[at] in pad_ids for row in rows if row]
+        if any(padded) and not all(padded):
+            return True
+        if any(len(row) > 1 and row[at] == row[next_at] and row[at] in pad_ids for row in rows):
+            return True
+    return False
 
 
 def is_text_or_ids(prompt: Any) -> bool:

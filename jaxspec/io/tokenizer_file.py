@@ -44,7 +44,7 @@ class FileTokenizer:
       transformers: loads the same tokenizer by transformers, for its chat template.
 
     Attributes:
-      bos_token_id: None if there is no such token.
+      bos_token_id, pad_token_id: None if there is no such token.
       all_special_ids: of the named tokens.
       added_tokens_decoder: the added tokens by id.
     """
@@ -53,6 +53,7 @@ class FileTokenizer:
         self._backend, self._transformers, self._loaded = backend, transformers, None
         ids = {name: backend.token_to_id(token) for name, token in named.items()}
         self.bos_token_id = ids.get("bos_token")
+        self.pad_token_id = ids.get("pad_token")
         self.all_special_ids = [index for index in ids.values() if index is not None]
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
 
