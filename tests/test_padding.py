@@ -13,7 +13,9 @@ import pytest
 from jaxspec import LanguageModel
 from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
+from jaxspec.io.head_rows import refitted
 from jaxspec.io.head_writer import write_head
+from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.eagle import HeadConfig
 from jaxspec.model.hydra import HydraConfig
@@ -42,7 +44,7 @@ def model(rows: int, config: LlamaConfig = tiny.TARGET, **options) -> LanguageMo
     return LanguageModel(config, params, tiny.tokenizer(), name=f"rows{rows}", **options)
 
 
-SIZES = [(TOKENS, PADDED), (PADDED, TOKENS), (PADDED, PADDED + 4), (TOKENS, TOKENS - 2)]
+MORE, FEWER = (TOKENS, PADDED), (PADDED, TOKENS)
 DRAFTS = {
     "draft-exit": {"method": "draft-model", "draft_exit": 1, "stop_rule": "confidence", "gamma": 0.1},
     "s2d": {"method": "s2d"},
@@ -67,7 +69,7 @@ def check(lm: LanguageModel, rows: int, **method) -> None:
         assert (drafted[:, rows:] == -jnp.inf).all()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [MORE, FEWER, (TOKENS, TOKENS - 2)], ids=str)
 def test_a_draft_model_with_other_rows(sizes):
     target, rows = sizes
     check(model(target), rows, method="draft-model", draft=model(rows, tiny.SMALL))
@@ -121,8 +123,13 @@ def written(name: str, rows: int, directory) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(("eagle", MORE), ("eagle", FEWER), ("eagle3", FEWER), ("medusa", FEWER), ("medusa-shared", MORE)),
+        *(("hydra", MORE), ("hydra", FEWER), ("kangaroo", MORE)),
+    ],
+)
 def test_a_head_with_other_rows(name, sizes, tmp_path):
     target, rows = sizes
     method = name.partition("-")[0]
@@ -142,8 +149,75 @@ def test_other_tokenizers_are_refused_whatever_their_size():
     lm = model(TOKENS)
     lm.tokenizer = other
     with pytest.raises(ValueError, match="another vocabulary than the target, of the same size"):
-        lm.generate([5], method="draft-model", draft=model(TOKENS, tiny.SMALL))
+        lm.drafter("draft-model", draft=model(TOKENS, tiny.SMALL))
     larger = model(PADDED)
     larger.tokenizer = other
     with pytest.raises(ValueError, match="vocabulary of 13 tokens, the target of 16, and another tokenizer"):
-        larger.generate([5], method="draft-model", draft=model(TOKENS, tiny.SMALL))
+        larger.drafter("draft-model", draft=model(TOKENS, tiny.SMALL))
+
+
+def tensors(**shapes: tuple[int, ...]) -> Tensors:
+    found = Tensors()
+    found |= {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    return found
+
+
+# A head's config and the shapes of its tensors, with 16 rows; then which tensors have a row for each token.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], set[str]]] = {
+    "eagle": (
+        {"vocab_size": 16},
+        {"embed_tokens.weight": (16, 8), "fc.weight": (16, 8)},
+        {"embed_tokens.weight"},
+    ),
+    "eagle with a head": ({"vocab_size": 16}, {"model.lm_head.weight": (16, 8)}, {"model.lm_head.weight"}),
+    "eagle3 of a part": (
+        {"vocab_size": 16, "draft_vocab_size": 6},
+        {"lm_head.weight": (6, 8), "d2t": (6,), "t2d": (16,), "embed_tokens.weight": (16, 8)},
+        {"t2d", "embed_tokens.weight"},
+    ),
+    "speculators": (
+        {"transformer_layer_config": {"vocab_size": 16}, "draft_vocab_size": 16},
+        {"embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8)},
+        {"embed_tokens.weight", "lm_head.weight"},
+    ),
+    "medusa's authors": ({}, {"0.0.linear.weight": (16, 16), "0.1.weight": (16, 16)}, {"0.1.weight"}),
+    "medusa in a model": ({}, {"medusa_head.1.1.weight": (16, 8)}, {"medusa_head.1.1.weight"}),
+    "vLLM": (
+        {"vocab_size": 16},
+        {"lm_heads.0.weight": (16, 8), "lm_heads.1.weight": (16, 8)},
+        {"lm_heads.0.weight"},
+    ),
+    "hydra": (
+        {},
+        {"hydra_lm_head.0.weight": (16, 8), "hydra_lm_head.0.bias": (16,)},
+        {"hydra_lm_head.0.bias"},
+    ),
+    "hydra++": ({}, {"hydra_lm_head.2.1.weight": (16, 8)}, {"hydra_lm_head.2.1.weight"}),
+    "dflash": ({"vocab_size": 16}, {"fc.weight": (16, 8), "hidden_norm.weight": (16,)}, set()),
+    "kangaroo": ({"vocab_size": 16}, {"layers.0.self_attn.q_proj.weight": (16, 8)}, set()),
+}
+
+
+@pytest.mark.parametrize("size", [13, 20])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_published_layout_is_refitted(name, size):
+    content, shapes, by_token = LAYOUTS[name]
+    fitted, found, rows = refitted(content, tensors(**shapes), size, num_tokens=13)
+    assert rows == min(16, size)
+    assert {name for name in by_token if len(found[name]) == size} == by_token
+    assert all(len(found[name]) in (shapes[name][0], size) for name in shapes)
+    assert all(
+        len(found[name]) == shapes[name][0]
+        for name in shapes
+        if name.endswith(("fc.weight", "linear.weight"))
+    )
+    if "vocab_size" in content:
+        assert fitted["vocab_size"] == size
+    if size > 16:
+        assert all((found[name][16:] == 0).all() for name in by_token)
+
+
+@pytest.mark.parametrize(("size", "num_tokens"), [(16, 13), (13, 14), (20, 17)])
+def test_what_differs_in_more_than_padding_stays_as_it_is(size, num_tokens):
+    content, given = {"vocab_size": 16}, tensors(**{"embed_tokens.weight": (16, 8)})
+    assert refitted(content, given, size, num_tokens) == (content, given, size)

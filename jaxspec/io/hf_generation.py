@@ -9,6 +9,8 @@ from typing import Any
 from jaxspec.io.hf_values import flag, number, token_ids, whole
 from jaxspec.io.messages import shown
 
+# Each token of an n-gram, and of a bad word, is a comparison in the compiled program.
+_MOST_NGRAM, _MOST_WORD = 64, 64
 # The keys that say how a token is drawn: they mean something only where do_sample is true.
 SAMPLING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "temperature": lambda values: number(values, "temperature", 0, 1e6),
@@ -57,8 +59,6 @@ _UNAPPLIED: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "stop_strings": ([], ""),
 }
-# Each token of an n-gram, and of a bad word, is a comparison in the compiled program.
-_MOST_NGRAM, _MOST_WORD = 64, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def unapplied(content: Mapping[str, Any]) -> list[str]:
 
 
 def _words(value: Any) -> tuple[tuple[int, ...], ...]:
-    words = value if isinstance(value, list) else [None]
+    words: list[Any] = value if isinstance(value, list) else [None]
     for word in words:
         whole_ids = isinstance(word, list) and all(
             type(token) is int and 0 <= token < 2**31 for token in word
