@@ -54,9 +54,8 @@ def refitted(
 def _rows(content: Mapping[str, Any], found: Tensors) -> int | None:
     """How many rows the head was saved with; None where nothing says so."""
     nested = (content[key] for key in _NESTED if isinstance(content.get(key), Mapping))
-    declared = next(
-        (one["vocab_size"] for one in (*nested, content) if type(one.get("vocab_size")) is int), None
-    )
+    saved = (one.get("vocab_size") for one in (*nested, content))
+    declared: int | None = next((size for size in saved if type(size) is int), None)
     part = any(map(_names_a_part, found))
     sizes = [len(tensor) for name, tensor in found.items() if _BY_TOKEN.fullmatch(name) and tensor.ndim]
     if declared is not None and (part or not sizes or declared in sizes):
