@@ -147,7 +147,7 @@ def test_greedy_text_is_the_slow_decoders(combination):
 
 def test_the_settings_change_these_texts():
     plain = [tiny.greedy(prompt, 10) for prompt in PROMPTS]
-    for setting in NAMES:
+    for setting in set(NAMES) - {"ngram"}:  # no two tokens come twice in so short a text
         assert [greedy_text(setting, row, tiny.TARGET, 10) for row in range(3)] != plain, setting
 
 

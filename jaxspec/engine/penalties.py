@@ -58,8 +58,8 @@ class Settings:
             arrays["words"] = _filled(requests, lambda request: request.rules.longer_words, self._words)
         if self._longest_ngram:
             arrays["ngram"] = np.array([request.rules.no_repeat_ngram_size for request in requests], np.int32)
-        begin = np.array([len(request.prompt) for request in requests], np.int32)
-        return Penalties(begin, **arrays, longest_ngram=self._longest_ngram)
+        arrays["begin"] = np.array([len(request.prompt) for request in requests], np.int32)
+        return Penalties(**arrays, longest_ngram=self._longest_ngram)
 
 
 def _banned(request: RowRequest) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
         without a place; one line.
     """
     directory = Path(directory)
-    content = read_json(directory / "config.json")
+    content: Mapping[str, Any] = read_json(directory / "config.json")
     found = _open(directory)
     rows = target.vocab_size
     if num_tokens is not None:
