@@ -24,6 +24,7 @@ from jaxspec.model import llama
 from jaxspec.model import prefill as prompts
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.penalties import Penalties
 from jaxspec.protocol import (
     Acceptor,
     Drafter,
@@ -47,6 +48,7 @@ class Parts:
       one_width: whether every verification has the drafter's widest width, static: for the platforms of which
         `model.control.narrowest` compiles no other, so that the others are not traced for nothing.
       longest: int32 scalar, the most tokens of a draft where that changes from call to call; None for always K.
+      penalties: what changes the target's logits by the text before a place; None for nothing.
       kinds: their classes, see `protocol.kinds_of`; set here, whatever is given.
     """
 
@@ -55,6 +57,7 @@ class Parts:
     law: Law
     one_width: bool = struct.field(pytree_node=False, default=False)
     longest: jax.Array | None = None
+    penalties: Penalties | None = None
     kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
 
     def __post_init__(self) -> None:
@@ -263,8 +266,11 @@ def end_prefill(
     batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
     similarities = fed.similarities / request.length[:, None, None]
     logits = llama.logits(config, params.target, hidden)
-    sound = is_finite(logits)
-    token, _ = parts.law.draw(_fold_in(request.keys, request.length), logits)
+    judged = logits
+    if parts.penalties is not None:
+        judged = parts.penalties.apply(logits[:, None], request.tokens, request.length)[:, 0]
+    sound = is_finite(judged)
+    token, _ = parts.law.draw(_fold_in(request.keys, request.length), judged)
     count = sound.astype(jnp.int32)
     length = request.length + count
     done = ~sound | _is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
@@ -428,7 +434,7 @@ def decode_round(
     drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
     coupled = parts.acceptor.coupled
     draws = drawn_by(_of_places(state, depth)) if coupled else None
-    view = View(state.tokens, state.length, state.cache, room, draws)
+    view = View(state.tokens, state.length, state.cache, room, draws, parts.penalties)
     proposal, drafter_state, cache = drafter.propose(
         _fold_in(keys, 0), params, state.drafter_state, view, parts.law
     )

@@ -22,6 +22,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import Params, Tap
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Parents
+from jaxspec.penalties import Penalties
 from jaxspec.sampling import Law
 
 State = Any
@@ -63,6 +64,8 @@ class View:
         verification adds; 0 in a finished row.
       draws: [B, K + 1], the keys by which the target's next tokens will be drawn, where the acceptor is `coupled`: a
         draft that draws by the same keys is more often right. None where it must know nothing of them.
+      penalties: what changes the target's logits by the text before a place; None for nothing. A draft that follows
+        it is more often right.
 
     Examples:
       >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
@@ -75,6 +78,7 @@ class View:
     cache: KVCache
     room: jax.Array
     draws: jax.Array | None = None
+    penalties: Penalties | None = None
 
     @property
     def start(self) -> jax.Array:
@@ -203,7 +207,7 @@ class Signal:
     Attributes:
       step: int32 scalar.
       token: int32[B].
-      logits: float32[B, V], the draft's, raw; [B, N] of a draft with a vocabulary of its own.
+      logits: float32[B, V], the draft's, raw but for penalties; [B, N] of a draft with a vocabulary of its own.
       hidden: [B, D], the draft's last hidden state before the final norm.
       index: int32[B], where the token stands in `logits`; None where that is the token itself.
 

@@ -92,28 +92,30 @@ def verify(
         )
         if features is not None and branches is None:
             features = widened(features, full)
-        logits = llama.logits(config, params.target, hidden)
-        finite = is_finite(logits)
+        raw = judged = llama.logits(config, params.target, hidden)
+        if view.penalties is not None:
+            judged = view.penalties.apply(raw, view.tokens, view.length, kept.tokens, branches)
+        finite = is_finite(judged)
         if branches is None:
             sound = _leading(finite)
         # Some law in place of none: an acceptor may weigh a token by those after it.
-        logits = jnp.where(finite[..., None], logits, 0.0)
-        likely = widened(jax.lax.top_k(logits, num_likely)[1], full) if num_likely else None
+        raw, judged = (jnp.where(finite[..., None], logits, 0.0) for logits in (raw, judged))
+        likely = widened(jax.lax.top_k(raw, num_likely)[1], full) if num_likely else None
         if branches is None:
-            acceptance = acceptor.accept(keys, kept, logits, law)
-            tokens, of_path = kept.tokens, logits
+            acceptance = acceptor.accept(keys, kept, judged, law)
+            tokens, of_path = kept.tokens, raw
         else:
             accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
-            acceptance = accept(keys, kept, branches, logits, law)
+            acceptance = accept(keys, kept, branches, judged, law)
             assert acceptance.path is not None
             sound = _leading(tree.along(finite, acceptance.path))
             features = None if features is None else tree.along(features, acceptance.path)
             tokens = accepted_tokens(view, kept.tokens, acceptance)
-            of_path = tree.along(logits, acceptance.path) if log_probs else logits
+            of_path = tree.along(raw, acceptance.path) if log_probs else raw
         if not log_probs:
             return Verified(cache, acceptance, sound, None, features, likely)
-        raw = log_probs_of(of_path, with_next(tokens, acceptance))
-        return Verified(cache, acceptance, sound, widened(raw, depth + 1), features, likely)
+        reported = widened(log_probs_of(of_path, with_next(tokens, acceptance)), depth + 1)
+        return Verified(cache, acceptance, sound, reported, features, likely)
 
     def compacted(verified: Verified) -> Verified:
         if (path := verified.acceptance.path) is None:

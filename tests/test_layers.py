@@ -21,7 +21,7 @@ LAYERS = (
     "jaxspec.model.sharding jaxspec.model.dflash jaxspec.model.eagle jaxspec.model.kangaroo jaxspec.model.medusa",
     "jaxspec.model.hydra",
     "jaxspec.model.heads",
-    "jaxspec.sampling",
+    "jaxspec.sampling jaxspec.penalties",
     "jaxspec.protocol",
     "jaxspec.tree_acceptance",
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",

@@ -274,12 +274,13 @@ def test_a_converted_draft_stays_sorted(tmp_path):
 
 
 def test_what_does_not_fit_is_one_line(target, tmp_path):
-    draft = sorted_draft()
+    draft, bare = sorted_draft(), sorted_draft(vocab_size=12)
+    bare.tokenizer = None
     two = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL), tiny.tokenizer(), name="unsorted")
     for options, line in (
         ({}, "needs a draft with sorted exits, and tiny has none below its last layer; give draft=DIR"),
         ({"draft": two}, "needs a draft with sorted exits, and unsorted has none; give draft=DIR"),
-        ({"draft": sorted_draft(vocab_size=12)}, "has a vocabulary of 12 tokens, the target of 13"),
+        ({"draft": bare}, "has a vocabulary of 12 tokens, the target of 13, and one of them no tokenizer"),
         (
             {"draft": draft, "thresholds": str(tmp_path / "none.json")},
             "none.json does not exist; make thresholds with `jaxspec tune",

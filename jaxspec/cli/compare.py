@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxspec.cli.options import MethodsOptions, TextOptions, usual_methods
 from jaxspec.cli.slower import warn_slower
-from jaxspec.console.terminal import Progress
+from jaxspec.console.terminal import Progress, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _print(report: dict[str, Any]) -> None:
         print("lossy: the text does not follow the model's own distribution")
     print()
     for line in _texts(report["results"]):
-        print(line)
+        print(printable(line, sys.stdout))
 
 
 def _texts(results: list[dict[str, Any]]) -> list[str]:

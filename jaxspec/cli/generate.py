@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.slower import slower, warn_slower_by
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, shows_colour
+from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, printable, shows_colour
 from jaxspec.methods import registry
 from jaxspec.methods.flat import usable_methods
 
@@ -126,9 +126,11 @@ class _Output:
         self._text += piece.text
         self._tokens += piece.tokens
         self.statistics = piece.statistics
-        shown = self._painter.paint(piece) if self._painter is not None else piece.text
-        if self._painter is not None and not self._written:
-            shown = painted(self._prompt, DIM) + shown
+        shown = printable(piece.text, sys.stdout)
+        if self._painter is not None:
+            shown = self._painter.paint(piece)
+            if not self._written:
+                shown = painted(printable(self._prompt, sys.stdout), DIM) + shown
         self._written.append(shown)
         if self._streams:
             self._progress.stop()
@@ -177,9 +179,10 @@ class _Painter:
         spans = []
         for at, token in enumerate(piece.token_records, 1):
             gained, _, _ = self._row.push([token.id], ended and at == len(piece.token_records))
+            gained = printable(gained, sys.stdout)
             spans.append(painted(gained, ACCEPTED) if token.drafted else gained)
         if ended and not piece.token_records:
-            spans.append(self._row.push([], True)[0])
+            spans.append(printable(self._row.push([], True)[0], sys.stdout))
         return "".join(spans)
 
 

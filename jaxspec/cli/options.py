@@ -107,6 +107,22 @@ class SamplingOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PenaltyOptions:
+    """How tokens that came before are penalised. Where nothing is said, as the model's generation_config.json says.
+
+    Attributes:
+      repetition_penalty: divide the positive logits of tokens that prompt or text hold by this number, and multiply the
+        negative ones; 1 for none.
+      presence_penalty: subtract this number from the logits of tokens that the text holds; 0 for none.
+      frequency_penalty: subtract this number from a token's logit for each time that the text holds it; 0 for none.
+    """
+
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class MethodsOptions:
     """Which methods are measured beside plain decoding.
 
@@ -179,6 +195,7 @@ class TextOptions:
     json: bool = False
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
+    penalties: PenaltyOptions = PenaltyOptions()
     drafting: MethodOptions = MethodOptions()  # noqa: RUF009
 
     def load(self) -> LanguageModel:
@@ -260,7 +277,7 @@ class TextOptions:
 
     def generation(self) -> dict[str, Any]:
         """The arguments of `LanguageModel.generate`, but for prompt, method and what the method reads."""
-        return dataclasses.asdict(self.sampling) | {
+        arguments = {
             "max_new_tokens": self.max_new_tokens,
             "stop": self.stops,
             "stop_token_ids": self.stop_token_ids,
@@ -269,6 +286,7 @@ class TextOptions:
             "chat_template_kwargs": self.template_variables,
             "acceptor": self.acceptor,
         }
+        return dataclasses.asdict(self.sampling) | dataclasses.asdict(self.penalties) | arguments
 
     def method_options(self) -> dict[str, Any]:
         """The method's options that were given."""

@@ -6,6 +6,7 @@ So does a warning, while it runs.
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -51,6 +52,9 @@ class Guard:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        # A character that the stream's encoding lacks becomes "?": it is no reason to lose the rest of a text.
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+            sys.stdout.reconfigure(errors="replace")
         try:
             with interrupts.Interruptible(self._prog), warnings.catch_warnings():
                 warnings.showwarning = self._warn

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
 from typing import Any, Self, TextIO
 
 DIM, ACCEPTED = "2", "32"
+# C0 but for tab and newline, DEL, C1, and what embeds, overrides or isolates the direction of a text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # Without a terminal, seconds from one line to the next: short work stays silent.
 _PATIENCE_S = 10.0
 
@@ -16,6 +19,15 @@ _PATIENCE_S = 10.0
 def shows_colour(stream: TextIO) -> bool:
     """Whether a stream is a terminal that wants colours (see no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """A text that a model wrote, for a stream: a terminal gets control characters as escapes such as \\x1b.
+
+    They would move its cursor, change its title or reverse the order of what is shown. Newlines and tabs stay, and
+    what is no terminal gets the text as it is.
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if stream.isatty() else text
 
 
 def painted(text: str, code: str) -> str:

@@ -14,6 +14,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.vocabulary import Vocabulary
+from jaxspec.penalties import Penalties
 from jaxspec.protocol import (
     Drafter,
     Outcome,
@@ -129,6 +130,26 @@ def _as_the_target_draws(keys: jax.Array, log_probs: jax.Array, vocabulary: Voca
     return jnp.argmax(log_probs + noise[:, vocabulary.ids], axis=-1).astype(jnp.int32)
 
 
+def _penalised(
+    step: Step[Carry], view: View, penalties: Penalties, vocabulary: Vocabulary | None
+) -> Step[tuple[Carry, jax.Array]]:
+    """Returns the step with the penalties of the text and the draft so far; it carries these too, int32[B, N]."""
+    row = jnp.arange(view.length.shape[0])
+
+    def penalised(
+        carry: tuple[Carry, jax.Array], token: jax.Array, i: jax.Array, active: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[Carry, jax.Array]]:
+        inner, text = carry
+        logits, hidden, inner = step(inner, token, i, active)
+        # Step 0 is given the pending token, which is there already.
+        text = text.at[row, view.start + i].set(token)
+        every = logits if vocabulary is None else vocabulary.spread(logits)
+        every = penalties.apply(every[:, None], text, view.length + i)[:, 0]
+        return every if vocabulary is None else every[:, vocabulary.ids], hidden, (inner, text)
+
+    return penalised
+
+
 def keep_rows(active: jax.Array, new: State, old: State) -> State:
     """Returns `new` in the rows where `active` bool[B], `old` elsewhere; every leaf leads with B.
 
@@ -227,12 +248,15 @@ class ChainDrafter(Drafter):
         `params`: the draft's, by whose `vocabulary` its step's logits are read, if there is one.
         """
         vocabulary = None if params is None else params.get("vocabulary")
-        proposal, carry, rule = draft_chain(
-            *(step, carry, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule),
+        begin: tuple[Step[Any], Any] = (step, carry)
+        if view.penalties is not None:
+            begin = _penalised(step, view, view.penalties, vocabulary), (carry, view.tokens)
+        proposal, end, rule = draft_chain(
+            *(*begin, view.pending, view.room, self.num_draft_tokens, keys, law, self.rule, state.rule),
             vocabulary,
             view.draws,
         )
-        return proposal, carry, state._replace(rule=rule)
+        return proposal, end if view.penalties is None else end[0], state._replace(rule=rule)
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
         """Lets the stop rule learn."""

@@ -20,6 +20,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantised import Quantised
 from jaxspec.model.sharding import put
+from jaxspec.model.vocabulary import Vocabulary
 
 # Cache slots for which there must be memory beside a draft's weights.
 _CAPACITY = 512
@@ -50,6 +51,7 @@ class Drafts:
         self._device, self._mesh = device, mesh
         self._loaded: dict[str, LoadedModel] = {}
         self._heads: dict[str, LoadedHead] = {}
+        self._fits: dict[int, LoadedModel] = {}
 
     def load(self, draft: ModelLike) -> LoadedModel:
         """Returns a draft model, loaded and checked to share the target's vocabulary.
@@ -82,7 +84,7 @@ class Drafts:
                 directory, config, self._dtype, self._device, self._mesh, self._bits
             )
             exits = checkpoint.read_exits(directory, config.num_layers)
-            self._loaded[name] = LoadedModel(config, params, name, exits, sampled)
+            self._loaded[name] = self._fitted(LoadedModel(config, params, name, exits, sampled))
         return self._loaded[name]
 
     def load_head(self, path: FilePath, target: LoadedModel) -> LoadedHead:
@@ -97,7 +99,8 @@ class Drafts:
         """
         name = os.fspath(path)
         if name not in self._heads:
-            head = heads.read_head(heads.resolve(name), self._config.plain)
+            num_tokens = None if self._tokenizer is None else self._tokenizer.vocab_size
+            head = heads.read_head(heads.resolve(name), self._config.plain, num_tokens)
             where: Any = self._device
             if self._mesh is None:
                 num_weights = sum(math.prod(shape) for _, shape, _ in head.entries)
@@ -119,7 +122,7 @@ class Drafts:
             if own is not None and _same(own, llama.head(target.config, target.params)):
                 config = dataclasses.replace(config, head_size=None)
                 del params["head"]
-            self._heads[name] = LoadedHead(config, params, head.target)
+            self._heads[name] = LoadedHead(config, params, head.target, head.rows)
         return self._heads[name]
 
     def quantised(self, target: LoadedModel, bits: int) -> LoadedModel:
@@ -143,16 +146,48 @@ class Drafts:
                 "with the same device or mesh"
             )
         loaded = getattr(draft, "loaded", None)  # a LanguageModel's, which remembers its fingerprint
-        return loaded if isinstance(loaded, LoadedModel) else LoadedModel(draft.config, draft.params, name)
+        if not isinstance(loaded, LoadedModel):
+            loaded = LoadedModel(draft.config, draft.params, name)
+        return self._fitted(loaded)
+
+    def _fitted(self, draft: LoadedModel) -> LoadedModel:
+        """A draft as a model of the target's rows: it proposes tokens of rows that both have, and no other.
+
+        A token that only the target has is embedded as the draft's last: what is drafted after it is verified as ever.
+        """
+        rows, size = draft.config.vocab_size, self._config.vocab_size
+        if rows == size:
+            return draft
+        if id(draft) in self._fits:
+            return self._fits[id(draft)]
+        head, shared = llama.head(draft.config, draft.params), min(rows, size)
+        where: Any = self._device if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        few = Vocabulary(
+            head if shared == rows else jax.jit(lambda head: head[:shared])(head),
+            put(np.arange(shared, dtype=np.int32), where),
+            size,
+        )
+        # It keeps the draft alive, whose id is then no other's.
+        fitted = self._fits[id(draft)] = dataclasses.replace(
+            draft,
+            config=dataclasses.replace(draft.config, vocab_size=size),
+            params={**draft.params, "vocabulary": few},
+            fitted_from=draft,
+        )
+        return fitted
 
     def _check(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
         """Refuses a draft whose tokens mean something else."""
+        both = bool(self._tokenizer and tokenizer)
+        if self._tokenizer and tokenizer and self._tokenizer.same_vocabulary(tokenizer):
+            return
         if config.vocab_size != self._config.vocab_size:
             raise ValueError(
                 f"draft {name} has a vocabulary of {config.vocab_size} tokens, the target of "
-                f"{self._config.vocab_size}; a draft must have the target's"
+                f"{self._config.vocab_size}, and {'another tokenizer' if both else 'one of them no tokenizer'}; "
+                "a draft must share the target's tokenizer"
             )
-        if self._tokenizer and tokenizer and not self._tokenizer.same_vocabulary(tokenizer):
+        if both:
             raise ValueError(
                 f"draft {name} has another vocabulary than the target, of the same size; "
                 "a draft must share the target's tokenizer"

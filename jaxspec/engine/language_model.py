@@ -49,6 +49,8 @@ from jaxspec.engine.requests import (
     needs_sampling,
     requests_of,
     stops_of,
+    unpadded,
+    warn_of_no_effect,
 )
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
@@ -58,6 +60,7 @@ from jaxspec.engine.text import RowText
 from jaxspec.io import checkpoint, cost_files, memory, processes
 from jaxspec.io.arguments import flag, whole
 from jaxspec.io.hf_config import check_exits
+from jaxspec.io.hf_generation import SAMPLING, Rules
 from jaxspec.io.messages import shown
 from jaxspec.io.method_files import Sampled, law_name
 from jaxspec.io.tokenizer import Tokenizer
@@ -131,6 +134,12 @@ def load(
     tokenizer = find_tokenizer(directory, chat_template)
     if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
+    if ignored := checkpoint.unapplied_settings(directory):
+        warnings.warn(
+            f"generation_config.json of {shown(name)} asks for {', '.join(ignored)}, which jaxspec does not apply",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     with needed():
         params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
     return LanguageModel(
@@ -158,7 +167,8 @@ class LanguageModel:
       directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
       mesh: over which params are spread, by `model.sharding.spread`; None for one device.
-      defaults: sampling numbers used where none are given, as in `generation_config.json`.
+      defaults: what holds where nothing else is given, as in `generation_config.json`: sampling numbers, penalties,
+        and tokens that are suppressed (see `io.hf_generation`).
       exits: the exits that it was trained for, in layers run (SoFT).
       sampled: of quantised parameters, what was read of each leaf for the fingerprint, see `methods.LoadedModel`.
 
@@ -189,7 +199,7 @@ class LanguageModel:
             mesh = automatic(mesh)
             device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.local_devices()[0], mesh
-        self.defaults = _sampling_defaults(defaults or {})
+        self.defaults = _defaults(defaults or {})
         self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers), sampled)
         self.executables = Executables()
 
@@ -201,6 +211,12 @@ class LanguageModel:
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
             f"{self.dtype}{held}, on {place(self.device, self.mesh)}>"
         )
+
+    @property
+    def _pad_ids(self) -> set[int]:
+        """The tokens with which callers pad: the tokenizer's, and an end-of-text token, which many take for it."""
+        pad = None if self.tokenizer is None else self.tokenizer.pad_id
+        return {*self.config.eos_token_ids, *(() if pad is None else (pad,))}
 
     @functools.cached_property
     def _drafts(self) -> Drafts:
@@ -288,6 +304,7 @@ class LanguageModel:
         prompts: Prompt | Conversation | None = None,
         *,
         messages: Conversation | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -295,6 +312,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         stop_token_ids: Integers = (),
@@ -311,6 +331,7 @@ class LanguageModel:
         prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation] | None = None,
         *,
         messages: Sequence[Conversation] | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -318,6 +339,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         stop_token_ids: Integers = (),
@@ -335,11 +359,14 @@ class LanguageModel:
         """Generates a text after each prompt.
 
         Args:
-          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists.
+          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists. What a
+            tokenizer of transformers returns, `input_ids` with `attention_mask`, is taken as well.
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
             chat template, or a list of such conversations. A content is a text, or a list of parts such as
             `{"type": "text", "text": "Hi"}`, which become one text with line ends between. A last message of the
             assistant is continued.
+          attention_mask: of token ids that are padded, 0 for each id that is padding, else 1; it is left out of the
+            prompts. An array of two dimensions with padding and without a mask is refused.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
           acceptor: how drafts are accepted: greedy, rejection, block or coupled, with each of which the text keeps its
@@ -349,7 +376,11 @@ class LanguageModel:
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
-          top_k, top_p, min_p: see `sampling.Sampling`.
+          top_k, top_p, min_p: see `sampling.Sampling`. At temperature 0 they have no effect, and a `RuntimeWarning`
+            says so.
+          repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; for all or per prompt, and
+            where one is None what the model's generation_config.json says. They are part of the model's law, with every
+            method: drafts count as text for the tokens after them.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
             prompt's text does not depend on its place in the list; with method `auto` and an acceptor that is not
             coupled it does, as choices are the batch's, and prompts of one seed have streams of their own.
@@ -396,6 +427,7 @@ class LanguageModel:
         prompts: Prompts | None = None,
         *,
         messages: Conversation | Sequence[Conversation] | None = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Integers = None,
@@ -403,6 +435,9 @@ class LanguageModel:
         top_k: Integers = None,
         top_p: Numbers = None,
         min_p: Numbers = None,
+        repetition_penalty: Numbers = None,
+        presence_penalty: Numbers = None,
+        frequency_penalty: Numbers = None,
         seed: Integers = 0,
         stop: str | Sequence[str] | None = (),
         stop_token_ids: Integers = (),
@@ -437,6 +472,7 @@ class LanguageModel:
                 STREAM_ROUNDS,
                 prompts,
                 messages=messages,
+                attention_mask=attention_mask,
                 method=method,
                 acceptor=acceptor,
                 max_new_tokens=max_new_tokens,
@@ -444,6 +480,9 @@ class LanguageModel:
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
                 seed=seed,
                 stop=stop,
                 stop_token_ids=stop_token_ids,
@@ -462,6 +501,7 @@ class LanguageModel:
         prompts: Any,
         *,
         messages: Any = None,
+        attention_mask: Any = None,
         method: AnyMethod = "autoregressive",
         acceptor: AcceptorName | None = None,
         max_new_tokens: Any = None,
@@ -469,6 +509,9 @@ class LanguageModel:
         top_k: Any = None,
         top_p: Any = None,
         min_p: Any = None,
+        repetition_penalty: Any = None,
+        presence_penalty: Any = None,
+        frequency_penalty: Any = None,
         seed: Any = 0,
         stop: Any = (),
         stop_token_ids: Any = (),
@@ -489,6 +532,7 @@ class LanguageModel:
             raise ValueError(
                 f"chat_template_kwargs is {shown(chat_template_kwargs)}; give variables of the template by name"
             )
+        prompts = unpadded(prompts, attention_mask, self._pad_ids)
         batch, single = batch_of(prompts, messages)
         special = self.tokenizer.special_id if self.tokenizer is not None else lambda text: None
         stops = stops_of(stop, stop_token_ids, special, self.config.vocab_size)
@@ -499,7 +543,15 @@ class LanguageModel:
         rows = whole("max_batch", max_batch)
         if rows < 1:
             raise ValueError(f"max_batch is {rows}; give at least 1")
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+        }
         requests = requests_of(
             batch,
             functools.partial(self.encode, chat=chat, chat_template_kwargs=chat_template_kwargs),
@@ -509,8 +561,10 @@ class LanguageModel:
             seed=seed,
             ignore_eos=ignore_eos,
             stop_ids=stops.ids,
+            rules=Rules.of(self.defaults),
             name="prompts" if messages is None else "messages",
         )
+        warn_of_no_effect(requests, given)
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         method = self._made(method, options)
         if acceptor is None and isinstance(method, Auto):
@@ -717,11 +771,11 @@ class LanguageModel:
                 yield piece
 
 
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling numbers of a generation config, which count only where it samples."""
-    if not generation.get("do_sample"):
-        return {}
-    return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
+def _defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a generation config, of which the sampling numbers count only where it samples."""
+    if generation.get("do_sample"):
+        return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
+    return {name: n for name, n in generation.items() if name != "do_sample" and name not in SAMPLING}
 
 
 # What `generate` takes beside a method's options, for the guess at what a misspelt one means.

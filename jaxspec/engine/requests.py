@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.io.arguments import listed, real, whole
+from jaxspec.io.hf_generation import NO_RULES, Rules
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
@@ -26,6 +28,7 @@ Numbers = float | Sequence[float | None] | None
 # Tokens generated where nobody says how many.
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
+_MASK = "give 0 or 1 for each token id of the prompts"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
 
 
@@ -39,6 +42,8 @@ class RowRequest:
       eos_ids: tokens that end it.
       stop_ids: those of them that were asked for beside the model's own.
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
+      repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
+      rules: what the model's generation_config.json forbids.
       seed: with `stream`, names the row's randomness.
       stream: apart from other rows of the same seed.
 
@@ -54,6 +59,10 @@ class RowRequest:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    rules: Rules = NO_RULES
     seed: int = 0
     stream: int = 0
 
@@ -68,11 +77,33 @@ class RowRequest:
             raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; give a number from 0 to 1")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; give a positive number, 1 for none"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; give a finite number, 0 for none")
 
 
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:
     """Whether any row is drawn at random."""
     return any(request.temperature > 0 for request in requests)
+
+
+def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
+    """Warns of filters that were given and that no text is drawn by, because those that have them are greedy.
+
+    `given`: what a caller said of the law, by name; None where nothing.
+    """
+    drawn = filters_used([request for request in requests if request.temperature > 0])
+    if idle := [name for name in filters_used(requests) if name not in drawn and given.get(name) is not None]:
+        names, verb = " and ".join(f"`{name}`" for name in idle), "has" if len(idle) == 1 else "have"
+        warnings.warn(
+            f"{names} {verb} no effect at temperature 0; give a temperature above 0",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
@@ -166,6 +197,53 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
     return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False
 
 
+def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
+    """The prompts without the padding that `attention_mask` names; what has none is returned as it is.
+
+    Args:
+      prompts: as in `LanguageModel.generate`.
+      mask: 0 for each id that is padding and 1 for the others, in the shape of the ids; None where nothing is said.
+      pad_ids: tokens that a tokenizer may pad with.
+
+    Raises:
+      ValueError: the mask is nothing of the kind, or an array of two dimensions has rows with padding and no mask.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer of transformers returns
+        mask = prompts.get("attention_mask") if mask is None else mask
+        prompts = prompts["input_ids"]
+    if mask is None:
+        if getattr(prompts, "ndim", 0) == 2 and _looks_padded(prompts.tolist(), pad_ids):
+            raise ValueError(
+                "`prompts` is an array whose rows begin or end with the tokenizer's padding; give `attention_mask`, or "
+                "lists without padding"
+            )
+        return prompts
+    rows, masks = listed(prompts), listed(mask)
+    if rows is None or masks is None or len(rows) != len(masks) or not rows:
+        raise ValueError(f"attention_mask is {shown(mask)}; {_MASK}")
+    if listed(rows[0]) is None:
+        return _kept(rows, masks)
+    return [_kept(listed(row), listed(own)) for row, own in zip(rows, masks, strict=True)]
+
+
+def _kept(ids: list[Any] | None, mask: list[Any] | None) -> list[Any]:
+    """The ids for which the mask is 1."""
+    if ids is None or mask is None or len(ids) != len(mask) or any(one not in (0, 1) for one in mask):
+        raise ValueError(f"attention_mask has {shown(mask)} for the ids {shown(ids)}; {_MASK}")
+    return [token for token, one in zip(ids, mask, strict=True) if one]
+
+
+def _looks_padded(rows: list[list[int]], pad_ids: Collection[int]) -> bool:
+    """Whether some rows begin or end with padding and others do not, or one does so with two tokens of it."""
+    for at, next_at in ((0, 1), (-1, -2)):
+        padded = [row[at] in pad_ids for row in rows if row]
+        if any(padded) and not all(padded):
+            return True
+        if any(len(row) > 1 and row[at] == row[next_at] and row[at] in pad_ids for row in rows):
+            return True
+    return False
+
+
 def is_text_or_ids(prompt: Any) -> bool:
     """Whether a prompt is no list of messages."""
     return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping)
@@ -231,6 +309,7 @@ def requests_of(
     seed: Any,
     ignore_eos: bool,
     stop_ids: Sequence[int] = (),
+    rules: Rules = NO_RULES,
     name: str = "prompts",
 ) -> list[RowRequest]:
     """One request per prompt.
@@ -240,9 +319,10 @@ def requests_of(
       encode: a text or messages → token ids.
       config: the target.
       max_new_tokens, seed: as in `LanguageModel.generate`.
-      law: temperature, top_k, top_p and min_p, as there; None where nothing is said.
+      law: temperature, top_k, top_p, min_p and penalties, as there; None where nothing is said.
       ignore_eos: as there.
       stop_ids: of `Stops`.
+      rules: what the model's generation_config.json forbids.
       name: of the argument that holds the batch.
 
     Raises:
@@ -276,6 +356,7 @@ def requests_of(
                 max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
                 eos_ids=(*ends, *stop_ids),
                 stop_ids=stop_ids,
+                rules=rules,
                 seed=0 if seeds[index] is None else seeds[index],
                 # With a seed of its own a row does not depend on its place in the list.
                 stream=0 if own else index,

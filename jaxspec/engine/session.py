@@ -19,6 +19,7 @@ from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.jax_settings import needed
+from jaxspec.engine.penalties import Settings
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.engine.switching import Plan, Switching
@@ -105,6 +106,7 @@ class Session:
         self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._platform = (device or jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).platform
         self._filters = filters_used(requests) if needs_sampling(requests) else None
+        self._settings = Settings(requests)
         self._drafter, self._acceptor = self._put((drafter, acceptor))
         # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
         self._specialised: Drafter | None = None
@@ -411,8 +413,10 @@ class Session:
         return compiled.rounds_static(self._config, self._drafter, self._log_probs, self._mesh)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        law = self._put(law_of(requests, self._filters))
-        return Parts(self._drafter, self._acceptor, law, one_width=self._platform != "cpu")
+        law, penalties = self._put((law_of(requests, self._filters), self._settings.of(requests)))
+        return Parts(
+            self._drafter, self._acceptor, law, one_width=self._platform != "cpu", penalties=penalties
+        )
 
     def _put(self, tree: Any) -> Any:
         return put(tree, self._device)

@@ -254,8 +254,9 @@ class Switching:
 
     def _shapes(self, parts: Parts, state: DecodeState | Request) -> Any:
         """What of a batch tells programs of a candidate apart."""
-        kinds = jax.tree.structure((parts.acceptor, parts.law))
-        return state.tokens.shape, state.eos_ids.shape, self._log_probs, kinds
+        kinds = jax.tree.structure((parts.acceptor, parts.law, parts.penalties))
+        penalties = tuple(leaf.shape for leaf in jax.tree.leaves(parts.penalties))
+        return state.tokens.shape, state.eos_ids.shape, self._log_probs, kinds, penalties
 
     def _programs(self, at: int) -> dict[Any, Programs | None]:
         """Those of a candidate, of all texts: they are many shapes, which are looked at once."""

@@ -88,6 +88,12 @@ def generation_defaults(path: Path) -> dict[str, Any]:
 
 
 @brief_errors()
+def unapplied_settings(path: Path) -> list[str]:
+    """See `huggingface.unapplied_settings`; a GGUF file names none."""
+    return [] if is_gguf(path) else huggingface.unapplied_settings(path)
+
+
+@brief_errors()
 def stored_dtype(path: Path) -> np.dtype:
     """See `huggingface.stored_dtype` and `gguf.stored_dtype`."""
     return gguf.stored_dtype(path) if is_gguf(path) else huggingface.stored_dtype(path)

@@ -39,6 +39,7 @@ class Head:
       ids: int32[V'], the tokens of its own head, in the order of its rows; None for all.
       by_token: the tensors that have a row for each of `ids`, or for each of the target's tokens.
       target: the fingerprint of the model that it was trained for; None where it does not say.
+      rows: how many of the target's first tokens it has rows for; the others are padding. None for all.
     """
 
     config: AnyHead
@@ -48,6 +49,7 @@ class Head:
     ids: np.ndarray | None = None
     by_token: Collection[str] = ()
     target: str | None = None
+    rows: int | None = None
 
     def load(self, dtype: DTypeLike, place: Place | None = None) -> Params:
         """The head's parameters, see `model.eagle` and its siblings; `place` as of `huggingface.load_params`."""

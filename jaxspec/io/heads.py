@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxspec.io import (
 from jaxspec.io.directories import settled
 from jaxspec.io.embedded import embedded_files
 from jaxspec.io.files import read_json
+from jaxspec.io.head_rows import refitted
 from jaxspec.io.head_tensors import Entry, Head
 from jaxspec.io.hf_config import errors_of
 from jaxspec.io.hf_values import section
@@ -87,8 +89,14 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 
 @brief_errors()
-def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
+def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens: int | None = None) -> Head:
     """The head in a directory, checked to fit a target.
+
+    Args:
+      directory: where it is.
+      target: the model that verifies.
+      num_tokens: of the target's tokenizer: a head with other rows than the target is fitted to it if the rows differ
+        beyond these tokens only, see `head_rows`. None: it is refused.
 
     Raises:
       FileNotFoundError: there is no `config.json`, or no file of tensors.
@@ -96,8 +104,11 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
         without a place; one line.
     """
     directory = Path(directory)
-    content = read_json(directory / "config.json")
+    content: Mapping[str, Any] = read_json(directory / "config.json")
     found = _open(directory)
+    rows = target.vocab_size
+    if num_tokens is not None:
+        content, found, rows = refitted(content, found, rows, num_tokens)
     names = {*found, *found.left_out}
     kind = next((kind for kind in _KINDS.values() if kind.recognises(names)), None)
     if kind is None:
@@ -114,7 +125,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig) -> Head:
         trained_for = section(content, "jaxspec").get("target")
         if trained_for is not None and not isinstance(trained_for, str):
             raise ValueError(f"jaxspec.target is {shown(trained_for)}; expected the fingerprint of a model")
-    return dataclasses.replace(head, target=trained_for)
+    return dataclasses.replace(head, target=trained_for, rows=rows)
 
 
 def head_leaves(config: AnyHead) -> list[Entry]:

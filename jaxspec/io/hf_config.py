@@ -6,11 +6,12 @@ Missing keys mean what transformers takes them to mean for each model type.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxspec.io import hf_generation
 from jaxspec.io.files import read_json
 from jaxspec.io.hf_keys import check_keys
 from jaxspec.io.hf_values import MAX_INT, flag, number, section, token_ids, whole
@@ -137,28 +138,19 @@ def check_exits(exits: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def generation_defaults(directory: str | Path) -> dict[str, Any]:
-    """What `generation_config.json` says of do_sample, temperature, top_k, top_p, min_p; {} where nothing.
+    """What `generation_config.json` says that is applied, see `hf_generation.defaults_of`; {} where nothing.
 
     Raises:
-      ValueError: do_sample is no truth value, or it is true and a number is outside its range; one line.
+      ValueError: do_sample is no truth value, or a value makes no sense; one line.
     """
     directory = Path(directory)
-    content = _read_generation(directory)
-    given = {key: content[key] for key in ("do_sample", *_SAMPLING) if content.get(key) is not None}
     with errors_of(directory / GENERATION):
-        # Where nothing is sampled the others mean nothing, and some repositories carry nonsense.
-        if flag(given, "do_sample"):
-            for key in _SAMPLING.keys() & given.keys():
-                _SAMPLING[key](given)
-    return given
+        return hf_generation.defaults_of(_read_generation(directory))
 
 
-_SAMPLING: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "temperature": lambda values: number(values, "temperature", 0, 1e6),
-    "top_k": lambda values: whole(values, "top_k", 0),
-    "top_p": lambda values: number(values, "top_p", 1e-30, 1),
-    "min_p": lambda values: number(values, "min_p", 0, 1),
-}
+def unapplied_settings(directory: str | Path) -> list[str]:
+    """The keys of `generation_config.json` that would change a text and are not applied."""
+    return hf_generation.unapplied(_read_generation(Path(directory)))
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxspec.io.hf_config import (
     generation_json,
     read_config,
     read_exits,
+    unapplied_settings,
 )
 from jaxspec.io.hf_layout import EMBED, HEAD, Source, leaves
 from jaxspec.io.hf_names import missing, plainly_named, refuse_classifier
@@ -47,6 +48,7 @@ __all__ = [
     "resolve",
     "save",
     "stored_dtype",
+    "unapplied_settings",
 ]
 
 # Where `orbax` puts its part of a checkpoint; that module takes long to import.

@@ -166,6 +166,12 @@ class Tokenizer:
         return self._skipped
 
     @property
+    def pad_id(self) -> int | None:
+        """The id of the token that pads; None if there is none."""
+        pad: int | None = self._loaded.pad_token_id
+        return pad
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return bool(self._loaded.chat_template)

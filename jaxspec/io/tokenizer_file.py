@@ -46,8 +46,7 @@ class FileTokenizer:
     Attributes:
       chat_template: as it was given.
       special_tokens_map: the named tokens.
-      eos_token_id: None if there is no such token.
-      bos_token_id: None if there is no such token.
+      bos_token_id, eos_token_id, pad_token_id: None if there is no such token.
       all_special_ids: of the named tokens.
       added_tokens_decoder: the added tokens by id.
     """
@@ -56,6 +55,7 @@ class FileTokenizer:
         self._backend, self.special_tokens_map, self.chat_template = backend, named, chat_template
         ids = {name: backend.token_to_id(token) for name, token in named.items()}
         self.bos_token_id, self.eos_token_id = ids.get("bos_token"), ids.get("eos_token")
+        self.pad_token_id = ids.get("pad_token")
         self.all_special_ids = [index for index in ids.values() if index is not None]
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
 

@@ -103,16 +103,19 @@ class HeadMethod(ChainMethod):
         return head
 
     def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
-        """Returns the head's parameters, with what `draft_vocab` leaves of its vocabulary."""
-        ids = self.vocabulary_ids(target, resources)
-        if ids is None:
-            return head.params
+        """Returns the head's parameters, with what `draft_vocab` and its own rows leave of its vocabulary."""
         import jax.numpy as jnp
         import numpy as np
 
         from jaxspec.model.vocabulary import Vocabulary
 
-        own, rows, kept = dict(head.params), ids, jnp.asarray(ids)
+        ids, own = self.vocabulary_ids(target, resources), dict(head.params)
+        has_rows = "head" in own or any("head" in one for one in own.get("heads", ()))
+        if head.rows is not None and head.rows < target.config.vocab_size and has_rows:
+            ids = np.arange(head.rows, dtype=np.int32) if ids is None else ids[ids < head.rows]
+        if ids is None:
+            return head.params
+        rows, kept = ids, jnp.asarray(ids)
         few = own.get("vocabulary")
         if few is not None:
             rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))

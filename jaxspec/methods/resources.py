@@ -53,6 +53,7 @@ class LoadedModel:
       name: what messages call it.
       exits: the exits it was trained for, in layers run.
       sampled: of quantised parameters, what was read of each leaf for the fingerprint; else None.
+      fitted_from: of a draft with other rows than its target, the model as it is; else None.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -67,10 +68,13 @@ class LoadedModel:
     sampled: Mapping[str, Sequence[np.ndarray]] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
+    fitted_from: LoadedModel | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """The name of the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
+        if self.fitted_from is not None:
+            return self.fitted_from.fingerprint
         from jaxspec.io import method_files
 
         return method_files.fingerprint(self.config, self.params, self.sampled)
@@ -82,7 +86,14 @@ class LoadedModel:
         if num_layers not in self._cut:
             config = self.config.truncated(num_layers)
             params = llama.truncate(self.params, num_layers)
-            self._cut[num_layers] = dataclasses.replace(self, config=config, params=params, exits=())
+            whole = self.fitted_from
+            self._cut[num_layers] = dataclasses.replace(
+                self,
+                config=config,
+                params=params,
+                exits=(),
+                fitted_from=None if whole is None else whole.until(num_layers),
+            )
         return self._cut[num_layers]
 
     @property
@@ -114,6 +125,8 @@ class LoadedModel:
 
         from jaxspec.model import llama
 
+        if (few := self.params.get("vocabulary")) is not None:  # of a draft with fewer rows than its target
+            ids = ids[ids < len(few.ids)]
         key = ids.tobytes()
         if key not in self._vocabularies:
             gather = jax.jit(llama.vocabulary, static_argnums=0)  # leaves the rows where the head is
@@ -141,6 +154,7 @@ class LoadedHead:
       config: what it is made of.
       params: the parameters, see `jaxspec.model.eagle` and its siblings.
       target: the fingerprint of the model that it was trained for; None where it does not say.
+      rows: how many of the target's first tokens it has rows for, so that it proposes no other; None for all.
 
     Examples:
       >>> from jaxspec.model.eagle import HeadConfig
@@ -152,6 +166,7 @@ class LoadedHead:
     config: AnyHead
     params: Params
     target: str | None = None
+    rows: int | None = None
 
 
 def no_heads(path: FilePath, target: LoadedModel) -> LoadedHead:

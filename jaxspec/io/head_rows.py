@@ -1,0 +1,80 @@
+"""Heads that were saved for another number of rows than their target has, where the rows differ in padding only.
+
+Models of a family have one tokenizer, and pad their embeddings to different numbers of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.io.tensors import Tensors
+
+# The tensors with a row for each token, in every published layout (`medusa_head.0.1.weight` is a matrix of Medusa's).
+_BY_TOKEN = re.compile(
+    r"(.*\.)?(embed_tokens\.weight|lm_head\.weight|lm_heads\.\d+\.weight|t2d)"
+    r"|(medusa_head\.|medusa_heads\.)?\d+\.\d+\.weight"
+    r"|hydra_lm_head\.\d+\.(\d+\.)?(weight|bias)"
+)
+# What names the rows of a head over a part of the vocabulary.
+_OF_A_PART = ("d2t", "token_map")
+_SIZES = ("vocab_size", "draft_vocab_size", "truncated_vocab_size")
+_NESTED = ("transformer_layer_config", "model")
+
+
+def refitted(
+    content: Mapping[str, Any], found: Tensors, size: int, num_tokens: int
+) -> tuple[Mapping[str, Any], Tensors, int]:
+    """A head's config and tensors with `size` rows, and how many rows it has of its own.
+
+    Rows beyond `size` are cut, and rows that are missing are zero. Nothing changes where the head has `size` rows, or
+    where either number is below the tokenizer's: then the vocabularies differ in more than padding.
+
+    Args:
+      content: the head's `config.json`.
+      found: its tensors.
+      size: V, the target's rows.
+      num_tokens: the tokens of the target's tokenizer.
+    """
+    rows = _rows(content, found)
+    # Of a part as large as the whole, which must be named anew, nothing is known.
+    named = any(len(tensor) == rows for name, tensor in found.items() if _names_a_part(name) and tensor.ndim)
+    if rows is None or rows == size or min(rows, size) < num_tokens or named:
+        return content, found, size
+    fitted = Tensors()
+    fitted.left_out = found.left_out
+    for name, tensor in found.items():
+        fitted[name] = _resized(tensor, size) if _BY_TOKEN.fullmatch(name) and len(tensor) == rows else tensor
+    return _with_rows(content, rows, size), fitted, min(rows, size)
+
+
+def _rows(content: Mapping[str, Any], found: Tensors) -> int | None:
+    """How many rows the head was saved with; None where nothing says so."""
+    nested = (content[key] for key in _NESTED if isinstance(content.get(key), Mapping))
+    saved = (one.get("vocab_size") for one in (*nested, content))
+    declared: int | None = next((size for size in saved if type(size) is int), None)
+    part = any(map(_names_a_part, found))
+    sizes = [len(tensor) for name, tensor in found.items() if _BY_TOKEN.fullmatch(name) and tensor.ndim]
+    if declared is not None and (part or not sizes or declared in sizes):
+        return declared
+    return None if part else max(sizes, default=None)
+
+
+def _names_a_part(name: str) -> bool:
+    return name.rpartition(".")[2] in _OF_A_PART
+
+
+def _with_rows(content: Mapping[str, Any], rows: int, size: int) -> Mapping[str, Any]:
+    changed = {
+        key: _with_rows(content[key], rows, size) for key in _NESTED if isinstance(content.get(key), Mapping)
+    }
+    return {**content, **changed} | {key: size for key in _SIZES if content.get(key) == rows}
+
+
+def _resized(tensor: np.ndarray, size: int) -> np.ndarray:
+    if len(tensor) >= size:
+        return tensor[:size]
+    return np.concatenate([tensor, np.zeros((size - len(tensor), *tensor.shape[1:]), tensor.dtype)])
