@@ -100,14 +100,17 @@ def verify(
         if branches is None:
             sound = _leading(finite)
         # Some law in place of none: an acceptor may weigh a token by those after it.
-        logits = jnp.where(finite[..., None], logits, 0.0)
+        with jax.named_scope("sampling"):
+            logits = jnp.where(finite[..., None], logits, 0.0)
         likely = widened(jax.lax.top_k(logits, num_likely)[1], full) if num_likely else None
         if branches is None:
-            acceptance = acceptor.accept(keys, kept, logits, law)
+            with jax.named_scope("sampling"):
+                acceptance = acceptor.accept(keys, kept, logits, law)
             tokens, of_path = kept.tokens, logits
         else:
             accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
-            acceptance = accept(keys, kept, branches, logits, law)
+            with jax.named_scope("sampling"):
+                acceptance = accept(keys, kept, branches, logits, law)
             assert acceptance.path is not None
             sound = _leading(tree.along(finite, acceptance.path))
             features = None if features is None else tree.along(features, acceptance.path)
