@@ -146,7 +146,8 @@ def test_cycles_of_a_round():
     assert found["predicted_tokens_per_second"] is None
     plain = compiled("v5e:1x1", "autoregressive", {})
     clock = parse_topology("v5e:1x1").accelerator.clock
-    assert plain["predicted_tokens_per_second"] == clock / plain["cycles"]["round"]["cycles"]
+    whole = plain["cycles"]["round"]
+    assert clock / whole["cycles"] <= plain["predicted_tokens_per_second"] <= clock / whole["floor"]
 
 
 def test_a_model_that_is_too_large(capsys, monkeypatch):

@@ -41,7 +41,7 @@ _EXCHANGES = {name + suffix for name in COLLECTIVES for suffix in ("", "-start")
 def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dict[str, Any] | None:
     """What the compiler expects of one round, or one chunk, of a loop.
 
-    Counted as `rounds.collectives` does: loops of a known number of trips as often, other loops once, of the branches
+    Counted as `rounds.collectives` counts: loops of a known number of trips as often, other loops once, of the branches
     of a condition the dearest. The compiler's numbers leave out transfers that run beside the computation, so that a
     sum below the floor is raised to it.
 
@@ -53,9 +53,10 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     Returns:
       None where the compiler gives no estimates, as on GPUs. Else `clock` in Hz; `stages` (of a round: `draft`,
       `verify`, `absorb`, what a drafter's own state takes up after it, and `beside`), `round`, their sum, and
-      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them; `loops`, by name,
-      every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of collectives in a round,
-      whose cycles the compiler does not estimate.
+      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them, with `on_vectors`, the
+      cycles of products on the vector unit, which the compiler puts several times too high (`benchmarks.schedule`);
+      `loops`, by name, every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of
+      collectives in a round, whose cycles the compiler does not estimate.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
@@ -80,13 +81,24 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     def weigh(one: Instruction) -> tuple[tuple[str, str], int] | None:
         return None if one.cycles is None else ((stage(one), part(one)), one.cycles)
 
+    def on_vectors(one: Instruction) -> tuple[str, int] | None:
+        unit = (
+            one.opcode == "fusion" and products[one.called["calls"][0]] and not _on_matrix_unit(module, one)
+        )
+        return (stage(one), one.cycles) if unit and one.cycles is not None else None
+
     def exchanged(one: Instruction) -> tuple[str, int] | None:
         return (EXCHANGES, one.results[-1].size_bytes) if one.opcode in _EXCHANGES else None
 
     def stages(within: Instruction) -> dict[str, dict[str, Any]]:
-        cycles, read = counted(module, within.called["body"][0], weigh), bytes_read(module, within, stage)
+        at = within.called["body"][0]
+        cycles, vectors = counted(module, at, weigh), counted(module, at, on_vectors)
+        read = bytes_read(module, within, stage)
         names = sorted({name for name, _ in cycles} | read.keys())
-        return {name: _figures(cycles, name, read[name], accelerator) for name in names}
+        return {
+            name: _figures(cycles, name, read[name], accelerator) | {"on_vectors": vectors[name]}
+            for name in names
+        }
 
     inner = [one for _, one in executed(module, body) if one.opcode == "while"]
     drafting = [
@@ -107,6 +119,17 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     }
 
 
+def likely(figures: dict[str, Any]) -> float:
+    """The cycles of some figures, with products on the vector unit as slow as reading takes at the most.
+
+    Examples:
+      >>> likely({"cycles": 180, "floor": 45, "on_vectors": 170}), likely({"cycles": 54, "floor": 45, "on_vectors": 0})
+      (55, 54)
+    """
+    cycles: float = figures["cycles"] - figures["on_vectors"] + min(figures["on_vectors"], figures["floor"])
+    return cycles
+
+
 def _figures(
     cycles: collections.Counter[tuple[str, str]], stage: str, read: int, accelerator: Accelerator
 ) -> dict[str, Any]:
@@ -124,7 +147,8 @@ def _figures(
 def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The same of several stages, one after the other."""
     total: dict[str, Any] = {
-        key: sum(stage[key] for stage in stages.values()) for key in ("cycles", "floor", "bytes")
+        key: sum(stage[key] for stage in stages.values())
+        for key in ("cycles", "floor", "bytes", "on_vectors")
     }
     split = {part: sum(stage["split"][part] for stage in stages.values()) for part in PARTS}
     return _with_fraction(total | {"split": split})
@@ -138,6 +162,14 @@ def _product_scope(module: Module, computation: str) -> str:
     """The scope of the product within a fusion; "" where it has none."""
     found = (one.scope for one in module.computations[computation] if one.scope.endswith("dot_general"))
     return next(found, "")
+
+
+def _on_matrix_unit(module: Module, fusion: Instruction) -> bool:
+    inside = module.computations[fusion.called["calls"][0]]
+    return any(
+        one.opcode in ("convolution", "dot") or (one.opcode == "fusion" and _on_matrix_unit(module, one))
+        for one in inside
+    )
 
 
 def _runs_a_model(module: Module, loop: Instruction) -> bool:
