@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
+from benchmarks import schedule, stages
 from jaxspec.cli import compile as command
 from jaxspec.deviceless import hlo
 from jaxspec.deviceless.accelerators import ACCELERATORS
@@ -184,6 +187,16 @@ def test_the_clock_follows_from_the_published_peak(name, clock):
     assert ACCELERATORS[name].clock == pytest.approx(clock, rel=3e-3)
 
 
+def test_a_tpu_is_measured_against_its_estimate():
+    """By the program of what ran; on other devices there is none."""
+    loop = types.SimpleNamespace(program=lambda: ROUND)
+    tpu, cpu = (types.SimpleNamespace(device_kind=kind) for kind in ("TPU v5 lite", "cpu"))
+    found_ms = stages.estimated_ms(tpu, loop)
+    floor = 3 * (A + 4) + A + B + KV + 4
+    assert 1e3 * floor / V5E.bandwidth <= found_ms < 1e3 * floor / V5E.bandwidth + 1e-3
+    assert stages.estimated_ms(cpu, loop) is None
+
+
 def test_the_table(capsys):
     from rich.console import Console
 
@@ -194,3 +207,22 @@ def test_the_table(capsys):
         assert part in out
     assert "trips_3/while: 3 × 100 cycles" in out
     assert "its cycles are not estimated" in out
+
+
+def test_a_static_schedule_is_read():
+    """Of a fusion its own files alone: `fusion.1` is not `fusion.12`."""
+    analysis = "Schedule analysis:\n\ttotal scheduled bundles:    20\n"
+    use = "== CAPACTIY:\nMXU, SALU\n    4     2\n== UTILIZATION:\n1 0\n3 1\n"
+    written = {
+        "17-fusion.12-01-final_hlo-static-per-bundle-utilization.txt": use.replace("3 1", "0 0"),
+        "17-fusion.12-02-schedule-analysis_final_bundles.txt": analysis.replace("20", "99"),
+        "18-fusion.1-01-final_hlo-static-per-bundle-utilization.txt": use,
+        "18-fusion.1-02-schedule-analysis_final_bundles.txt": analysis,
+    }
+    assert schedule._scheduled("fusion.1", written, 3) == {
+        "bundles": 20,
+        "trips": 3,
+        "scheduled": 60,
+        "use": {"MXU": 0.5, "SALU": 0.25},
+    }
+    assert schedule._scheduled("fusion.3", written, 3) is None
