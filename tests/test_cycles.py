@@ -84,14 +84,14 @@ ROUND = f"""HloModule jit_run_rounds, is_scheduled=true
   ROOT %yes = pred[] constant(true)
 }}
 
-%less (l: bf16[8,1024]) -> bf16[8,1024] {{
-  %l = bf16[8,1024]{{1,0}} parameter(0)
-  ROOT %cheap = bf16[8,1024]{{1,0:S(1)}} copy(%l), {costs("verify/sampling/select", 2)}
+%less (l: bf16[512,1024]) -> bf16[8,1024] {{
+  %l = bf16[512,1024]{{1,0}} parameter(0)
+  ROOT %cheap = bf16[8,1024]{{1,0:S(1)}} slice(%l), {costs("verify/sampling/select", 2)}
 }}
 
-%dear (d: bf16[8,1024]) -> bf16[8,1024] {{
-  %d = bf16[8,1024]{{1,0}} parameter(0)
-  ROOT %filtered = bf16[8,1024]{{1,0:S(1)}} copy(%d), {costs("verify/vmap(sampling)/select", 7)}
+%dear (d: bf16[1024,2048]) -> bf16[8,1024] {{
+  %d = bf16[1024,2048]{{1,0}} parameter(0)
+  ROOT %filtered = bf16[8,1024]{{1,0:S(1)}} slice(%d), {costs("verify/vmap(sampling)/select", 7)}
 }}
 
 %body (t: (s32[], bf16[1024,2048], bf16[2048,2048], bf16[512,1024])) -> (s32[], bf16[1024,2048]) {{

@@ -40,8 +40,7 @@ def estimated(
 ) -> StepCosts | None:
     """The steps of a model in bfloat16 on one TPU chip, as `roofline` gives them, by its compiler's estimates.
 
-    Compiling takes a minute; the costs are kept in the user's cache for this compiler and this version of the model's
-    code.
+    Compiling takes a minute; the costs are kept in the user's cache for this compiler and this version of the code.
 
     Args:
       accelerator: the chip.
@@ -58,7 +57,8 @@ def estimated(
         return None
     if accelerator.is_gpu:
         return None
-    code = b"".join(path.read_bytes() for path in sorted(Path(llama.__file__).parent.glob("*.py")))
+    files = [Path(__file__), *sorted(Path(llama.__file__).parent.glob("*.py"))]
+    code = b"".join(path.read_bytes() for path in files)
     compiler = f"libtpu {importlib.metadata.version('libtpu')}, model {hashlib.sha256(code).hexdigest()[:16]}"
     key = cost_files.key(f"{accelerator.name} by {compiler}", "tpu", config, "bfloat16")
     path = cost_files.path_of(key)

@@ -66,12 +66,11 @@ class _Reads:
         """Bytes by stage, by how often they are read, and by origin."""
         found: dict[tuple[str, int, _Origin], int] = {}
         for one in self._module.computations[at]:
-            for index, name in enumerate(entered(one)):
-                first = index + 1 if one.opcode == "conditional" else 0
-                operands = [one.operands[first]] if one.opcode == "conditional" else list(one.operands)
-                self._callers[name] = (at, operands)
-                times = count * (trips(one) or 1) if one.opcode == "while" else count
-                for key, size in self.of(name, times).items():
+            within = [self._within(at, one, index, name, count) for index, name in enumerate(entered(one))]
+            if one.opcode == "conditional":  # one of its branches runs
+                within = [max(within, key=lambda reads: sum(reads.values()))]
+            for reads in within:
+                for key, size in reads.items():
                     found[key] = max(found.get(key, 0), size)
             if one.opcode in HANDED_ON or one.opcode.endswith("-done"):
                 continue
@@ -82,6 +81,14 @@ class _Reads:
                     key = (self._stage(one), count, origin)
                     found[key] = min(found.get(key, 0) + size, max(whole, found.get(key, 0)))
         return found
+
+    def _within(
+        self, at: str, one: Instruction, index: int, name: str, count: int
+    ) -> dict[tuple[str, int, _Origin], int]:
+        """The same of a computation that an instruction enters; of a condition, `index` says which branch it is."""
+        branch = one.opcode == "conditional"
+        self._callers[name] = (at, [one.operands[index + 1]] if branch else list(one.operands))
+        return self.of(name, count * (trips(one) or 1) if one.opcode == "while" else count)
 
     def _taken(self, at: str, one: Instruction, number: int) -> tuple[int, int]:
         """Bytes that an instruction takes from main memory of an operand, and the bytes of all of it."""
@@ -103,8 +110,6 @@ class _Reads:
         (given,) = (one for one in body if one.opcode == "parameter" and one.index == number)
         names, size = {given.name}, 0
         for one in body:
-            if one.root and one.name in names:
-                return whole
             if not names & set(one.operands):
                 continue
             if one.opcode == "bitcast" and not one.root:
