@@ -112,7 +112,7 @@ ROUND = f"""HloModule jit_run_rounds, is_scheduled=true
   %scores = bf16[8,512]{{1,0:S(1)}} dot(%q, %kept), {costs("verify/layer_0/attend/dot_general", 40)}
   %everywhere = bf16[8,512]{{1,0:S(1)}} all-reduce(%scores), to_apply=%add, {scope("verify/layer_0/dot_general")}
   %logits = bf16[8,2048]{{1,0:S(1)}} dot(%everywhere, %b), {costs("verify/head/dot_general", 50)}
-  %chosen = bf16[8,1024]{{1,0}} conditional(%i, %gate, %gate), branch_computations={{%less, %dear}}
+  %chosen = bf16[8,1024]{{1,0}} conditional(%i, %kept, %came), branch_computations={{%less, %dear}}
   %copied = bf16[8,1024]{{1,0}} copy(%chosen), {costs("scatter", 5)}
   ROOT %next = {STATE} tuple(%i, %came, %b, %kept)
 }}

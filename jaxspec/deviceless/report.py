@@ -148,7 +148,7 @@ def report(
     plain, speed = programs.parts.drafter.num_draft_tokens == 0, None
     if record["fits"] and cycles is None:
         speed = predicted(programs, accelerator, counted if plain else None)
-    elif record["fits"] and plain:
+    elif record["fits"] and plain and cycles is not None:
         speed = programs.state.length.shape[0] * accelerator.clock / likely(cycles["round"])
     record["predicted_tokens_per_second"] = speed
     return record
