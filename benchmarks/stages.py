@@ -20,7 +20,9 @@ from jaxspec.bench.profile import floor_bytes, stream
 from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved, measure_runs, median_ratio
+from jaxspec.deviceless import cycles, hlo
 from jaxspec.deviceless.accelerators import published
+from jaxspec.deviceless.rounds import main_loop
 from jaxspec.drafting.eagle import Eagle
 from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.tree import Dynamic
@@ -46,6 +48,16 @@ STREAMED = {"cpu": 2**27, "gpu": 2**31, "tpu": 2**30}
 def published_figures(device: jax.Device) -> Any:
     """The published figures of a device, or None; see `deviceless.accelerators.published`."""
     return published(device.device_kind)
+
+
+def estimated_ms(device: jax.Device, one: Loop) -> float | None:
+    """Milliseconds of a round by a TPU's compiler's cycles, see `deviceless.cycles`; None on other devices."""
+    figures = published(device.device_kind)
+    if figures is None or figures.is_gpu:
+        return None
+    module = hlo.parse(one.program())
+    found = cycles.estimate(module, main_loop(module), figures)
+    return None if found is None else 1e3 * cycles.likely(found["round"]) / figures.clock
 
 
 def bandwidth(device: jax.Device, repeats: int = 10) -> float:
@@ -84,7 +96,9 @@ class Stages:
         Returns:
           `floor_bytes`, `floor_measured_ms` (every weight read once, the fastest turn), `floor_published_ms` (at the
           published bandwidth; None where it is unknown), `step_ms`, `floor_from` (published or measured) and by it
-          `floor_fraction`, floor ÷ the fastest step; `compile_seconds` of the plain loop and its prefill.
+          `floor_fraction`, floor ÷ the fastest step; `estimated_ms`, by a TPU's compiler's cycles, and
+          `over_estimated`, measured ÷ estimated (None on other devices); `compile_seconds` of the plain loop and its
+          prefill.
         """
         lm = self._lm
         on_progress("compiling the plain loop")
@@ -97,7 +111,7 @@ class Stages:
         size, figures = floor_bytes(lm.config, lm.params), published_figures(lm.device)
         measured = min(taken["floor"])
         known = None if figures is None else 1e3 * size / figures.bandwidth
-        step = min(taken["step"]) / one.rounds
+        step, estimated = min(taken["step"]) / one.rounds, estimated_ms(lm.device, one)
         self._costs["all over 1"] = self._costs["plain step"] = statistics.median(taken["step"]) / one.rounds
         return {
             "floor_bytes": size,
@@ -106,6 +120,8 @@ class Stages:
             "step_ms": self._costs["plain step"],
             "floor_from": "measured" if known is None else "published",
             "floor_fraction": (measured if known is None else known) / step,
+            "estimated_ms": estimated,
+            "over_estimated": None if estimated is None else step / estimated,
             "compile_seconds": compile_seconds,
         }
 

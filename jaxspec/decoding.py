@@ -435,25 +435,27 @@ def decode_round(
     coupled = parts.acceptor.coupled
     draws = drawn_by(_of_places(state, depth)) if coupled else None
     view = View(state.tokens, state.length, state.cache, room, draws, parts.penalties)
-    proposal, drafter_state, cache = drafter.propose(
-        _fold_in(keys, 0), params, state.drafter_state, view, parts.law
-    )
+    with jax.named_scope("draft"):  # these scopes are for a reader of the compiled program
+        proposal, drafter_state, cache = drafter.propose(
+            _fold_in(keys, 0), params, state.drafter_state, view, parts.law
+        )
     proposal = verification.trimmed(proposal, room, depth)
     by_place = coupled or proposal.parents is not None
     own = _of_places(state, depth) if by_place else _fold_in(keys, 1)
     view = dataclasses.replace(view, cache=cache)
-    verified = verification.verify(
-        config,
-        params,
-        drafter,
-        parts.acceptor,
-        parts.law,
-        own,
-        view,
-        proposal,
-        parts.verify_widths,
-        log_probs,
-    )
+    with jax.named_scope("verify"):
+        verified = verification.verify(
+            config,
+            params,
+            drafter,
+            parts.acceptor,
+            parts.law,
+            own,
+            view,
+            proposal,
+            parts.verify_widths,
+            log_probs,
+        )
     acceptance, sound, features = verified.acceptance, verified.sound, verified.features
 
     tokens = verification.with_next(
@@ -477,6 +479,8 @@ def decode_round(
         fed=None if verified.likely is None else verification.fed(view.pending, proposal),
         likely=verified.likely,
     )
+    with jax.named_scope("absorb"):
+        drafter_state = parts.drafter.observe(params, drafter_state, outcome)
     length = state.length + count
     state = dataclasses.replace(
         state,
@@ -485,7 +489,7 @@ def decode_round(
         done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
         broken=state.broken | broken,
         cache=verified.cache,
-        drafter_state=parts.drafter.observe(params, drafter_state, outcome),
+        drafter_state=drafter_state,
         stats=_counted(state.stats, outcome),
     )
     return state, outcome, verified.log_probs

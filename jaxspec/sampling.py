@@ -31,6 +31,7 @@ class Law(Protocol):
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]: ...
 
 
+@jax.named_scope("sampling")
 def is_finite(logits: jax.Array) -> jax.Array:
     """Returns whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible.
 

@@ -99,14 +99,17 @@ def verify(
         if branches is None:
             sound = _leading(finite)
         # Some law in place of none: an acceptor may weigh a token by those after it.
-        raw, judged = (jnp.where(finite[..., None], logits, 0.0) for logits in (raw, judged))
+        with jax.named_scope("sampling"):
+            raw, judged = (jnp.where(finite[..., None], logits, 0.0) for logits in (raw, judged))
         likely = widened(jax.lax.top_k(raw, num_likely)[1], full) if num_likely else None
         if branches is None:
-            acceptance = acceptor.accept(keys, kept, judged, law)
+            with jax.named_scope("sampling"):
+                acceptance = acceptor.accept(keys, kept, judged, law)
             tokens, of_path = kept.tokens, raw
         else:
             accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
-            acceptance = accept(keys, kept, branches, judged, law)
+            with jax.named_scope("sampling"):
+                acceptance = accept(keys, kept, branches, judged, law)
             assert acceptance.path is not None
             sound = _leading(tree.along(finite, acceptance.path))
             features = None if features is None else tree.along(features, acceptance.path)

@@ -130,6 +130,7 @@ def test_every_part_measures(tiny_shape, capsys, tmp_path):
     assert not [one for one in found if "error" in one], found
     assert by_name["device"]["measured_bandwidth"] > 0
     assert by_name["floor"]["floor_from"] == "measured"
+    assert by_name["floor"]["over_estimated"] is None  # a CPU's compiler estimates nothing
     # Two layers of norms, (2 + 2) · 8 rows of queries, keys and values, 2 · 8 columns out, an MLP; last norm, head.
     assert by_name["floor"]["floor_bytes"] == 4 * (2 * (16 * (2 + 32 + 16) + 3 * 16 * 32) + 16 + 64 * 16)
     assert by_name["masks"]["traced_over_static"] > 0

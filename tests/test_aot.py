@@ -126,6 +126,30 @@ def test_layerskip_on_four_chips():
     assert found["collectives"] == {"all-reduce": K * step + last + verification, "all-gather": 2}
 
 
+def test_cycles_of_a_round():
+    """Every part of the work is found by its scope, and the parts sum up to the round; a floor is what is read."""
+    found = compiled("v5e:1x1", "layerskip", {"exit_layer": E, "num_draft_tokens": K})
+    cycles = found["cycles"]
+    whole, stages, step = cycles["round"], cycles["stages"], cycles["draft_step"]
+    assert sum(whole["split"].values()) == whole["cycles"] >= whole["floor"] > 0
+    assert whole["cycles"] == sum(stage["cycles"] for stage in stages.values())
+    for part in ("products", "head and sampling", "attention", "norms and rotation", "cache writes"):
+        assert whole["split"][part] > 0, part
+    assert whole["split"]["the rest"] < 0.5 * whole["cycles"]
+    assert step["trips"] == K
+    assert K * step["cycles"] < stages["draft"]["cycles"]  # and the last token through these layers
+    layer, head = 2 * 256 * (16 * 64 + 512 + 3 * 768), 2 * SMALL.vocab_size * 256
+    cache = 2 * 4 * 64 * 2 * 256  # bytes a layer
+    # Norms, and the rows of the embedding, are read too; a small cache may stay in fast memory.
+    read = E * (layer + cache) + head
+    assert read - 2 * E * cache <= step["bytes"] < 1.02 * read
+    assert found["predicted_tokens_per_second"] is None
+    plain = compiled("v5e:1x1", "autoregressive", {})
+    clock = parse_topology("v5e:1x1").accelerator.clock
+    whole = plain["cycles"]["round"]
+    assert clock / whole["cycles"] <= plain["predicted_tokens_per_second"] <= clock / whole["floor"]
+
+
 def test_a_model_that_is_too_large(capsys, monkeypatch):
     """The compiler refuses; the rest is still said."""
     from jaxspec.bench import profile

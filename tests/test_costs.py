@@ -25,6 +25,7 @@ from jaxspec.choosing.costs import (
 from jaxspec.cli.options import ModelOptions
 from jaxspec.cli.profile import Profile
 from jaxspec.console.distributed import ProcessOptions
+from jaxspec.deviceless import estimates
 from jaxspec.deviceless.accelerators import ACCELERATORS
 from jaxspec.deviceless.roofline import report, roofline, usual, weights
 from jaxspec.engine.language_model import LanguageModel
@@ -298,11 +299,43 @@ def test_a_draft_model_costs_a_step_of_its_own():
     assert "draft model" not in usual(device, "31m")[1]
 
 
+def test_a_tpu_takes_the_cycles_of_its_compiler(monkeypatch, tmp_path):
+    """By layers and rows: of programs of few layers, compiled once and kept; never less than the bytes take."""
+    compiled, layer, head = [], 1_000_000, 5_000_000
+
+    def step_cycles(place, config, rows, layers):
+        compiled.append((rows, layers))
+        return layers * (layer + 1000 * rows) + head
+
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    for name, fake in {"require": None, "compile_only": None, "step_cycles": step_cycles}.items():
+        monkeypatch.setattr(estimates, name, fake or (lambda *_: None))
+    monkeypatch.setattr(estimates.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(estimates.programs, "devices", lambda topology: [])
+    device, shape = ACCELERATORS["v5e"], SHAPES["1.2b"]
+    costs = estimates.estimated(device, shape, "1.2b")
+    assert costs == estimates.estimated(device, shape, "1.2b")
+    assert compiled == [(rows, layers) for rows in estimates.ROWS for layers in (1, 3)]
+    expected = 1e3 * (16 * (layer + 9000) + head) / device.clock
+    assert costs.step_ms(9, live=0) == pytest.approx(expected)
+    assert costs.step_ms(1, live=0) == pytest.approx(1e3 * (16 * (layer + 2000) + head) / device.clock)
+    layer = head = 0
+    bound = roofline(device, shape, "1.2b", launch_us=0.0)
+    (tmp_path / "costs").rename(tmp_path / "old")
+    assert estimates.estimated(device, shape, "1.2b").step_ms(2) == bound.step_ms(2)
+    assert estimates.estimated(ACCELERATORS["h100"], shape, "1.2b") is None
+    given = report("v5e", "1.2b", steps=lambda *_: costs)
+    assert given["estimated"]
+    assert given["plain_ms"] == costs.step_ms()
+    assert not report("v5e", "1.2b")["estimated"]
+
+
 # The command
 
 
 def test_the_command_shows_both(capsys, measured, monkeypatch):
     found, _ = measured
+    monkeypatch.setattr(estimates, "estimated", lambda *_, **__: None)  # nothing is compiled here
     status, out, err = called(capsys, "profile", "--device-model", "v5e", "--shape", "8b", "--json")
     assert (status, err) == (0, "")
     assert json.loads(out) == json.loads(json.dumps(report("v5e", "8b")))

@@ -402,6 +402,7 @@ def test_the_report_of_a_program(here):
     assert found["collectives"] == {}
     assert found["cache_copies"] == found["weight_copies"] == 0
     assert found["prefill"] is None
+    assert found["cycles"] is None  # a CPU's compiler estimates none
     assert found["argument_bytes_per_device"] >= programs.part_bytes((made.weights, made.state))
     read = llama.num_params(TARGET)
     read -= 0 if TARGET.tie_embeddings else TARGET.vocab_size * TARGET.hidden_size
@@ -593,8 +594,7 @@ def test_the_command_prints_json(capsys):
         "cache_copies",
         "weight_copies",
         "collectives",
-        "flops",
-        "bytes",
+        "cycles",
         "compile_seconds",
         "predicted_tokens_per_second",
     }

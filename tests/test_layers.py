@@ -102,6 +102,7 @@ HOST = (
     *("jaxspec.tuning.search", "jaxspec.tuning.figures", "jaxspec.papers", "jaxspec.cli"),
     *("jaxspec.tuning.fitness_report", "jaxspec.__main__"),
     *("jaxspec.deviceless.stand_ins", "jaxspec.deviceless.programs", "jaxspec.deviceless.report"),
+    "jaxspec.deviceless.estimates",
 )
 HOST_MODULES = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),

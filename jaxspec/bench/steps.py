@@ -56,6 +56,13 @@ class Loop:
         # On a mesh of several processes two programs at a time might meet each other's exchanges.
         self._run, self._state = run, jax.block_until_ready(state)
 
+    def program(self, *arguments: Any) -> str:
+        """The optimised HLO of a call, compiled again; `run` is a jitted function, or a partial one of it."""
+        run: Any = self._run
+        run, given = (run.func, run.args) if isinstance(run, functools.partial) else (run, ())
+        text: str = run.lower(*given, self._state, *arguments).compile().as_text()
+        return text
+
     def __call__(self, *arguments: Any) -> None:
         """Runs once; returns when the device is done."""
         done, self._state = self._run(self._state, *arguments)

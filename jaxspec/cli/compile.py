@@ -26,8 +26,9 @@ class Compile:
 
     Copies are of whole caches or weights in one round; there should be none. A cache is written back where the
     program moves all of it to fast memory, changes it there and moves it back. Collectives are the exchanges between
-    devices in one round, of a whole draft; so are the operations that a GPU starts, its kernels. The speed is a
-    prediction, from published figures.
+    devices in one round, of a whole draft; so are the operations that a GPU starts, its kernels. Cycles are estimates
+    of the TPU's compiler, and no times. The floor is what reading takes at the published bandwidth: an estimate below
+    it is raised to it. The speed is a prediction: of a TPU by these cycles, of a GPU by published figures.
 
     Attributes:
       topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; of GPUs h100, h200, a100 or
@@ -115,6 +116,12 @@ class Compile:
         return 0
 
 
+_ON_VECTORS = (
+    "Products on the vector unit, those of one row, are estimated several times too high: by the static schedule "
+    "(python -m benchmarks.schedule) they take less than reading their weights."
+)
+
+
 def _print(record: dict[str, Any], source: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -147,15 +154,55 @@ def _print(record: dict[str, Any], source: str) -> None:
         table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
         per_layer = record["kernels_per_layer"]
         table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
-    table.add_row("operations of a round, each inner loop once", _number(record["flops"]))
-    table.add_row("bytes of a round, each inner loop once", _size(record["bytes"]))
     speed = record["predicted_tokens_per_second"]
-    table.add_row(
-        "plain decoding, predicted at best", "unknown" if speed is None else f"{speed:,.0f} tokens/s"
-    )
+    if speed is not None or record["cycles"] is None:
+        said = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
+        table.add_row("plain decoding, predicted at best", said)
     console = Console(file=sys.stdout)
     console.print(table)
+    if record["cycles"] is not None:
+        _print_cycles(console, record["cycles"], (record["prefill"] or {}).get("cycles"))
     console.print(f"predicted from the figures of {source}", highlight=False, soft_wrap=True)
+
+
+def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] | None) -> None:
+    """The compiler's estimates, a column for each part of a round, in thousands of cycles."""
+    from rich.table import Table
+
+    from jaxspec.deviceless.cycles import likely
+
+    columns = {"round": cycles["round"], **cycles["stages"]}
+    if cycles["draft_step"] is not None:
+        columns["draft step"] = cycles["draft_step"]
+    if prefill is not None:
+        columns["prompt chunk"] = prefill["round"]
+    table = Table("thousands of cycles", *columns, title="the compiler's estimate, not a time")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = [
+        {
+            **part["split"],
+            "all": part["cycles"],
+            "floor": part["floor"],
+            "on the vector unit": part["on_vectors"],
+        }
+        for part in columns.values()
+    ]
+    for name in rows[0]:
+        table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
+    table.add_row("floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values()))
+    console.print(table)
+    if cycles["round"]["on_vectors"]:
+        console.print(_ON_VECTORS, highlight=False, soft_wrap=True)
+    for name, loop in cycles["loops"].items():
+        count = "once or never" if loop["trips"] is None else f"{loop['trips']} ×"
+        console.print(f"{name}: {count} {loop['cycles']:,} cycles", highlight=False, soft_wrap=True)
+    if cycles["exchanged_bytes"]:
+        console.print(
+            f"exchanged in a round: {_size(cycles['exchanged_bytes'])}; its cycles are not estimated"
+        )
+    milliseconds = f"{1e3 / cycles['clock'] * likely(cycles['round']):.2f} ms"
+    console.print(f"a round at {cycles['clock'] / 1e9:.2f} GHz: {milliseconds}", highlight=False)
 
 
 def _size(size: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,11 @@ class Profile:
       fresh: with --costs, measure again.
       device_model: predict instead, on paper, what drafts would gain with --shape on a device of which only published
         figures are known: h100, h200, a100, l4,
-        v5e, v5p or v6e. Nothing is measured.
+        v5e, v5p or v6e. Nothing is measured. Of a TPU whose compiler is installed, steps take as many cycles as it
+        expects; the first time it compiles them, for a minute.
       batch: texts at once, for what drafts would gain. Default 1.
-      launch_us: with --device-model, microseconds that starting one operation takes. Default: the device's.
+      launch_us: with --device-model, microseconds that starting one operation takes; a compiler's cycles do not count
+        then. Default: the device's.
       json: print one JSON object and nothing else.
     """
 
@@ -131,7 +134,13 @@ class Profile:
 
         assert self.device_model is not None
         assert self.shape is not None
-        return report(self.device_model, self.shape, self.batch or 1, self.launch_us)
+        given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
+        if self.launch_us is not None:
+            return report(*given)
+        from jaxspec.deviceless.estimates import estimated
+
+        with Progress() as progress:
+            return report(*given, functools.partial(estimated, on_progress=progress))
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -177,7 +186,10 @@ def _print_prediction(report: dict[str, Any]) -> None:
     table = _table(title)
     table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
     table.add_row("operations a second at its peak", f"{1e-12 * report['flops']:,.0f} · 10¹²")
-    table.add_row("starting an operation (an assumption)", f"{report['launch_us']:g} µs")
+    if report["estimated"]:
+        table.add_row("steps", "by the compiler's cycles")
+    else:
+        table.add_row("starting an operation (an assumption)", f"{report['launch_us']:g} µs")
     table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
     if not report["fits"]:
         table.add_row("the weights do not fit its memory", "as if they did")

@@ -31,6 +31,7 @@ class Accelerator:
       launch_us: what starting one operation of a program takes, which nobody publishes. GPUs: as a round of 294 kernels
         at a shape of 1b whose weights take .74 ms takes as long again. TPUs: assumed.
       kinds: what JAX calls such a device (`jax.Device.device_kind`).
+      cycle_flops: of TPUs, operations in bfloat16 that all matrix units do in a cycle.
     """
 
     name: str
@@ -43,6 +44,12 @@ class Accelerator:
     options: tuple[tuple[str, Any], ...] = ()
     launch_us: float = 1.0
     kinds: tuple[str, ...] = ()
+    cycle_flops: int = 0
+
+    @property
+    def clock(self) -> float:
+        """Of a TPU, cycles a second: what its published peak and its matrix units imply."""
+        return self.flops / self.cycle_flops
 
     @property
     def is_gpu(self) -> bool:
@@ -50,18 +57,40 @@ class Accelerator:
         return self.name in PROCESSORS
 
 
+# Multiplications and additions of matrix units of 128 × 128: four a chip of v5e, eight of v5p. Of v6e 256 × 256, and as
+# many as make the compiler's estimate of a large product possible, which is above 1.5 × what two could do.
+_UNITS = 2 * 128**2
 _DOCS = "https://cloud.google.com/tpu/docs/"
 _TPUS = {
     one.name: one
     for one in (
-        Accelerator("v5e", 16 * 2**30, 819e9, 197e12, _DOCS + "v5e", 2, kinds=("TPU v5 lite", "TPU v5e")),
+        Accelerator(
+            "v5e",
+            16 * 2**30,
+            819e9,
+            197e12,
+            _DOCS + "v5e",
+            2,
+            kinds=("TPU v5 lite", "TPU v5e"),
+            cycle_flops=4 * _UNITS,
+        ),
         # One device a chip, as two cores share its memory.
         Accelerator(
             *("v5p", 95 * 2**30, 2765e9, 459e12, _DOCS + "v5p", 3, "v5"),
             options=(("chip_config_name", "megacore"),),
             kinds=("TPU v5", "TPU v5p"),
+            cycle_flops=8 * _UNITS,
         ),
-        Accelerator("v6e", 32 * 2**30, 1600e9, 918e12, _DOCS + "v6e", 2, kinds=("TPU v6 lite", "TPU v6e")),
+        Accelerator(
+            "v6e",
+            32 * 2**30,
+            1600e9,
+            918e12,
+            _DOCS + "v6e",
+            2,
+            kinds=("TPU v6 lite", "TPU v6e"),
+            cycle_flops=16 * _UNITS,
+        ),
     )
 }
 # GPUs: modules of these names, without sparsity.

@@ -1,12 +1,13 @@
 """Optimised HLO as text, read: its computations and their instructions. Pure functions; nothing is compiled here.
 
-Only what `rounds` asks is read: of each instruction its name, its results, its operands, the computations that it calls
-and the name of the operation that it came from.
+Only what `rounds`, `reads` and `cycles` ask is read: of each instruction its name, its results, its operands, the
+computations that it calls, the name of the operation that it came from, and the cycles that a TPU's compiler expects.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.-]+) = ")
 _BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([^}]*)\})?")
 _CALLED = re.compile(r"\b(\w+)=(?:%([\w.-]+)|\{((?:%[\w.-]+(?:, )?)+)\})")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLS = {"calls", "body", "condition", "to_apply", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation"}
 
@@ -26,11 +28,21 @@ class Buffer:
       dtype: such as bf16.
       dims: its shape.
       space: number of the memory that it is in; 0 is the device's main memory, others are small and fast.
+
+    Examples:
+      >>> Buffer("bf16", (2, 8)).size_bytes, Buffer("s4", (3,)).size_bytes, Buffer("pred", ()).size_bytes
+      (32, 2, 1)
     """
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its numbers, without padding."""
+        bits = re.search(r"\d+", self.dtype)
+        return -(-math.prod(self.dims) * (int(bits[0]) if bits else 8) // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Instruction:
       target: of a custom call, what is called.
       root: whether the computation gives its result back.
       index: of a parameter its number, of a get-tuple-element which part it takes; of others None.
+      cycles: that the compiler expects it to take; None where it does not say, as for transfers and exchanges.
     """
 
     name: str
@@ -58,6 +71,7 @@ class Instruction:
     target: str
     root: bool
     index: int | None = None
+    cycles: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +138,7 @@ def _instruction(line: str) -> Instruction | None:
         if kind in _CALLS
     }
     scope, target = (re.search(rf'\b{name}="([^"]*)"', rest) for name in ("op_name", "custom_call_target"))
+    cycles = _CYCLES.search(rest)
     return Instruction(
         name=begins[2],
         opcode=opcode,
@@ -134,6 +149,7 @@ def _instruction(line: str) -> Instruction | None:
         target=target[1] if target else "",
         root=bool(begins[1]),
         index=int(number[1]) if number else None,
+        cycles=int(cycles[1]) if cycles else None,
     )
 
 

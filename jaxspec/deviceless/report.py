@@ -12,6 +12,7 @@ import jax
 
 from jaxspec.deviceless import hlo
 from jaxspec.deviceless.accelerators import LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
+from jaxspec.deviceless.cycles import estimate, likely
 from jaxspec.deviceless.programs import Programs, part, part_bytes
 from jaxspec.deviceless.rounds import (
     collectives,
@@ -23,6 +24,8 @@ from jaxspec.deviceless.rounds import (
     write_backs,
 )
 
+# Of the program of rounds; unknown where it does not fit, and the last two where the device is no GPU.
+_OF_ROUNDS = ("cache_copies", "cache_write_backs", "weight_copies", "dequantised_weights", "collectives")
 _OF_A_GPU = ("kernels_per_round", "kernels_per_layer")
 
 
@@ -35,7 +38,7 @@ class Program:
       text: its optimised HLO; "" where it does not fit.
       argument_bytes, temporary_bytes, other_bytes: a device; `other_bytes` is results that take no argument's place,
         and the program itself. None where it does not fit.
-      flops, bytes: as the compiler counts them, with each inner loop gone around once. None where it does not say.
+      flops: as the compiler counts them, with each inner loop gone around once. None where it does not say.
       refusal: what the compiler says where it does not fit.
       processor_seconds: what this process spent on it on all cores: what others do on the machine is not in it.
     """
@@ -46,7 +49,6 @@ class Program:
     temporary_bytes: int | None = None
     other_bytes: int = 0
     flops: float | None = None
-    bytes: float | None = None
     refusal: str | None = None
     processor_seconds: float = 0.0
 
@@ -77,7 +79,6 @@ def build(lower: Callable[[], Any]) -> Program:
         memory.temp_size_in_bytes,
         results + memory.generated_code_size_in_bytes,
         costs.get("flops"),
-        costs.get("bytes accessed"),
         processor_seconds=used,
     )
 
@@ -103,11 +104,13 @@ def report(
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `kernels_per_round`, `kernels_per_layer`: of a GPU, see `rounds.kernels` and `rounds.kernels_per_layer`; of others
         None.
-      `flops`, `bytes`: of a round on one device, as the compiler counts: inner loops once, what is read ahead twice.
+      `cycles`: of a TPU, what its compiler expects of a round, see `cycles.estimate`; of others None.
       `compile_seconds`: of the rounds, traced and compiled; `compile_processor_seconds`: of all cores.
-      `prefill`: the same first three and `compile_seconds` of the prefill; None where it was not compiled.
-      `predicted_tokens_per_second`: of plain decoding, from published figures: see `predicted`; None where it does not
-        fit.
+      `prefill`: the same first three, `compile_seconds` and `cycles` (of a chunk of the prompts) of the prefill; None
+        where it was not compiled.
+      `predicted_tokens_per_second`: of plain decoding, all rows together. Of a TPU by `cycles` at its clock (see
+        `cycles.likely`), of others from published figures, see `predicted`; None where it does not fit, and of a TPU
+        with other methods.
     """
     shared = programs.shared_bytes
     given = (programs.weights, programs.parts, programs.state)
@@ -115,7 +118,7 @@ def report(
     compiled = {"rounds": rounds} | ({"prefill": prefill} if prefill is not None else {})
     record: dict[str, Any] = {"fits": all(_fits(one, accelerator, shared) for one in compiled.values())}
     record["refusal"] = next((one.refusal for one in compiled.values() if one.refusal is not None), None)
-    record |= _memory(rounds, shared, part_bytes(given))
+    record |= _memory(rounds, shared, part_bytes(given)) | dict.fromkeys((*_OF_ROUNDS, *_OF_A_GPU))
     if rounds.text:
         module = hlo.parse(rounds.text)
         loop = main_loop(module)
@@ -130,19 +133,8 @@ def report(
         if accelerator.is_gpu:
             counted = kernels(module, loop)
             record |= {"kernels_per_round": counted, "kernels_per_layer": kernels_per_layer(module, loop)}
-        else:
-            record |= dict.fromkeys(_OF_A_GPU)
-    else:
-        unknown = (
-            "cache_copies",
-            "cache_write_backs",
-            "weight_copies",
-            "dequantised_weights",
-            "collectives",
-            *_OF_A_GPU,
-        )
-        record |= dict.fromkeys(unknown)
-    record |= {"flops": rounds.flops, "bytes": rounds.bytes, "compile_seconds": rounds.seconds}
+    record["cycles"] = cycles = _cycles(rounds, accelerator)
+    record["compile_seconds"] = rounds.seconds
     record["compile_processor_seconds"] = rounds.processor_seconds
     record["prefill"] = None
     if prefill is not None:
@@ -151,12 +143,23 @@ def report(
             "fits": _fits(prefill, accelerator, shared),
             **_memory(prefill, shared, fed),
             "compile_seconds": prefill.seconds,
+            "cycles": _cycles(prefill, accelerator),
         }
-    plain = counted if programs.parts.drafter.num_draft_tokens == 0 else None
-    record["predicted_tokens_per_second"] = (
-        predicted(programs, accelerator, plain) if record["fits"] else None
-    )
+    plain, speed = programs.parts.drafter.num_draft_tokens == 0, None
+    if record["fits"] and cycles is None:
+        speed = predicted(programs, accelerator, counted if plain else None)
+    elif record["fits"] and plain and cycles is not None:
+        speed = programs.state.length.shape[0] * accelerator.clock / likely(cycles["round"])
+    record["predicted_tokens_per_second"] = speed
     return record
+
+
+def _cycles(program: Program, accelerator: Accelerator) -> dict[str, Any] | None:
+    """What a TPU's compiler expects of one trip of a program's main loop; None where it does not say."""
+    if accelerator.is_gpu or not program.text:
+        return None
+    module = hlo.parse(program.text)
+    return estimate(module, main_loop(module), accelerator)
 
 
 def predicted(programs: Programs, accelerator: Accelerator, kernels: int | None = None) -> float:

@@ -2,16 +2,17 @@
 
 A prediction, and a bound: a device reads each weight once a step at its published bandwidth, or multiplies by it at its
 published peak, whichever is longer, and each operation costs one launch. Real devices reach .6 to .9 of it. The ratios
-of such steps are nearer to the truth than the steps.
+of such steps are nearer to the truth than the steps. A TPU's compiler expects more than the bound, see `estimates`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.bench.profile import SHAPES
-from jaxspec.choosing.costs import DraftCost, StepCosts, kinds, speedup_table
+from jaxspec.choosing.costs import DraftCost, StepCosts, kinds, on_line, speedup_table
 from jaxspec.deviceless.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
@@ -21,6 +22,8 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LIVE = 512
 # Of bfloat16.
 _BYTES = 2
+# Gives the costs of a device's steps by a shape and its name; None where it cannot.
+Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
 # Which shape drafts for which.
 _DRAFTS = {"1b": "134m", "7b": "1b", "8b": "1.2b", "13b": "1b", "70b": "7b"}
 
@@ -41,7 +44,11 @@ def weights(config: LlamaConfig) -> tuple[int, int]:
 
 
 def roofline(
-    accelerator: Accelerator, config: LlamaConfig, name: str, launch_us: float | None = None
+    accelerator: Accelerator,
+    config: LlamaConfig,
+    name: str,
+    launch_us: float | None = None,
+    steps_ms: Mapping[int, tuple[float, float]] | None = None,
 ) -> StepCosts:
     """The steps of a model in bfloat16 on one described device.
 
@@ -50,6 +57,8 @@ def roofline(
       config: the model's shape.
       name: of the shape.
       launch_us: of one operation; None for that of the device.
+      steps_ms: by numbers of rows, rising, what a layer takes and what a step takes beside its layers, if the device's
+        compiler estimates it. In place of launches; reading and multiplying still bound it below.
 
     Examples:
       >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
@@ -64,10 +73,16 @@ def roofline(
     def product_ms(numbers: int, rows: int) -> float:
         return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
 
+    def part_ms(numbers: int, rows: int, operations: int, part: int) -> float:
+        bound = product_ms(numbers, rows)
+        if steps_ms is None:
+            return bound + operations * launch_ms
+        return max(bound, on_line(rows, list(steps_ms), [parts[part] for parts in steps_ms.values()]))
+
     def step_ms(rows: int, batch: int, layers: int) -> float:
-        ran = layers * (product_ms(layer, rows * batch) + LAYER_OPERATIONS * launch_ms)
         read = batch * LIVE * live_ms * layers / config.num_layers
-        return ran + product_ms(head, rows * batch) + OTHER_OPERATIONS * launch_ms + read
+        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0)
+        return layers * of_layer + part_ms(head, rows * batch, OTHER_OPERATIONS, 1) + read
 
     cut = max(0, config.num_layers // 4)
     return StepCosts(
@@ -88,17 +103,27 @@ def roofline(
 
 
 def usual(
-    accelerator: Accelerator, shape: str, launch_us: float | None = None
+    accelerator: Accelerator, shape: str, launch_us: float | None = None, steps: Steps | None = None
 ) -> tuple[StepCosts, dict[str, DraftCost]]:
     """The costs of a named shape, and the kinds of drafts: a draft model among them where there is a usual one.
 
     What a step of the draft model takes is said in layers of the target. It has as many operations to start as its own
     layers have, which are more than its share of the weights.
+
+    Args:
+      accelerator, launch_us: as of `roofline`.
+      shape: a name in `SHAPES`.
+      steps: gives the costs of a shape by its config and name, or None; in place of `roofline`.
     """
-    costs = roofline(accelerator, SHAPES[shape], shape, launch_us)
+
+    def steps_of(name: str) -> StepCosts:
+        given = None if steps is None else steps(accelerator, SHAPES[name], name)
+        return given or roofline(accelerator, SHAPES[name], name, launch_us)
+
+    costs = steps_of(shape)
     drafts = kinds(costs.num_layers)
     if shape in _DRAFTS:
-        draft = roofline(accelerator, SHAPES[_DRAFTS[shape]], _DRAFTS[shape], launch_us)
+        draft = steps_of(_DRAFTS[shape])
         layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
         absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
         drafts["draft model"] = DraftCost(
@@ -107,7 +132,9 @@ def usual(
     return costs, drafts
 
 
-def report(device: str, shape: str, batch: int = 1, launch_us: float | None = None) -> dict[str, Any]:
+def report(
+    device: str, shape: str, batch: int = 1, launch_us: float | None = None, steps: Steps | None = None
+) -> dict[str, Any]:
     """Predicted speed-ups of kinds of drafts on a described device.
 
     Args:
@@ -115,11 +142,13 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
       shape: a name in `SHAPES`.
       batch: texts at once.
       launch_us: as for `roofline`.
+      steps: as for `usual`, such as `estimates.estimated`.
 
     Returns:
-      `prediction` (True, as nothing was measured), `device`, `shape`, `dtype`, `batch`, `live`, the device's
-      `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether the weights fit its memory), `plain_ms` (a step of
-      plain decoding), `drafts` (what each kind runs), `speedups` (see `speedup_table`: each with its draft length).
+      `prediction` (True, as nothing was measured), `estimated` (whether by the compiler's cycles), `device`, `shape`,
+      `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether the weights
+      fit its memory), `plain_ms` (a step of plain decoding), `drafts` (what each kind runs), `speedups` (see
+      `speedup_table`: each with its draft length).
 
     Raises:
       ValueError: no such device or shape, or a number out of range; one line.
@@ -133,10 +162,12 @@ def report(device: str, shape: str, batch: int = 1, launch_us: float | None = No
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
     accelerator = ACCELERATORS[device]
-    costs, drafts = usual(accelerator, shape, launch_us)
+    costs, drafts = usual(accelerator, shape, launch_us, steps)
+    estimated = steps is not None and steps(accelerator, SHAPES[shape], shape) is not None
     table = speedup_table(costs, drafts, batch=batch)
     return {
         "prediction": True,
+        "estimated": estimated,
         "device": device,
         "shape": shape,
         "dtype": costs.dtype,

@@ -7,14 +7,15 @@ import functools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from jaxspec.deviceless.hlo import Buffer, Instruction, Module
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 # Instructions that hand on a buffer, and those that write a part of it in place.
-_HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
-_WRITES = ("dynamic-update-slice", "scatter")
-_IN_PLACE = {*_HANDED_ON, *_WRITES, "optimization-barrier"}
+HANDED_ON = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call")
+WRITES = ("dynamic-update-slice", "scatter")
+_IN_PLACE = {*HANDED_ON, *WRITES, "optimization-barrier"}
 # What makes new numbers: an array of a cache's shape that comes out of one, as scores of attention may, is no copy.
 _MAKES = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "iota", "constant", "rng")
 # Scopes that name a loop: how often it goes around, at most (`drafting.chain`, `sampling`); and the widths of those
@@ -22,9 +23,10 @@ _MAKES = ("dot", "convolution", "reduce", "reduce-window", "custom-call", "iota"
 _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
 # And those of the model's layers (`model.llama.run_layers`).
 _LAYER = re.compile(r"\blayer_\d+\b")
+_Kind = TypeVar("_Kind")
 # What a GPU starts nothing for: the host goes on, or other computations run instead.
 _STARTS_NOTHING = {
-    *_HANDED_ON,
+    *HANDED_ON,
     "constant",
     "optimization-barrier",
     "after-all",
@@ -55,14 +57,14 @@ def executed(module: Module, *names: str) -> Iterator[tuple[str, Instruction]]:
         name = waiting.pop()
         for one in module.computations[name]:
             yield name, one
-            for other in _entered(one):
+            for other in entered(one):
                 if other not in seen:
                     seen.add(other)
                     waiting.append(other)
 
 
-def _entered(one: Instruction) -> list[str]:
-    """The computations that an instruction runs step by step."""
+def entered(one: Instruction) -> list[str]:
+    """The computations that an instruction runs step by step; none of a fusion."""
     if one.opcode == "fusion":
         return []
     return [
@@ -112,9 +114,9 @@ def copies(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]])
         # A TPU reads a large array ahead in slices; this only says that they are one.
         if one.opcode in _IN_PLACE or one.opcode.endswith("-done") or one.target == "ConcatBitcast":
             continue
-        moved = _moved(module, computation, one)
-        if moved is not None:
-            source, made = moved
+        move = moved(module, computation, one)
+        if move is not None:
+            source, made = move
             written = _squeezed(made.dims) in wanted and source.space == made.space
             count += written and origins.held(computation, one.operands[0])
         else:
@@ -163,7 +165,7 @@ class _Origins:
                 return self.held(computation, source.name, one.index, given)
             if source.opcode == "tuple":
                 return self.held(computation, source.operands[one.index], 0, given)
-        if not one.operands or (one.opcode in _HANDED_ON and one.opcode not in ("tuple", "bitcast")):
+        if not one.operands or (one.opcode in HANDED_ON and one.opcode not in ("tuple", "bitcast")):
             # From outside the computation, or out of a loop or a condition.
             return any(_squeezed(made.dims) in self._wanted for made in one.results[part : part + 1])
         return any(self.held(computation, operand, 0, given) for operand in one.operands)
@@ -182,7 +184,7 @@ def dequantised(module: Module, shapes: Iterable[tuple[int, ...]]) -> int:
         # What is moved was there before: a weight that is not quantised may have such a shape too.
         if one.opcode in _IN_PLACE or one.opcode.endswith("-done") or one.target == "ConcatBitcast":
             continue
-        if _moved(module, computation, one) is not None:
+        if moved(module, computation, one) is not None:
             continue
         roots = _roots(module, one) or [one.opcode] * len(one.results)
         count += sum(
@@ -198,7 +200,7 @@ def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, .
     The arguments are those of `copies`. A compiler does so where it has read an array ahead, and updated it there.
     """
     wanted = {_squeezed(shape) for shape in shapes}
-    moves = (_moved(module, name, one) for name, one in executed(module, *loop.called["body"]))
+    moves = (moved(module, name, one) for name, one in executed(module, *loop.called["body"]))
     return sum(
         _squeezed(move[1].dims) in wanted and move[0].space > move[1].space == 0
         for move in moves
@@ -206,7 +208,7 @@ def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, .
     )
 
 
-def _moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, Buffer] | None:
+def moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, Buffer] | None:
     """What a copy, or the start of a transfer, is made of, and what it makes; None for other instructions."""
     if one.opcode == "copy-start":  # its results are (what is made, what it is made of, …)
         return one.results[1], one.results[0]
@@ -227,7 +229,7 @@ def _roots(module: Module, one: Instruction) -> list[str]:
     (root,) = [inner for inner in inside.values() if inner.root]
 
     def origin(inner: Instruction) -> str:
-        while inner.opcode in ("bitcast", *_WRITES) and inner.operands[0] in inside:
+        while inner.opcode in ("bitcast", *WRITES) and inner.operands[0] in inside:
             inner = inside[inner.operands[0]]
         if inner.opcode == "fusion":
             return _roots(module, inner)[0]
@@ -255,11 +257,11 @@ def collectives(module: Module, loop: Instruction) -> dict[str, int]:
       loop: the loop of its rounds.
     """
 
-    def kind(one: Instruction) -> str | None:
+    def kind(one: Instruction) -> tuple[str, int] | None:
         name = one.opcode.removesuffix("-start")
-        return name if name in COLLECTIVES else None
+        return (name, 1) if name in COLLECTIVES else None
 
-    total = _counted(module, loop.called["body"][0], kind)
+    total = counted(module, loop.called["body"][0], kind)
     return {kind: total[kind] for kind in COLLECTIVES if total[kind]}
 
 
@@ -269,7 +271,9 @@ def kernels(module: Module, loop: Instruction) -> int:
     A library's call counts once, however many kernels it starts; what only names memory counts nothing, and so does a
     loop or a condition beside what runs in it.
     """
-    return _counted(module, loop.called["body"][0], lambda one: "kernel" if _starts(one) else None).total()
+    return counted(
+        module, loop.called["body"][0], lambda one: ("kernel", 1) if _starts(one) else None
+    ).total()
 
 
 def kernels_per_layer(module: Module, loop: Instruction) -> float | None:
@@ -278,51 +282,80 @@ def kernels_per_layer(module: Module, loop: Instruction) -> float | None:
     By the scopes `layer_NUMBER` of their names; None where there are none. A fusion of several operations bears the
     name of its last one, and what has no name, as a part of a product that was split, counts where it is first used.
     """
+    scopes = scope_of(module, *loop.called["body"])
+
+    def layer(one: Instruction) -> tuple[str, int] | None:
+        found = _LAYER.search(scopes(one)) if _starts(one) else None
+        return (found[0], 1) if found else None
+
+    by_layer = counted(module, loop.called["body"][0], layer, drafting=False)
+    return statistics.median(by_layer.values()) if by_layer else None
+
+
+def scope_of(module: Module, *names: str) -> Callable[[Instruction], str]:
+    """The scope of each instruction that runs where these computations do; of one without, that of its first user."""
     used: dict[str, Instruction] = {}
-    for _, one in executed(module, *loop.called["body"]):
+    for _, one in executed(module, *names):
         for operand in one.operands:
             used.setdefault(operand, one)
 
-    def layer(one: Instruction) -> str | None:
-        found = _LAYER.search(one.scope or used.get(one.name, one).scope) if _starts(one) else None
-        return found[0] if found else None
+    def scope(one: Instruction) -> str:
+        while not one.scope and one.name in used:
+            one = used[one.name]
+        return one.scope
 
-    by_layer = _counted(module, loop.called["body"][0], layer, drafting=False)
-    return statistics.median(by_layer.values()) if by_layer else None
+    return scope
 
 
 def _starts(one: Instruction) -> bool:
     return one.opcode not in _STARTS_NOTHING and not one.opcode.endswith("-done")
 
 
-def _counted(
-    module: Module, computation: str, kind: Callable[[Instruction], str | None], drafting: bool = True
-) -> collections.Counter[str]:
-    """The instructions that run, by their kind; of the kind None they do not count.
+def counted(
+    module: Module,
+    computation: str,
+    weigh: Callable[[Instruction], tuple[_Kind, int] | None],
+    drafting: bool = True,
+) -> collections.Counter[_Kind]:
+    """The instructions of a computation that run, summed by kind as `collectives` says.
 
-    `drafting`: whether what is in loops of a known number of trips counts.
+    Args:
+      module: the program.
+      computation: the name of one, such as a loop's body.
+      weigh: gives an instruction's kind and its weight in the sum; None where it does not count.
+      drafting: whether loops of a known number of trips count.
     """
-    total: collections.Counter[str] = collections.Counter()
-    verified: dict[int, collections.Counter[str]] = {}
+    total: collections.Counter[_Kind] = collections.Counter()
+    verified: dict[int, collections.Counter[_Kind]] = {}
     for one in module.computations[computation]:
-        if (name := kind(one)) is not None:
-            total[name] += 1
+        if (weighed := weigh(one)) is not None:
+            total[weighed[0]] += weighed[1]
         elif one.opcode == "while":
-            within = _counted(module, one.called["body"][0], kind, drafting)
-            scope = "".join(one.scope.split("/")[-2:-1])
-            width, trips = _VERIFY.fullmatch(scope), _TRIPS.fullmatch(scope)
+            within = counted(module, one.called["body"][0], weigh, drafting)
+            width, number = _VERIFY.fullmatch(_innermost(one)), trips(one)
             if width:
                 verified[int(width[1])] = within
-            elif drafting or not trips:
-                for _ in range(int(trips[1]) if trips else 1):
-                    total.update(within)
+            elif drafting or number is None:
+                for kind, weight in within.items():
+                    total[kind] += weight * (number or 1)
         elif one.opcode == "conditional":
-            branches = [_counted(module, name, kind, drafting) for name in _entered(one)]
-            most: collections.Counter[str] = max(branches, key=collections.Counter.total)
+            branches = [counted(module, name, weigh, drafting) for name in entered(one)]
+            most: collections.Counter[_Kind] = max(branches, key=collections.Counter.total)
             total.update(most)
         else:
-            for name in _entered(one):
-                total.update(_counted(module, name, kind, drafting))
+            for name in entered(one):
+                total.update(counted(module, name, weigh, drafting))
     if verified:
         total.update(verified[max(verified)])
     return total
+
+
+def trips(loop: Instruction) -> int | None:
+    """How often a loop goes around at most, by the scope `trips_NUMBER` of its name; None where that is unknown."""
+    found = _TRIPS.fullmatch(_innermost(loop))
+    return int(found[1]) if found else None
+
+
+def _innermost(loop: Instruction) -> str:
+    """The scope that a loop is in."""
+    return "".join(loop.scope.split("/")[-2:-1])

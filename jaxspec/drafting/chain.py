@@ -83,11 +83,12 @@ def draft_chain(
 
     def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry) -> tuple[Any, ...]:
         logits, hidden, carry = step(carry, token, i, active)
-        if draws is None:
-            index, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
-        else:
-            here = jax.lax.dynamic_index_in_dim(draws, i, axis=1, keepdims=False)
-            index, log_probs = _as_the_target_draws(here, law.log_probs(logits), vocabulary), None
+        with jax.named_scope("sampling"):
+            if draws is None:
+                index, log_probs = law.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
+            else:
+                here = jax.lax.dynamic_index_in_dim(draws, i, axis=1, keepdims=False)
+                index, log_probs = _as_the_target_draws(here, law.log_probs(logits), vocabulary), None
         drawn = index if vocabulary is None else vocabulary.ids[index]
         if vocabulary is not None and log_probs is not None:
             log_probs = vocabulary.spread(log_probs)

@@ -74,6 +74,7 @@ def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DType
     return per_slot * batch_size * capacity
 
 
+@jax.named_scope("cache")
 def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, merged: bool) -> Layer:
     """Puts keys and values [B, T, KV, hd] into slots start[b] … start[b] + T − 1 of row b.
 
@@ -105,6 +106,7 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> j
     return split.reshape(buffer.shape)
 
 
+@jax.named_scope("cache")
 def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCache:
     """Puts slots start[b] + path[b, t] of every layer into slots start[b] + t, in their order.
 
@@ -136,6 +138,7 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     return dataclasses.replace(cache, layers=layers)
 
 
+@jax.named_scope("attend")
 def attend(
     queries: jax.Array,
     layer: Layer,

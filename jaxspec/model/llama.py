@@ -134,6 +134,7 @@ def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quan
     return table[jnp.tile(tokens, (1, 2))][:, :1]
 
 
+@jax.named_scope("head")
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
     return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)

@@ -129,6 +129,7 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+@jax.named_scope("norm")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x [..., D] over its root mean square, taken in float32, times weight [..., D]."""
     wide = x.astype(jnp.float32)

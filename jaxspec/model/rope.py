@@ -32,6 +32,7 @@ def _frequencies(config: LlamaConfig, length: jax.Array) -> jax.Array:
     return (1 - keep) * plain / scaling.factor + keep * plain
 
 
+@jax.named_scope("rope")
 def tables(config: LlamaConfig, positions: jax.Array, rope_length: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine, float32[B, T, hd/2] each, for positions int32[B, T] and rope_length int32[B].
 
@@ -43,6 +44,7 @@ def tables(config: LlamaConfig, positions: jax.Array, rope_length: jax.Array) ->
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("rope")
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates x [B, T, ..., hd]: its first half against its second, as Hugging Face checkpoints expect."""
     middle = (1,) * (x.ndim - 3)

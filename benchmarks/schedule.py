@@ -1,0 +1,140 @@
+"""A TPU's static schedule beside its compiler's estimates: `python -m benchmarks.schedule --shape 1.2b --rows 8`.
+
+The compiler packs each fusion into bundles, of which a core starts one a cycle, and writes them where libtpu is told
+to (`LIBTPU_INIT_ARGS`, seen with libtpu 0.0.42). Bundles × trips of the fusion's grid is what it takes if it never
+waits: for memory, which the estimate counts, or for a unit. No TPU is needed, and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import command
+from jaxspec.bench.profile import SHAPES
+from jaxspec.bench.timing import OnProgress
+from jaxspec.console.environment import compile_only
+from jaxspec.deviceless.accelerators import parse_topology
+
+_BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
+_GRID = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
+_LABELS = "final"  # of dozens of passes; both files that are read bear it
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Bundles and unit use of the fusions of one step of a model of few layers, beside their estimated cycles.
+
+    Attributes:
+      topology: one chip, as in `jaxspec compile`.
+      shape: one of profile's shapes.
+      layers: how many of its layers.
+      rows: tokens of the step.
+      least: only fusions that are estimated to take this many cycles are shown.
+    """
+
+    topology: str = "v5e:1x1"
+    shape: str = "1.2b"
+    layers: int = 1
+    rows: int = 1
+    least: int = 10_000
+
+
+def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
+    """Compiles, and reads what the compiler wrote; nothing is measured.
+
+    Returns:
+      `fusions`: of each its `name`, `scope`, `estimated` cycles, `bundles`, `trips` of its grid, `scheduled` (bundles ×
+      trips), and `use`: of each kind of unit, the share of its slots that the bundles fill.
+
+    Raises:
+      ValueError: an unknown shape or topology, several chips, or a compiler that writes nothing; one line.
+    """
+    if options.shape not in SHAPES:
+        raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
+    topology = parse_topology(options.topology)
+    if topology.num_devices > 1 or topology.accelerator.is_gpu:
+        raise ValueError(f"topology is {options.topology!r}; give one chip of a TPU, such as v5e:1x1")
+    with tempfile.TemporaryDirectory(prefix="jaxspec-") as directory:
+        os.environ["LIBTPU_INIT_ARGS"] = (
+            f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true "
+            f"--xla_jf_dump_llo_pass_label_regex={_LABELS}"
+        )
+        compile_only()
+        from jaxspec.deviceless import estimates, hlo, programs
+
+        on_progress(f"compiling a step of {options.rows} rows")
+        place = programs.Place(programs.devices(topology), None)
+        config = SHAPES[options.shape].truncated(options.layers)
+        text = estimates.lowered_step(place, config, options.rows).compile().as_text()
+        dumped = {file.name: file.read_text() for file in Path(directory).glob("*final_*.txt")}
+    grids = {
+        line.split()[0].lstrip("%"): math.prod(int(bound) for bound in re.findall(r"\d+", found[1]))
+        for line in text.replace("ROOT ", "").splitlines()
+        if (found := _GRID.search(line)) and line.startswith("  %")
+    }
+    module = hlo.parse(text)
+    fusions = [
+        scheduled
+        for one in module.computations[module.entry]
+        if (one.cycles or 0) >= options.least
+        and (scheduled := _scheduled(one.name, dumped, grids.get(one.name, 1)))
+        and scheduled.update(name=one.name, scope=one.scope, estimated=one.cycles) is None
+    ]
+    if not fusions:
+        raise ValueError(
+            f"the compiler wrote no schedule of a fusion of {options.least} cycles; give a smaller least"
+        )
+    return {**dataclasses.asdict(options), "fusions": fusions}
+
+
+def _scheduled(name: str, dumped: dict[str, str], trips: int) -> dict[str, Any] | None:
+    """What the compiler wrote of a fusion; None where it wrote nothing."""
+    of_it = {file: text for file, text in dumped.items() if re.search(rf"^\d+-{re.escape(name)}-\d+-", file)}
+    analysis = next((text for file, text in of_it.items() if "schedule-analysis" in file), None)
+    use = next((text for file, text in of_it.items() if "utilization" in file), None)
+    if analysis is None or use is None or not (found := _BUNDLES.search(analysis)):
+        return None
+    bundles = int(found[1])
+    return {"bundles": bundles, "trips": trips, "scheduled": bundles * trips, "use": unit_use(use)}
+
+
+def unit_use(text: str) -> dict[str, float]:
+    """The share of the slots of each kind of unit that bundles fill.
+
+    Args:
+      text: the names of units, their slots, and a line of slots in use for each bundle, as the compiler writes it.
+
+    Examples:
+      >>> unit_use('''== CAPACTIY:
+      ... MXU, SALU
+      ...     4     2
+      ... == UTILIZATION:
+      ... 1 0
+      ... 3 1''')
+      {'MXU': 0.5, 'SALU': 0.25}
+    """
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==")]
+    names, slots = lines[0].split(", "), [int(number) for number in lines[1].split()]
+    bundles = [[int(number) for number in line.split()] for line in lines[2:]]
+    used = [sum(column) for column in zip(*bundles, strict=True)] if bundles else [0] * len(names)
+    return {
+        name: filled / (count * max(1, len(bundles)))
+        for name, count, filled in zip(names, slots, used, strict=True)
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report as JSON; returns the exit status."""
+    return command.run("benchmarks.schedule", Options, measure, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

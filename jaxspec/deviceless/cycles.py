@@ -1,0 +1,177 @@
+"""Cycles that a TPU's compiler expects of the parts of a round or of a chunk of a prompt: an estimate, not a time."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+from jaxspec.deviceless.accelerators import Accelerator
+from jaxspec.deviceless.hlo import Instruction, Module
+from jaxspec.deviceless.reads import bytes_read
+from jaxspec.deviceless.rounds import COLLECTIVES, counted, executed, scope_of, trips
+
+PRODUCTS, HEAD, ATTENTION, NORMS, CACHE, EXCHANGES, REST, WAITING = PARTS = (
+    "products",
+    "head and sampling",
+    "attention",
+    "norms and rotation",
+    "cache writes",
+    "collectives",
+    "the rest",
+    "waiting for memory",
+)
+# What the scopes of `jax.named_scope` in the model and the loop stand for; the innermost counts.
+_PARTS = {
+    "head": HEAD,
+    "sampling": HEAD,
+    "attend": ATTENTION,
+    "norm": NORMS,
+    "rope": NORMS,
+    "cache": CACHE,
+}
+_PART = re.compile(rf"(?:^|[/(])({'|'.join(_PARTS)})(?=[/)])")
+STAGES = ("draft", "verify", "absorb")
+_STAGE = re.compile(rf"/({'|'.join(STAGES)})/")
+BESIDE = "beside"
+# Of arrays that exchanges make; a start's results hold its operands too.
+_EXCHANGES = {name + suffix for name in COLLECTIVES for suffix in ("", "-start")}
+
+
+def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dict[str, Any] | None:
+    """What the compiler expects of one round, or one chunk, of a loop.
+
+    Counted as `rounds.collectives` counts: loops of a known number of trips as often, other loops once, of the branches
+    of a condition the dearest. The compiler's numbers leave out transfers that run beside the computation, so that a
+    sum below the floor is raised to it.
+
+    Args:
+      module: the program.
+      loop: one of its `while` instructions, see `rounds.main_loop`.
+      accelerator: for which it was compiled.
+
+    Returns:
+      None where the compiler gives no estimates, as on GPUs. Else `clock` in Hz; `stages` (of a round: `draft`,
+      `verify`, `absorb`, what a drafter's own state takes up after it, and `beside`), `round`, their sum, and
+      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them, with `on_vectors`, the
+      cycles of products on the vector unit, which the compiler puts several times too high (`benchmarks.schedule`);
+      `loops`, by name, every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of
+      collectives in a round, whose cycles the compiler does not estimate.
+    """
+    (body, *_) = loop.called["body"]
+    if all(one.cycles is None for _, one in executed(module, body)):
+        return None
+    scopes = scope_of(module, body)
+    products = {name: _product_scope(module, name) for name in module.computations}
+
+    def stage(one: Instruction) -> str:
+        found = _STAGE.search(scopes(one))
+        return found[1] if found else BESIDE
+
+    def part(one: Instruction) -> str:
+        if one.opcode in _EXCHANGES:
+            return EXCHANGES
+        inside = products[one.called["calls"][0]] if one.opcode == "fusion" else ""
+        scope = inside or scopes(one)
+        named = _PART.findall(scope)
+        if named:
+            return _PARTS[named[-1]]
+        return PRODUCTS if scope.endswith("dot_general") else REST
+
+    def weigh(one: Instruction) -> tuple[tuple[str, str], int] | None:
+        return None if one.cycles is None else ((stage(one), part(one)), one.cycles)
+
+    def on_vectors(one: Instruction) -> tuple[str, int] | None:
+        unit = (
+            one.opcode == "fusion" and products[one.called["calls"][0]] and not _on_matrix_unit(module, one)
+        )
+        return (stage(one), one.cycles) if unit and one.cycles is not None else None
+
+    def exchanged(one: Instruction) -> tuple[str, int] | None:
+        return (EXCHANGES, one.results[-1].size_bytes) if one.opcode in _EXCHANGES else None
+
+    def stages(within: Instruction) -> dict[str, dict[str, Any]]:
+        at = within.called["body"][0]
+        cycles, vectors = counted(module, at, weigh), counted(module, at, on_vectors)
+        read = bytes_read(module, within, stage)
+        names = sorted({name for name, _ in cycles} | read.keys())
+        return {
+            name: _figures(cycles, name, read[name], accelerator) | {"on_vectors": vectors[name]}
+            for name in names
+        }
+
+    inner = [one for _, one in executed(module, body) if one.opcode == "while"]
+    drafting = [
+        one for one in inner if stage(one) == "draft" and (trips(one) or 0) > 1 and _runs_a_model(module, one)
+    ]
+    step = max(drafting, key=lambda one: counted(module, one.called["body"][0], weigh).total(), default=None)
+    of_round = stages(loop)
+    return {
+        "clock": accelerator.clock,
+        "round": _sum(of_round),
+        "stages": of_round,
+        "draft_step": None if step is None else {"trips": trips(step)} | _sum(stages(step)),
+        "loops": {
+            one.scope: {"trips": trips(one), "cycles": counted(module, one.called["body"][0], weigh).total()}
+            for one in inner
+        },
+        "exchanged_bytes": counted(module, body, exchanged)[EXCHANGES],
+    }
+
+
+def likely(figures: dict[str, Any]) -> float:
+    """The cycles of some figures, with products on the vector unit as slow as reading takes at the most.
+
+    Examples:
+      >>> likely({"cycles": 180, "floor": 45, "on_vectors": 170}), likely({"cycles": 54, "floor": 45, "on_vectors": 0})
+      (55, 54)
+    """
+    cycles: float = figures["cycles"] - figures["on_vectors"] + min(figures["on_vectors"], figures["floor"])
+    return cycles
+
+
+def _figures(
+    cycles: collections.Counter[tuple[str, str]], stage: str, read: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Of a stage: `cycles`, the compiler's estimate or the floor if that is more; `split`, these by part.
+
+    Returns:
+      also `floor`, the cycles in which the published bandwidth reads the `bytes`, and `of_floor`, floor ÷ cycles.
+    """
+    split = {part: cycles[stage, part] for part in PARTS}
+    floor = round(read / accelerator.bandwidth * accelerator.clock)
+    split[WAITING] = max(0, floor - sum(split.values()))
+    return _with_fraction({"cycles": sum(split.values()), "floor": floor, "bytes": read, "split": split})
+
+
+def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same of several stages, one after the other."""
+    total: dict[str, Any] = {
+        key: sum(stage[key] for stage in stages.values())
+        for key in ("cycles", "floor", "bytes", "on_vectors")
+    }
+    split = {part: sum(stage["split"][part] for stage in stages.values()) for part in PARTS}
+    return _with_fraction(total | {"split": split})
+
+
+def _with_fraction(figures: dict[str, Any]) -> dict[str, Any]:
+    return figures | {"of_floor": figures["floor"] / figures["cycles"] if figures["cycles"] else 1.0}
+
+
+def _product_scope(module: Module, computation: str) -> str:
+    """The scope of the product within a fusion; "" where it has none."""
+    found = (one.scope for one in module.computations[computation] if one.scope.endswith("dot_general"))
+    return next(found, "")
+
+
+def _on_matrix_unit(module: Module, fusion: Instruction) -> bool:
+    inside = module.computations[fusion.called["calls"][0]]
+    return any(
+        one.opcode in ("convolution", "dot") or (one.opcode == "fusion" and _on_matrix_unit(module, one))
+        for one in inside
+    )
+
+
+def _runs_a_model(module: Module, loop: Instruction) -> bool:
+    """Whether a loop multiplies by weights, as that of a draft does and that of a filter does not."""
+    return any(one.scope.endswith("dot_general") for _, one in executed(module, *loop.called["body"]))
