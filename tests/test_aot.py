@@ -45,7 +45,7 @@ METHODS: dict[str, tuple[dict, int]] = {
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),
-    "kangaroo": ({}, 4),  # of the first layer's and of its own, which are passed on by two loops
+    "kangaroo": ({}, 0),
     "medusa": ({}, 0),
     "dflash": ({}, 0),
     "hydra": ({}, 0),
