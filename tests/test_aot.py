@@ -22,6 +22,10 @@ pytestmark = [
 # Small, but no two of its matrices, nor a cache, of one shape.
 L, E, K = 4, 1, 5
 SMALL = LlamaConfig(2048, 256, 768, L, 8, 4, 64)
+# The matrices of 1.2b, in fewer layers.
+WIDE = LlamaConfig(128256, 2048, 8192, L, 32, 8, 64, tie_embeddings=True)
+# As many key/value heads as query heads: of one row, attention is a product of one row too.
+EVEN = LlamaConfig(2048, 256, 768, 2, 4, 4, 64, tie_embeddings=True)
 # Of each method its options, and how many caches it is known to copy in a round.
 METHODS: dict[str, tuple[dict, int]] = {
     "autoregressive": ({}, 0),
@@ -35,13 +39,13 @@ METHODS: dict[str, tuple[dict, int]] = {
     "layerskip": ({"exit_layer": E}, 0),
     "adaspeed": ({"exit_layer": E}, 0),
     "adaspeed-probe": ({"exit_layer": E}, 0),
-    "s2d": ({"draft": "31m"}, 0),
+    "s2d": ({"draft": "wide"}, 0),
     "asd": ({}, 0),
     "clasp": ({}, 0),
     "draft-verify": ({}, 0),
     "eagle": ({}, 0),
     "eagle3": ({}, 0),
-    "kangaroo": ({}, 4),  # of the first layer's and of its own, which are passed on by two loops
+    "kangaroo": ({}, 0),
     "medusa": ({}, 0),
     "dflash": ({}, 0),
     "hydra": ({}, 0),
@@ -54,16 +58,24 @@ EMBED, LAYER, HEAD = 1, 2, 3
 
 @pytest.fixture(scope="module", autouse=True)
 def environment():
-    """JAX on this machine's processor; the shape has a name."""
+    """JAX on this machine's processor; the shapes have names."""
     compile_only()
     from jaxspec.bench import profile
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(profile.SHAPES, "31m", SMALL)
+        for name, config in {"31m": SMALL, "wide": WIDE, "even": EVEN}.items():
+            patch.setitem(profile.SHAPES, name, config)
         yield
 
 
-def compiled(topology: str, method: str, options: dict, bits: int | None = None) -> dict:
+def compiled(
+    topology: str,
+    method: str,
+    options: dict,
+    bits: int | None = None,
+    shape: str = "31m",
+    dtype: str = "bfloat16",
+) -> dict:
     """The report of a method's rounds; `bits`: of quantised weights."""
     from jaxspec.deviceless.programs import Place, devices, make
     from jaxspec.deviceless.report import build, report
@@ -71,8 +83,8 @@ def compiled(topology: str, method: str, options: dict, bits: int | None = None)
 
     chips = parse_topology(topology)
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
-    target = dataclasses.replace(model_shape(None, "31m"), bits=bits)
-    programs = make(target, registry.make(method, options), place, capacity=256)
+    target = dataclasses.replace(model_shape(None, shape), bits=bits)
+    programs = make(target, registry.make(method, options), place, capacity=256, dtype=dtype)
     return report(programs, chips.accelerator, build(programs.rounds))
 
 
@@ -82,13 +94,21 @@ def test_every_method_has_a_row():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_cache_and_no_weight_is_copied(name):
-    """On one chip."""
+    """On one chip; and each weight is multiplied by the matrix unit, by a single row too."""
     options, known = METHODS[name]
-    found = compiled("v5e:1x1", name.split()[0], options)
+    found = compiled("v5e:1x1", name.split()[0], options, shape="wide")
     assert found["fits"]
     assert found["cache_copies"] == known
     assert found["weight_copies"] == 0
+    assert found["vector_products"] == 0
     assert found["collectives"] == {}
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", None), ("float32", None), ("bfloat16", 8)])
+def test_a_single_query_a_key_head_takes_the_matrix_unit(dtype, bits):
+    """And a table that is the head as well is read where it is."""
+    found = compiled("v5e:1x1", "autoregressive", {}, bits, "even", dtype)
+    assert found["vector_products"] == found["weight_copies"] == found["cache_copies"] == 0
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:2x4"])
@@ -104,6 +124,7 @@ def test_int8_weights_are_read_as_they_are(topology):
     """No weight is made whole in bfloat16, in the loop or before it; arguments are smaller by half of the matrices."""
     plain, small = (compiled(topology, "autoregressive", {}, bits) for bits in (None, 8))
     assert small["dequantised_weights"] == small["weight_copies"] == small["cache_copies"] == 0
+    assert small["vector_products"] == plain["vector_products"] == 0
     assert small["collectives"] == plain["collectives"]
     chips = 1 if topology == "v5e:1x1" else 4
     matrices = SMALL.vocab_size * 256 + L * 256 * (16 * 64 + 512 + 3 * 768)
@@ -114,7 +135,7 @@ def test_int8_weights_are_read_as_they_are(topology):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantised_draft_is_read_as_it_is(bits):
     found = compiled("v5e:1x1", "quantised", {"draft_bits": bits})
-    assert found["dequantised_weights"] == 0
+    assert found["dequantised_weights"] == found["vector_products"] == 0
 
 
 def test_layerskip_on_four_chips():

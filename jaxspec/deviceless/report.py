@@ -21,6 +21,7 @@ from jaxspec.deviceless.rounds import (
     kernels,
     kernels_per_layer,
     main_loop,
+    vector_products,
     write_backs,
 )
 
@@ -101,6 +102,7 @@ def report(
       `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
       `dequantised_weights`: quantised weights that the rounds' program writes as floats, see `rounds.dequantised`.
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
+      `vector_products`: weights and caches that a round multiplies number by number, see `rounds.vector_products`.
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `kernels_per_round`, `kernels_per_layer`: of a GPU, see `rounds.kernels` and `rounds.kernels_per_layer`; of others
         None.
@@ -128,6 +130,7 @@ def report(
             "cache_write_backs": write_backs(module, loop, caches),
             "weight_copies": copies(module, loop, programs.weight_shapes() - caches),
             "dequantised_weights": dequantised(module, programs.quantised_shapes()),
+            "vector_products": vector_products(module, loop, programs.weight_shapes() | caches),
             "collectives": collectives(module, loop),
         }
         if accelerator.is_gpu:

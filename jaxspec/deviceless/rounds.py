@@ -208,6 +208,57 @@ def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, .
     )
 
 
+def vector_products(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
+    """How many arrays of these shapes a round multiplies number by number, as a TPU's vector unit does.
+
+    A product with a weight is such a multiplication, and a sum, where its compiler does not take the matrix unit: as it
+    does not for a single row. The arguments are those of `copies`.
+
+    Examples:
+      >>> from jaxspec.deviceless.hlo import parse
+      >>> module = parse('''HloModule f
+      ... %fused (p: f32[8], q: f32[4,8]) -> f32[4,8] {
+      ...   %p = f32[8]{0} parameter(0)
+      ...   %q = f32[4,8]{1,0} parameter(1)
+      ...   %row = f32[4,8]{1,0} broadcast(%p), dimensions={1}
+      ...   ROOT %m = f32[4,8]{1,0} multiply(%row, %q)
+      ... }
+      ... %body (t: (f32[8], f32[4,8])) -> (f32[8], f32[4,8]) {
+      ...   %t = (f32[8], f32[4,8]) parameter(0)
+      ...   %x = f32[8]{0} get-tuple-element(%t), index=0
+      ...   %w = f32[4,8]{1,0} get-tuple-element(%t), index=1
+      ...   %y = f32[4,8]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused
+      ...   ROOT %next = (f32[8], f32[4,8]) tuple(%x, %y)
+      ... }
+      ... %more (t: (f32[8], f32[4,8])) -> pred[] {
+      ...   ROOT %c = pred[] constant(false)
+      ... }
+      ... ENTRY %main (s: (f32[8], f32[4,8])) -> (f32[8], f32[4,8]) {
+      ...   %s = (f32[8], f32[4,8]) parameter(0)
+      ...   ROOT %w = (f32[8], f32[4,8]) while(%s), condition=%more, body=%body
+      ... }''')
+      >>> vector_products(module, main_loop(module), [(4, 8)])
+      1
+    """
+    wanted, count = {_squeezed(shape) for shape in shapes}, 0
+    for _, one in executed(module, *loop.called["body"]):
+        inside = list(_within(module, one))
+        # What the matrix unit made, as scores of attention are, may have such a shape too.
+        if not any(inner.opcode in ("dot", "convolution") for inner in inside):
+            count += sum(
+                inner.opcode == "multiply" and _squeezed(inner.results[0].dims) in wanted for inner in inside
+            )
+    return count
+
+
+def _within(module: Module, one: Instruction) -> Iterator[Instruction]:
+    """An instruction, and those that are fused into it."""
+    yield one
+    if one.opcode == "fusion":
+        for inner in module.computations[one.called["calls"][0]]:
+            yield from _within(module, inner)
+
+
 def moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, Buffer] | None:
     """What a copy, or the start of a transfer, is made of, and what it makes; None for other instructions."""
     if one.opcode == "copy-start":  # its results are (what is made, what it is made of, …)

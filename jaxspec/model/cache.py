@@ -12,6 +12,7 @@ private to this file:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -21,7 +22,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import precision_of
+from jaxspec.model.numerics import filled, precision_of
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
@@ -231,7 +232,15 @@ def _batched(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     heads, last = tuple(range(a.ndim - 2)), a.ndim - 1
     dims = (((last,), (last - 1 + contract,)), (heads, heads))
     precision = precision_of(a.dtype)
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    if a.shape[-2] > 1:
+        return product(a, b)
+    alone = functools.partial(filled, product)
+    mixed: jax.Array = jax.lax.platform_dependent(a, b, tpu=alone, default=product)
+    return mixed
 
 
 def _by_blocks(

@@ -118,8 +118,12 @@ def truncate(params: Params, num_layers: int) -> Params:
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
     if tokens.size == 1:
-        # For one row on several GPUs, XLA would bring the whole table to each: of a slice it cannot take its own part.
-        rows = jax.lax.platform_dependent(params["embed"], tokens, cuda=_of_two, default=_rows)
+        # XLA makes a slice of one row, for which it would bring the whole table to each of several GPUs, as it cannot
+        # take their own parts of one, and on a TPU copy a table of int8 into another layout.
+        alone: dict[str, Any] = {"cuda": _of_two}
+        if isinstance(params["embed"], Quantised):
+            alone["tpu"] = _of_two
+        rows = jax.lax.platform_dependent(params["embed"], tokens, default=_rows, **alone)
     else:
         rows = _rows(params["embed"], tokens)
     embedded: jax.Array = rows.whole() if isinstance(rows, Quantised) else rows

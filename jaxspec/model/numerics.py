@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jaxspec.model.quantised import Quantised
 
 # Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
 FEW_ROWS = 32
+# A single row is filled up to this many on a TPU, see `filled`: the rows of a register. Two rows cost as much.
+TPU_ROWS = 8
 # Numbers in a matrix below which calling the library costs more than streaming it again for a row.
 SMALL_WEIGHT = 2**18
 
@@ -42,13 +45,14 @@ def linear(
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
     product = functools.partial(_product, out_dtype=out_dtype)
+    special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
+    if rows == 1:
+        special["tpu"] = functools.partial(_alone, out_dtype=out_dtype)
     if rows <= FEW_ROWS and x.dtype == jnp.float32:
-        y = jax.lax.platform_dependent(x, weight, cpu=_few_rows, default=product)
+        special["cpu"] = _few_rows
     elif x.dtype == weight.dtype == jnp.bfloat16:
-        short = functools.partial(_short_product, out_dtype=out_dtype)
-        y = jax.lax.platform_dependent(x, weight, cpu=short, default=product)
-    else:
-        y = product(x, weight)
+        special["cpu"] = functools.partial(_short_product, out_dtype=out_dtype)
+    y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
 
@@ -58,6 +62,28 @@ def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array
     return jax.lax.dot_general(
         x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype
     )
+
+
+def _alone(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """The same product of one row on a TPU, see `filled`."""
+    y = filled(functools.partial(_product, out_dtype=out_dtype), x.reshape(1, -1), weight)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def filled(
+    product: Callable[[jax.Array, jax.Array], jax.Array], row: jax.Array, other: jax.Array
+) -> jax.Array:
+    """product(row, other) of one row [..., 1, I] on a TPU, with rows of zeros below it: [..., 1, *O].
+
+    XLA computes a product of one row on the vector unit there and one of several rows on the matrix unit. By the
+    compiler's estimate the vector unit takes three to four times as long as reading the weight does; by its final
+    schedule both units keep up with the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA fuses
+    the zeros into the product. Equal rows would be an array of their own, and need a barrier, without which XLA would
+    see that they are one row.
+    """
+    axis = row.ndim - 2
+    spare = [(0, 0)] * axis + [(0, TPU_ROWS - 1), (0, 0)]
+    return jax.lax.slice_in_dim(product(jnp.pad(row, spare), other), 0, 1, axis=axis)
 
 
 def _short_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
