@@ -26,7 +26,14 @@ from jaxspec.deviceless.rounds import (
 )
 
 # Of the program of rounds; unknown where it does not fit, and the last two where the device is no GPU.
-_OF_ROUNDS = ("cache_copies", "cache_write_backs", "weight_copies", "dequantised_weights", "collectives")
+_OF_ROUNDS = (
+    "cache_copies",
+    "cache_write_backs",
+    "weight_copies",
+    "dequantised_weights",
+    "vector_products",
+    "collectives",
+)
 _OF_A_GPU = ("kernels_per_round", "kernels_per_layer")
 
 
