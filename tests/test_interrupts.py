@@ -56,7 +56,7 @@ from jaxspec.console.errors import Guard
 def work():
     # From another thread, so that the call below has begun.
     threading.Timer(1, lambda: print("ready", flush=True)).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes many minutes, and no notice of signals
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes many minutes and does not react to signals
 sys.exit(Guard("program")(work))
 """
 
