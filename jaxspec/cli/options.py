@@ -296,7 +296,7 @@ class TextOptions:
 
 
 def unescaped(text: str) -> str:
-    """Returns a text of the command line with its escapes replaced: \\n, \\t, \\r, \\\\ and \\uXXXX.
+    r"""Returns a text of the command line with its escapes replaced: \n, \t, \r, \\ and \uXXXX.
 
     Raises:
       ValueError: a backslash does not begin one of these escapes.
