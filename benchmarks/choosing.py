@@ -37,7 +37,7 @@ from jaxspec.io.cost_files import parse
 from jaxspec.io.files import read_json
 
 KINDS = ("stationary", "drifting", "adversarial", "hopeless")
-# DraftCost lengths that may be chosen.
+# The draft lengths that may be chosen.
 LENGTHS = (1, 2, 3, 4, 6, 8, 10)
 # Acceptance of each kind of draft over texts, as Beta counts; a lookup is right where a text repeats, else hardly ever.
 _USUAL = {"early exit": (6, 4), "half the layers": (8, 3), "one layer": (8, 3), "draft model": (8, 3)}

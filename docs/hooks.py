@@ -13,7 +13,7 @@ ROWS = "| method | drafts come from | needs |\n|---|---|---|\n"
 
 
 def on_page_markdown(markdown: str, **context: Any) -> str:
-    """Replaces `{{ file PATH }}` by a file of the project, `{{ help COMMAND }}` by that command's help, and
+    """Replaces `{{ file PATH }}` by a file of the project, `{{ help COMMAND }}` by the help of that command, and
     `{{ methods }}` by the table of methods."""
     markdown = re.sub(r"\{\{ file (\S+) \}\}", lambda match: page_of(Path(match[1])), markdown)
     markdown = re.sub(r"\{\{ help (\w+) \}\}", lambda match: command_help(match[1]), markdown)
@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, **context: Any) -> str:
 
 
 def page_of(path: Path) -> str:
-    """Returns a Markdown file of another directory, whose links to the documentation are those of a page."""
+    """Returns the text of a Markdown file of another directory, with its links to the documentation made relative."""
     return (Path(__file__).parents[1] / path).read_text(encoding="utf-8").replace("](../docs/", "](")
 
 

@@ -1,4 +1,4 @@
-"""The program `jaxspec`, also as `python -m jaxspec`: Ctrl-C is answered before anything large is imported."""
+"""The program `jaxspec`, also as `python -m jaxspec`. It handles Ctrl-C before it imports anything large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxspec.console import interrupts
 
 
 def main() -> int:
-    """Runs the command line of the process; returns the exit status."""
+    """Runs the command line of the process and returns the exit status."""
     interrupts.at_start("jaxspec")
     from jaxspec.cli import main as run
 

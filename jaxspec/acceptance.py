@@ -1,4 +1,4 @@
-"""Acceptors: which draft tokens stand, and the token after them. All four are lossless.
+"""Acceptors decide which draft tokens are accepted, and draw the token after them. All four are lossless.
 
 A draft token is meaningless from `proposal.count` on; the logits there are too, and never looked at.
 """
@@ -107,12 +107,12 @@ class BlockAcceptor(Acceptor):
 
 @struct.dataclass
 class CoupledAcceptor(Acceptor):
-    """Keeps drafts while they equal what the target draws at their places: a seed gives plain decoding's text.
+    """Accepts drafts while they equal the target's own draws at their positions: a seed gives plain decoding's text.
 
-    The target's token of each place is drawn by a key that follows from the place alone, so no draft has a say in the
-    text: not only its law is the target's, it is the text of plain decoding token for token, as far as the logits are.
-    Drafts that are drawn by the same keys, thus with the same Gumbel noise, equal it with a probability of at least
-    (1 − d) ÷ (1 + d), d the distance Σ|p − q| ÷ 2 of the laws, where `RejectionAcceptor` keeps 1 − d of them:
+    The key of the target's token at each position follows from the position alone, so the draft has no influence on the
+    text. The text not only follows the target's distribution: it equals plain decoding's token for token, as far as the
+    logits are equal. A draft that is drawn by the same keys, and so with the same Gumbel noise, is accepted with a
+    probability of at least (1 − d) ÷ (1 + d), where d = Σ|p − q| ÷ 2; `RejectionAcceptor` accepts it with 1 − d. See
     drafter-invariant speculative decoding (Daliri, Musco and Suresh 2024, "Coupling without Communication and
     Drafter-Invariant Speculative Decoding", arXiv:2408.07978).
 
@@ -129,13 +129,13 @@ class CoupledAcceptor(Acceptor):
     coupled: ClassVar[bool] = True
 
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
-        """Draws the target's token of each place, keys [B, T] or more, see `protocol.Acceptor`."""
+        """Draws the target's token at each position from keys [B, T] or more, see `protocol.Acceptor`."""
         places = drawn_by(keys[:, : logits.shape[1]])
         drawn = jax.vmap(categorical, 1, 1)(places, law.log_probs(logits))
         count = _leading(proposal.tokens == drawn[:, :-1], proposal.count)
         return Acceptance(count, jnp.take_along_axis(drawn, count[:, None], axis=1)[:, 0])
 
-    # Even where the nodes of a tree were drawn.
+    # The walk also serves trees whose nodes were drawn, because acceptance never uses the draft's probabilities.
     accept_tree = staticmethod(walk)
 
 

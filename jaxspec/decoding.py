@@ -47,8 +47,8 @@ class Parts:
       drafter, acceptor, law: the parts.
       one_width: whether every verification has the drafter's widest width, static: for the platforms of which
         `model.control.narrowest` compiles no other, so that the others are not traced for nothing.
-      longest: int32 scalar, the most tokens of a draft where that changes from call to call; None for always K.
-      penalties: what changes the target's logits by the text before a place; None for nothing.
+      longest: int32 scalar, the most tokens of a draft if that changes from call to call; None for always K.
+      penalties: changes of the target's logits that follow from the text before a position; None for none.
       kinds: their classes, see `protocol.kinds_of`; set here, whatever is given.
     """
 
@@ -82,7 +82,7 @@ class Request:
       length: int32[B], tokens of each prompt, at least 1.
       limit: int32[B], tokens of prompt and output together, above `length`.
       eos_ids: int32[B, E], tokens that end a row; −1 for none.
-      keys: [B], a PRNG key per row, of `sampling.seed_key`: a row's randomness is its own.
+      keys: [B], a PRNG key per row, from `sampling.seed_key`; each row has independent randomness.
     """
 
     tokens: jax.Array
@@ -245,7 +245,7 @@ def feed(
 
 
 def _check_keys(keys: jax.Array) -> None:
-    """Refuses keys by which `jax.vmap` would draw all rows alike."""
+    """Refuses keys with which `jax.vmap` would draw equal numbers for all rows."""
     kind = jax.random.key_impl(keys)
     if kind != "threefry2x32":
         raise ValueError(f"keys are of {kind}; make them with jaxspec.sampling.seed_key, of threefry2x32")
@@ -534,7 +534,7 @@ def _counted(stats: Stats, outcome: Outcome) -> Stats:
 
 
 def _of_places(state: DecodeState, depth: int) -> jax.Array:
-    """The keys of the rounds that plain decoding would take at the next places of the text, [B, depth + 1]."""
+    """Returns the keys of plain decoding's rounds at the next positions of the text, [B, depth + 1]."""
     rounds = state.length[:, None] + jnp.arange(depth + 1)
     return jax.vmap(lambda length: _fold_in(_fold_in(state.keys, length), 1), 1, 1)(rounds)
 

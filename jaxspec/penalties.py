@@ -1,7 +1,7 @@
-"""Penalties and bans: changes of the logits that follow from the tokens of the text before a place.
+"""Penalties and bans: changes of the logits that depend on the tokens of the text before a position.
 
-They belong to the target's law. A draft token is part of the text before the places after it, so verification takes
-them from the tokens on each row's path, and the text keeps the law that plain decoding has under the same settings.
+They belong to the target's sampling distribution. A draft token is part of the text before the positions after it, so
+verification applies them to the tokens on each row's path, and the text keeps the distribution of plain decoding.
 Definitions are those of transformers' logits processors; presence and frequency penalties are those of the OpenAI API.
 """
 
@@ -16,19 +16,19 @@ from jaxspec.model.tree import Tree
 
 @struct.dataclass
 class Penalties:
-    """The settings of B rows. A part that is None costs nothing; an array may be neutral in some rows.
+    """The settings of B rows. A part that is None costs nothing; an array may have neutral values in some rows.
 
     Attributes:
       begin: int32[B], the length of each prompt.
-      repetition: float32[B]; the logit of each token of prompt and text is divided by it where positive, else
-        multiplied. 1 for none.
+      repetition: float32[B]; the logit of each token of the prompt and text is divided by it if positive, else
+        multiplied by it. 1 for none.
       presence: float32[B], subtracted from the logit of each token of the text. 0 for none.
-      frequency: float32[B], subtracted once for each time that the text holds the token. 0 for none.
+      frequency: float32[B], subtracted once for each time that the token occurs in the text. 0 for none.
       banned: int32[B, M], tokens that are impossible; −1 for none.
-      until: int32[B, M], a banned token is possible again at this place, counted from the start of the prompt.
-      words: int32[B, P, L], sequences of which the last token is impossible after the others; −1 before the first token
-        of shorter ones.
-      ngram: int32[B], n: no n tokens in a row come twice in prompt and text. 0 for none.
+      until: int32[B, M], the position, counted from the start of the prompt, at which a banned token becomes possible.
+      words: int32[B, P, L], sequences whose last token is impossible after the others; −1 before the first token of
+        shorter sequences.
+      ngram: int32[B], n: no n tokens in a row occur twice in prompt and text. 0 for no ban.
       longest_ngram: the largest n, static.
 
     Examples:
@@ -56,14 +56,14 @@ class Penalties:
         drafts: jax.Array | None = None,
         branches: Tree | None = None,
     ) -> jax.Array:
-        """Returns the logits float32[B, R, V] after the settings: −inf where a token is impossible.
+        """Returns the logits float32[B, R, V] with the settings applied: −inf for a token that is impossible.
 
         Args:
-          logits: float32[B, R, V], after the pending token and after each draft.
-          tokens: int32[B, N], prompt and text; the first length[b] count.
+          logits: float32[B, R, V], after the pending token and after each draft token.
+          tokens: int32[B, N], prompt and text; only the first length[b] of row b count.
           length: int32[B].
-          drafts: int32[B, R − 1], the draft tokens, −1 for none; None where R is 1.
-          branches: the first R rows of the tree of which the drafts are nodes; None for a chain.
+          drafts: int32[B, R − 1], the draft tokens, −1 for none; None if R is 1.
+          branches: the first R rows of the tree that has the drafts as nodes; None for a chain.
         """
         batch, rows, _ = logits.shape
         drafts = jnp.zeros((batch, 0), jnp.int32) if drafts is None else drafts
@@ -71,7 +71,7 @@ class Penalties:
         depth, before = place[None], (place[:, None] >= place)[None]
         if branches is not None:
             depth, before = branches.depth, branches.behind[:, :, :rows]
-        # Which drafts stand between the committed tokens and each row's next token, bool[B, R, R − 1].
+        # The drafts between the committed tokens and each row's next token, bool[B, R, R − 1].
         on_path = before[:, :, 1:] & (drafts >= 0)[:, None]
         logits = self._weighed(logits, tokens, length, drafts, on_path)
         at = length[:, None] + depth
@@ -90,7 +90,7 @@ class Penalties:
             logits = _impossible(logits, words[..., -1], match)
         if self.ngram is not None:
             size = self.ngram[:, None, None]
-            # By place of the text: whether the n − 1 tokens before it are those before the next token.
+            # At each position of the text: whether the n − 1 tokens before it equal those before the next token.
             where = jnp.arange(text.shape[-1])
             match = (size > 0) & (where >= size - 1) & (where < at[..., None])
             for back in range(self.longest_ngram - 1):
@@ -104,10 +104,10 @@ class Penalties:
     def _weighed(
         self, logits: jax.Array, tokens: jax.Array, length: jax.Array, drafts: jax.Array, on_path: jax.Array
     ) -> jax.Array:
-        """The logits after the penalties that follow from how often each token came."""
+        """Returns the logits after the penalties that depend on how often each token occurred."""
 
         def counts(begin: jax.Array | int) -> jax.Array:
-            """How often each token came at places from `begin` on, float32[B, R, V]."""
+            """Returns how often each token occurred at positions from `begin` on, float32[B, R, V]."""
             batch, rows, size = logits.shape
             row, place = jnp.arange(batch)[:, None], jnp.arange(tokens.shape[1])[None]
             counted = ((place >= begin) & (place < length[:, None])).astype(jnp.float32)
@@ -136,9 +136,9 @@ class Penalties:
 
 
 def _impossible(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:
-    """Logits [B, R, V] with −inf at those of tokens [B, R or 1, M] for which bool[B, R, M] `which` is true."""
+    """Returns logits [B, R, V] with −inf at each of tokens [B, R or 1, M] for which bool[B, R, M] `which` is true."""
     batch, rows, size = logits.shape
-    # An index past the end is dropped; a negative one would count from the end.
+    # JAX drops an index past the end, but would count a negative one from the end.
     index = jnp.where(which & (tokens >= 0), tokens, size)
     row = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
     return logits.at[(*row, index)].set(-jnp.inf, mode="drop")
@@ -147,12 +147,12 @@ def _impossible(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.A
 def _texts(
     tokens: jax.Array, length: jax.Array, drafts: jax.Array, on_path: jax.Array, depth: jax.Array
 ) -> jax.Array:
-    """The text before the next token of each row, int32[B, R, N + R]; −1 past its end."""
+    """Returns the text before the next token of each row, int32[B, R, N + R]; −1 past its end."""
     batch, rows, _ = on_path.shape
     committed = jnp.where(jnp.arange(tokens.shape[1]) < length[:, None], tokens, -1)
     committed = jnp.pad(committed, ((0, 0), (0, rows)), constant_values=-1)
     text = jnp.broadcast_to(committed[:, None], (batch, rows, committed.shape[1]))
-    # Node i, in row i + 1, is the draft number depth[i + 1] on its path.
+    # Node i, which is in row i + 1, is draft number depth[i + 1] on its path.
     place = (length[:, None] + depth[:, 1:rows] - 1)[:, None]
     place = jnp.where(on_path, place, text.shape[-1])
     row = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
@@ -160,7 +160,7 @@ def _texts(
 
 
 def _back(text: jax.Array, at: jax.Array, back: int) -> jax.Array:
-    """The token `back` tokens before the last of each text, int32[B, R]; −2 where there is none."""
+    """Returns the token `back` tokens before the last of each text, int32[B, R]; −2 if there is none."""
     place = jnp.broadcast_to(at - 1 - back, text.shape[:2])
     found = jnp.take_along_axis(text, jnp.maximum(place, 0)[..., None], axis=2)[..., 0]
     return jnp.where(place >= 0, found, -2)

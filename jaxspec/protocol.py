@@ -62,10 +62,10 @@ class View:
         length − 1 on; the committed ones it must leave as they are.
       room: int32[B], how many draft tokens a row has a use for: what its budget leaves, less the token that
         verification adds; 0 in a finished row.
-      draws: [B, K + 1], the keys by which the target's next tokens will be drawn, where the acceptor is `coupled`: a
-        draft that draws by the same keys is more often right. None where it must know nothing of them.
-      penalties: what changes the target's logits by the text before a place; None for nothing. A draft that follows
-        it is more often right.
+      draws: [B, K + 1], the keys that will draw the target's next tokens, if the acceptor is `coupled`. A draft that is
+        drawn by the same keys is accepted more often. None for other acceptors, whose draws the draft must not see.
+      penalties: changes of the target's logits that follow from the text before a position; None for none. A draft that
+        applies them is accepted more often.
 
     Examples:
       >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
@@ -175,8 +175,8 @@ class Outcome:
       count: int32[B], how many of them were committed; 0 in a finished row.
       drafted: int32[B], draft tokens verified.
       accepted: int32[B], draft tokens committed.
-      features: [B, K + 1, F], the hidden states that the drafter taps of (pending, draft 1, …, draft K): entry i, of
-        the token before `tokens[:, i]`, has a meaning below count[b]. None for other drafters.
+      features: [B, K + 1, F], the target's hidden states, as the drafter's `taps`, of (pending, draft 1, …, draft K).
+        Entry i belongs to the token before `tokens[:, i]` and is valid below count[b]. None for other drafters.
       start: int32[B], the position of the pending token that `features` begin with; None without them.
       fed: int32[B, K + 1], of a tree [B, N + 1]: the tokens that were verified, the pending one first, −1 where there
         is none. None where nobody wants `likely`.
@@ -207,7 +207,7 @@ class Signal:
     Attributes:
       step: int32 scalar.
       token: int32[B].
-      logits: float32[B, V], the draft's, raw but for penalties; [B, N] of a draft with a vocabulary of its own.
+      logits: float32[B, V], the draft's raw logits, with penalties applied; [B, N] for a draft with its own vocabulary.
       hidden: [B, D], the draft's last hidden state before the final norm.
       index: int32[B], where the token stands in `logits`; None where that is the token itself.
 
@@ -251,8 +251,8 @@ class Drafter(abc.ABC):
     """The base class of drafters: a drafter proposes tokens, and the target verifies them.
 
     A subclass is a `flax.struct` dataclass. It declares `num_draft_tokens` (K) and defines `propose`. Every other
-    member has a default, for a drafter that keeps no state, proposes chains and reads nothing of the target. All
-    properties are static: they fix the shapes of the compiled loop.
+    member has a default, which suits a drafter that keeps no state, proposes chains and reads nothing of the target.
+    All properties are static: they fix the shapes of the compiled loop.
 
     A drafter that reads the target's auxiliary hidden states (a trained head such as EAGLE's) overrides `taps`, `begin`
     and `absorb`. One that proposes trees overrides `drafts_trees` and `num_nodes`. One that skips sublayers of the
@@ -268,7 +268,7 @@ class Drafter(abc.ABC):
     """
 
     # K, the most tokens of a proposal that follow one another: the length of a chain or the depth of a tree. It has no
-    # default, and no property that would stand in the way of a field of this name.
+    # default and is not a property, because a property would prevent a dataclass field of this name.
     num_draft_tokens: int
 
     @property
@@ -285,8 +285,8 @@ class Drafter(abc.ABC):
     def verify_widths(self) -> tuple[int, ...]:
         """The numbers of rows for which a verification is compiled, rising to `num_nodes` + 1.
 
-        Each round takes the narrowest that holds its longest draft. On an accelerator, where rows are nearly free, only
-        the last one is compiled, see `model.control.narrowest`.
+        Each round uses the narrowest width that holds its longest draft. On an accelerator, where rows are nearly free,
+        only the last width is compiled, see `model.control.narrowest`.
         """
         return (self.num_nodes + 1,)
 
@@ -315,13 +315,13 @@ class Drafter(abc.ABC):
 
     @property
     def shared_mask(self) -> bool:
-        """Whether what is drafted for a row depends on the other rows, which must then have other randomness."""
+        """Whether a row's drafts depend on the other rows, which must then have different randomness."""
         return False
 
     def taking_turns(self) -> Drafter:
         """Returns the drafter for a text in which other drafters have some of the rounds.
 
-        In their rounds it is told that nothing was drafted.
+        In those rounds its `observe` sees that nothing was drafted.
 
         Raises:
           ValueError: the drafter's state must follow every round; one line.
@@ -329,33 +329,33 @@ class Drafter(abc.ABC):
         return self
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """Returns the state of a new text, after the prompts' pass; `view.length` counts the first generated token."""
+        """Returns the state of a new text after its prefill; `view.length` counts the first generated token."""
         return ()
 
     @abc.abstractmethod
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
     ) -> tuple[Proposal, State, KVCache]:
-        """Returns a proposal, the new state, and the target's cache, in which the drafter may have drafted.
+        """Returns a proposal, the new state, and the target's cache, which the drafter may have used for its drafts.
 
         Args:
           keys: a key per row, [B].
           params: the target's parameters and the drafter's.
-          state: the drafter's.
+          state: the drafter's state.
           view: the committed tokens of the rows.
           law: the distribution from which draft tokens are drawn.
         """
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
-        """Returns the state after a round of which `outcome` was committed."""
+        """Returns the state after a round that committed `outcome`."""
         return state
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
-        """Returns what a drafter with `taps` has absorbed before the first token of a prompt.
+        """Returns the state of a drafter with `taps` before it has absorbed the first token of a prompt.
 
         Args:
           params: the target's parameters and the drafter's.
-          length: int32[B], of the prompts.
+          length: int32[B], the lengths of the prompts.
           capacity: slots per row of the drafter's own caches.
           merged: the layout of the caches, see `model.cache`.
         """
@@ -370,23 +370,23 @@ class Drafter(abc.ABC):
         start: jax.Array,
         count: jax.Array,
     ) -> State:
-        """Returns what a drafter with `taps` has absorbed after further tokens.
+        """Returns the state of a drafter with `taps` after it has absorbed more tokens.
 
-        It is called for each piece of a prompt, then for the prompt's last token with the first generated one; the
-        result becomes `Prefill.absorbed`. Afterwards `observe` finds the features of each round in its outcome.
+        It is called for each chunk of a prompt, then for the prompt's last token with the first generated token. The
+        last result becomes `Prefill.absorbed`. Afterwards `observe` gets the features of each round in its outcome.
 
         Args:
           params: the target's parameters and the drafter's.
-          state: what was absorbed before.
+          state: the result of the previous call.
           features: [B, T, F], the tapped hidden states of T tokens, concatenated.
-          tokens: int32[B, T], the token after each: a head predicts the token after both.
+          tokens: int32[B, T], the token after each of them: a head predicts the token after both.
           start: int32[B], the position of the first of the T tokens.
-          count: int32[B], how many of the T tokens have a meaning.
+          count: int32[B], how many of the T tokens are valid.
         """
         raise TypeError(f"{type(self).__name__} has taps; it must define begin and absorb")
 
     def plans(self, state: State, live: jax.Array) -> jax.Array:
-        """Returns the mask of each row, bool[B, L, 2], given its state and which rows are live, bool[B]."""
+        """Returns the mask of each row, bool[B, L, 2], from its state and the live rows, bool[B]."""
         raise TypeError(f"{type(self).__name__} skips no sublayers; its mask has no meaning")
 
     def specialised(self, plan: LayerPlan) -> Drafter:
@@ -418,8 +418,8 @@ class StatelessRule(StopRule):
 class Acceptor(abc.ABC):
     """The base class of acceptors, which compare a proposal with the target's logits and keep no state.
 
-    A subclass is a `flax.struct` dataclass that defines `accept`. A tree is accepted by `tree_acceptance.walk`, or by
-    `tree_acceptance.reject` where its tokens were drawn, unless the acceptor has an `accept_tree` with the same
+    A subclass is a `flax.struct` dataclass that defines `accept`. Trees are accepted by `tree_acceptance.walk`, or by
+    `tree_acceptance.reject` if their tokens were drawn, unless the acceptor has an `accept_tree` with the same
     signature.
 
     Class attributes:
@@ -441,12 +441,12 @@ class Acceptor(abc.ABC):
 
     @abc.abstractmethod
     def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
-        """Returns which draft tokens are accepted, and the token after them.
+        """Returns the number of accepted draft tokens and the token after them.
 
         Args:
-          keys: a key per row, [B]; for a `coupled` acceptor [B, T].
-          proposal: of T − 1 tokens per row.
-          logits: float32[B, T, V], the target's, after (pending, draft 1, …, draft T − 1).
+          keys: [B], a key per row; [B, T] for a `coupled` acceptor.
+          proposal: T − 1 draft tokens per row.
+          logits: float32[B, T, V], the target's logits after (pending, draft 1, …, draft T − 1).
           law: the target's sampling distribution.
         """
 

@@ -148,9 +148,9 @@ class Sampling:
 
 
 def seed_key(seed: int | jax.Array) -> jax.Array:
-    """Returns the key of a seed, of threefry2x32 whatever `jax_default_prng_impl` is.
+    """Returns the key of a seed, always of threefry2x32, for any `jax_default_prng_impl`.
 
-    With the other implementations, rbg and unsafe_rbg, `jax.vmap` draws every row by the first row's key.
+    With the other implementations, rbg and unsafe_rbg, `jax.vmap` draws every row with the first row's key.
 
     Examples:
       >>> jax.random.key_impl(seed_key(3))
@@ -171,7 +171,7 @@ def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
 
 
 def drawn_by(keys: jax.Array) -> jax.Array:
-    """Returns the keys with which the target's tokens are drawn at places of the text, of the places' keys [B, T].
+    """Returns the keys that draw the target's tokens at positions of the text, from the positions' keys [B, T].
 
     Examples:
       >>> drawn_by(jax.random.split(jax.random.key(0), (2, 3))).shape

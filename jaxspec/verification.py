@@ -66,7 +66,7 @@ def verify(
 
     Args:
       config, params, drafter, acceptor, law: the method, on the target.
-      keys: [B] for a chain; for a tree, or a coupled acceptor, [B, K + 1], a key for each place of the text.
+      keys: [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
       view: the rows.
       proposal: what was drafted, as far as it can be of use, see `trimmed`.
       widths: those of the drafter, or the last of them alone.

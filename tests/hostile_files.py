@@ -1,4 +1,4 @@
-"""Files that are damaged or made to harm, by kind, and the reader of each kind."""
+"""Damaged and malicious files, by kind, and the reader of each kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ JSON = {
 
 
 def changed(content: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """A good JSON object with one value after the other made bad."""
+    """Yields a good JSON object with one value after another replaced by a bad one."""
     for key in content:
         for number, value in enumerate(VALUES):
             yield f"{key} {number}", json.dumps({**content, key: value}).encode()
@@ -78,7 +78,7 @@ def storage(kind: str = "FloatStorage", key: str = "0") -> bytes:
 def tensor(
     shape: tuple[int, ...] = (4,), strides: tuple[int, ...] = (1,), offset: int = 0, **kinds: str
 ) -> bytes:
-    """A pickle's call of what makes a tensor."""
+    """Returns a pickle's call of the function that makes a tensor."""
     sizes = [b"(" + b"".join(map(whole, one)) + b"t" for one in (shape, strides)]
     arguments = storage(**kinds) + whole(offset) + b"".join(sizes) + b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
@@ -89,7 +89,7 @@ def by_name(value: bytes, name: str = "w") -> bytes:
 
 
 def shared_tuples(depth: int = 60) -> bytes:
-    """A tuple of two references to a tuple of two references …: its hash and its text take 2**depth steps."""
+    """Returns a tuple of two references to a tuple of two references …: hash and text take 2**depth steps."""
     rest = b"".join(b"h%ch%c\x86q%c0" % (n, n, n + 1) for n in range(depth))
     return b"K\x01K\x01\x86q\x000" + rest + b"h%c" % depth
 
@@ -99,7 +99,7 @@ FLOATS = {"0": np.arange(4, dtype="<f4").tobytes()}
 
 def torch_files() -> dict[str, bytes]:
     good = archive(by_name(tensor()), FLOATS)
-    overlapping = good.replace(b"a/data/0", b"a/data.pk")  # of another length: the directory no longer fits
+    overlapping = good.replace(b"a/data/0", b"a/data.pk")  # another length than the directory has
     pickles = {
         "key that never ends": b"\x80\x02}" + shared_tuples() + b"K\x01s.",
         "storage key that never ends": by_name(
@@ -637,7 +637,7 @@ MESSAGE = {"role": "user", "content": "a"}
 
 
 def _within(wrapped: Callable[[Any], Any], content: Mapping[str, Any]) -> dict[str, bytes]:
-    """A good object that is a part of the file, with one value after the other made bad."""
+    """Returns a good object as part of a file, with one value after another replaced by a bad one."""
     return {name: json.dumps(wrapped(json.loads(one))).encode() for name, one in changed(content)}
 
 
@@ -653,7 +653,7 @@ def _probes() -> dict[str, bytes]:
     return safetensors_files() | changes | {"NaN": safetensors_file(good, b"\xff" * 20)}
 
 
-# By kind: the name of the file, its contents, and what reads it.
+# For each kind: the file's name, its contents, and its reader.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     "torch": ("pytorch_model.bin", torch_files, _head),
     "gguf": ("model.gguf", gguf_files, _gguf),
@@ -723,7 +723,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     "run": ("run.json", lambda: json_cases(RECORD), _run),
     "windows": ("tokens.npz", npz_files, _windows),
 }
-# Cases of these kinds that are good files, or hold nothing that is read.
+# Cases that are good files, or whose damage is in a part that is not read.
 GOOD = {
     "gguf": {"tokens of 1,000 bytes", "token twice"},
 }
@@ -731,10 +731,10 @@ ALL_BAD = ("torch", "gguf", "yaml", "windows")
 
 
 def verdict(kind: str, path: Path) -> str:
-    """The message for a file, or "" where it is taken.
+    """Returns the error message for a file, or "" if it is accepted.
 
     Raises:
-      AssertionError: the message is no line of at most 300 printable characters that names the file.
+      AssertionError: the message is not one line of at most 300 printable characters that names the file.
     """
     name, _, read = KINDS[kind]
     try:

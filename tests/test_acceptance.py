@@ -390,7 +390,7 @@ def test_the_numbers_of_a_row_have_nothing_to_do_with_each_other():
 
 
 def coupled(p: np.ndarray, q: np.ndarray, keys: jax.Array, few: tuple[int, ...] | None = None) -> Acceptance:
-    """One draft token of each row, drawn from q [V] (over `few` of the tokens) by the keys that draw from p."""
+    """Accepts one draft token per row, drawn from q [V] (over `few` of the tokens) with the keys that draw from p."""
     rows, vocabulary = len(keys), None
     if few is not None:
         vocabulary, q = Vocabulary(None, jnp.array(few), size=len(p)), q[list(few)]
@@ -406,7 +406,7 @@ def coupled(p: np.ndarray, q: np.ndarray, keys: jax.Array, few: tuple[int, ...] 
 
 
 def test_coupled_draws_agree_as_often_as_they_must():
-    """In at least (1 − d) ÷ (1 + d) of the rows, d the distance of the laws; and the text is the target's."""
+    """They agree in at least (1 − d) ÷ (1 + d) of the rows for a distance d of p and q; the text is the target's."""
     rng, rows = np.random.default_rng(8), 20_000
     keys = jax.random.split(jax.random.key(3), (rows, 2))
     for sharpness in (0.5, 1.5, 4.0):
@@ -419,7 +419,7 @@ def test_coupled_draws_agree_as_often_as_they_must():
             assert least - 0.01 < float(accepted.count.mean()) <= most + 0.01
             texts.append(np.where(accepted.count == 1, -1, accepted.token))
         assert (texts[0] == -1).all()
-        # What stands in place of a draft that fell is the same, whichever draft it was.
+        # Every rejected draft is replaced by the same token.
         fell = (texts[1] >= 0) & (texts[2] >= 0)
         assert (texts[1] == texts[2])[fell].all()
         assert fell.sum() > 100

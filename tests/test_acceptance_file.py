@@ -184,7 +184,7 @@ def test_what_was_measured_goes_for_what_was_measured_alone(method, acceptance):
 
 
 def test_heads_that_come_along_bring_what_is_known(tmp_path, monkeypatch):
-    """And what the model's own file says counts more."""
+    """The file of the model itself has precedence."""
     loaded = tiny.language_model().loaded
     model, *heads = (tmp_path / name for name in ("model", "eagle", "medusa"))
     for directory in (model, *heads):
@@ -200,7 +200,7 @@ def test_heads_that_come_along_bring_what_is_known(tmp_path, monkeypatch):
     assert Auto.expected(loaded, resources) == {"eagle": brought, "hybrid": brought}
     write_acceptance(model / NAME, loaded.fingerprint, {"hybrid": own}, {})
     assert Auto.expected(loaded, resources) == {"eagle": brought, "hybrid": own}
-    # What is known of a head is not what is known of the user's own of that kind.
+    # The measurements of a distributed head do not apply to the user's own head of the same kind.
     (model / "heads" / "eagle").mkdir(parents=True)
     (model / "heads" / "eagle" / "config.json").write_text("{}")
     assert Auto.expected(loaded, resources) == {"hybrid": own}

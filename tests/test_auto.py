@@ -129,7 +129,7 @@ def test_a_state_is_as_if_it_had_been_there_from_the_start(kind):
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_drafter_that_takes_a_text_up_says_what_one_says_that_was_there(name):
-    """Of random weights, so that each token that it has not been fed shows."""
+    """The head has random weights, so that a token that it did not absorb changes its drafts."""
     loop = tiny.loop(tiny.Combination(name, "constant", "rejection"))
     state, _ = loop.begin(contracts.PROMPTS, contracts.BUDGETS)
     state, _ = loop.go_on(state, 2)
@@ -265,7 +265,7 @@ def test_what_bringing_a_state_up_takes_is_expected_too():
         one._last = (1, 4)
         one.learn([[(4, 1)], [(4, 1)]], [[0, 0]] * 2, np.array([20, 30]), 99.0, not taken_up, taken_up)
         expected.append(one.chosen[0].expected_ms)
-    # One pass of all texts through both layers without a head, and a millisecond for each token.
+    # The pass runs all texts through both layers without a head; 50 tokens add one millisecond each.
     assert expected[1] - expected[0] == pytest.approx(costs.step_ms(layers=2, head=False) + 50)
 
 
@@ -629,7 +629,7 @@ def test_a_named_method_that_cannot_pay_gets_a_line():
     ],
 )  # fmt: skip
 def test_a_text_that_took_longer_gets_a_line(capsys, accepted, costs, line):
-    """By what was drafted and accepted, as `compare` measures it."""
+    """The warning uses the numbers of drafted and accepted tokens, as `compare` does."""
     lm = tiny.language_model()
     lm.step_costs = None if costs is None else globals()[costs]
     counts = {"num_rounds": 14, "num_drafts": 14, "num_draft_tokens": 100, "num_accepted_tokens": accepted}

@@ -71,7 +71,7 @@ def test_texts_of_one_seed_are_drawn_apart():
     plain = lm.generate([[5], [5]], **options)
     mine = lm.generate([[5], [5]], method="auto", acceptor="block", **options)
     assert plain[0].tokens == plain[1].tokens == mine[0].tokens != mine[1].tokens
-    # Where no draft has a say in the text, there is nothing to tell.
+    # With the coupled acceptor drafts do not influence a text, so that equal randomness reveals nothing.
     coupled = lm.generate([[5], [5]], method="auto", **options)
     assert plain[0].tokens == coupled[0].tokens == coupled[1].tokens
 

@@ -1,4 +1,4 @@
-"""Training writes conversations as inference does, whatever a template uses, and learns the answers alone."""
+"""Training renders conversations as inference does, with any feature of a template, and learns only the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKED = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\\n' }}" + END
 )
-# What transformers' own rendering knows beside plain Jinja, or does otherwise.
+# Features that transformers' own rendering adds to plain Jinja or changes.
 TEMPLATES = {
     "generation": MARKED,
     "break": "{% for m in messages %}{% if loop.index > 50 %}{% break %}{% endif %}[{{ m.role }}]{{ m.content }}"
@@ -88,7 +88,7 @@ def test_answers_are_what_a_template_marks():
         ("\n", False),
     ]
     plain = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    # Without marks an answer is what its message adds.
+    # Without marks, an answer is the text that its message adds.
     assert conversations.Chat(plain).pieces(talk) == [
         (f"[system]S\n[user]{asked}\n[assistant]", False),
         ("Yo  two</s>\n", True),
@@ -99,7 +99,7 @@ def test_answers_are_what_a_template_marks():
 
 
 def test_a_template_that_rewrites_earlier_turns_marks_its_answers():
-    """As Qwen3's does, which takes the thoughts out of all answers but the last."""
+    """Qwen3's template does this: it removes the thoughts from all answers but the last."""
     rewriting = "{% for m in messages %}{{ loop.revindex }}" + MARKED.removeprefix("{% for m in messages %}")
     talk = [*TALK, *TALK]
     answers = [text for text, learn in conversations.Chat(rewriting).pieces(talk) if learn]

@@ -216,13 +216,13 @@ def test_a_trial_waits_until_it_can_be_lost():
     both = {"prior": prior, "remaining": np.array([200]), "exploration": 0.0, "rounds": 10}
     state = chooser.begin(prior, np.array([0]))
     assert chooser.choose(state, TABLE, **both)[0].candidate.tolist() == [1]
-    # Everything but a token of the advance is lost; a long plain text, or one that gained, earns it again.
+    # The whole allowed loss but one token is spent. A long plain text, or a text that gained, earns it again.
     spent = chooser.with_time(state, 0, 2.5)
     assert chooser.choose(spent, TABLE, **both)[0].candidate.tolist() == [OFF]
     assert chooser.choose(chooser.with_time(spent, 400, 400), TABLE, **both)[0].candidate.tolist() == [1]
     assert chooser.choose(chooser.with_time(spent, 20, 15), TABLE, **both)[0].candidate.tolist() == [1]
-    # What gains even with bad luck is open in any case; where its state has to be brought up, if the tokens in sight
-    # earn that too.
+    # A candidate that gains even with bad luck is always open. If its state must be updated first, it is open only if
+    # the remaining tokens earn that time too.
     sure = acceptance.flat_prior(3, 2, 0.95, strength=1000.0)
     both |= {"prior": sure}
     assert chooser.choose(chooser.with_time(state, 0, 50), TABLE, **both)[0].candidate.tolist() == [1]
@@ -245,7 +245,7 @@ def test_a_trial_waits_until_it_can_be_lost():
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_large_budget_does_not_keep_a_good_head_away(batch):
-    """Nobody knows how soon a text ends: a state's price is paid over the tokens that are likely, not over all."""
+    """The end of a text is not known: a state must pay over the likely number of tokens, not over the budget."""
     for budget in (300, 4096, 32_000):
         choices = Choices(
             ["head"],
@@ -397,7 +397,7 @@ def test_the_chooser_is_between_a_candidate_alone_and_the_oracle(simulated):
         assert len(regret) == len(row["at"]), kind
         assert row["at"][-1] == SMALL.tokens
         assert regret[-1] > regret[0], kind
-    # Where nothing pays but a free lookup, trials are few.
+    # Trials are few if nothing pays but a free lookup.
     assert simulated["kinds"]["hopeless"]["speedup"]["auto"] > 0.96
     # One that has to learn loses less than what was right for other texts.
     regret = simulated["kinds"]["drifting"]["regret"]

@@ -97,7 +97,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_entry(damage, tmp_path):
-    """It is removed once, one line names the directory, and the next start reads what this one wrote."""
+    """The entry is removed once, one line names the directory, and the next start reads the entry written here."""
     hits = []
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
 
@@ -126,7 +126,7 @@ def test_damaged_entry(damage, tmp_path):
 
 
 def test_full_disk(tmp_path, monkeypatch):
-    """The part of an entry that was written is no entry, and one line says that the disk is full."""
+    """A partly written entry is removed, and one line reports that the disk is full."""
 
     def write(self, data):
         with open(self, "wb") as file:

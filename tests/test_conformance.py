@@ -341,7 +341,7 @@ def test_a_row_does_not_depend_on_its_neighbours(combination):
 def test_rows_take_the_places_of_others(combination):
     if combination.drafter == "asd-shared":
         combination = dataclasses.replace(combination, acceptor="greedy")
-    # A shared mask is the batch's, so that drafts depend on the rows that were there before.
+    # The whole batch has one shared mask, so that drafts depend on the rows that were there before.
     contracts.check_refill(tiny.loop(combination), statistics=combination.drafter != "asd-shared")
 
 

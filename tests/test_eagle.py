@@ -111,7 +111,7 @@ def qwen3() -> Files:
 
 
 def qkv_bias() -> Files:
-    """As EAGLE heads of Qwen2 are published: a Llama layer with biases of queries, keys and values alone."""
+    """The layout of published EAGLE heads of Qwen2: a Llama layer with biases only for queries, keys and values."""
     content, tensors = eagle()
     rng = np.random.default_rng(7)
     sizes = {"q": 16, "k": 8, "v": 8}
@@ -120,7 +120,7 @@ def qkv_bias() -> Files:
 
 
 def linear(**changes: Any) -> Files:
-    """A head whose config has a linear scaling beside a base, which the authors' code drops."""
+    """A head whose config has linear scaling and a base, which the authors' code ignores."""
     content, tensors = eagle3()
     return {
         **content,
@@ -220,7 +220,7 @@ def test_a_linear_scaling_has_the_base_of_the_authors_code(tmp_path):
         (linear(rope_scaling={"type": "dynamic", "factor": 2.0}), 10000.0),
         (linear(rope_scaling=None), 77.0),
         (linear(rope_theta=10000.0), 10000.0),
-        # Trained here, or by code that reads the config as transformers does.
+        # A head trained by this project, or by code that reads the config as transformers does.
         (linear(jaxspec={"kind": "eagle3"}), 77.0),
         (
             linear(rope_scaling=None, rope_parameters={"type": "linear", "factor": 4.0, "rope_theta": 77.0}),

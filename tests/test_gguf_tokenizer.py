@@ -154,7 +154,7 @@ def test_padding_is_no_vocabulary(made):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece(made, prefix):
-    """As transformers makes it of the same vocabulary and scores, where it does not differ from llama.cpp."""
+    """The ids equal those of transformers for the same vocabulary and scores, where llama.cpp agrees with it."""
     from transformers import LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
@@ -176,8 +176,8 @@ def test_sentencepiece(made, prefix):
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [
-        # A space is put before every piece of text: one that begins with a space has two, and one between or after
-        # special tokens has its own. The pieces are those of llama.cpp (xllamacpp 2026.10) for the same file.
+        # A space is put before every piece of text: a text that begins with a space has two, and a text between or
+        # after special tokens has its own. The pieces are those of llama.cpp (xllamacpp 2026.10) for the same file.
         ("go on", ["<s>", "▁go", "▁on"]),
         (" go", ["<s>", "▁", "▁go"]),
         ("  go", ["<s>", "▁", "▁", "▁go"]),
@@ -232,7 +232,7 @@ def test_a_turn_ends_at_a_token_with_the_text_of_an_end(made, make, text, kind):
     changes = {"tokens": tokens, "token_type": types} | ({"scores": scores} if len(scores) > 1 else {})
     path = made({**base, **{f"tokenizer.ggml.{name}": values for name, values in changes.items()}})
     assert index in checkpoint.read_config(path).eos_token_ids
-    assert 2 in checkpoint.read_config(path).eos_token_ids  # of the metadata
+    assert 2 in checkpoint.read_config(path).eos_token_ids  # the token that the metadata names
     tokenizer = load_tokenizer(path)
     assert index in tokenizer.special_ids
     assert tokenizer.encode(f"a{text}").count(index) == 1
@@ -291,7 +291,7 @@ def test_generate_and_draft(made, tmp_path):
     path = made(byte_level("smollm"))
     lm = jaxspec.load(path, device="cpu", dtype="float32")
     assert lm.directory == tmp_path
-    assert lm.config.eos_token_ids == (2, 0)  # <|im_end|>, which the file names, and <|endoftext|>
+    assert lm.config.eos_token_ids == (2, 0)  # <|im_end|> by its name, and <|endoftext|> by its text
     huggingface.save(tmp_path / "hf", CONFIG, reference.random_params(CONFIG, 0))
     plain = jaxspec.load(tmp_path / "hf", device="cpu", dtype="float32")
     prompt = lm.encode("What is 12 + 30?", chat=True)

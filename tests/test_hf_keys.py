@@ -1,4 +1,4 @@
-"""Every key of a config.json is read, known to change nothing, warned of, or refused."""
+"""Every key of a config.json is read, ignored because it changes nothing, named in a warning, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "vocab_size": 9,
 }
-# As published: every key but those of sizes and tokens.
+# Published configs, without the keys for sizes and tokens.
 PUBLISHED = {
     "llama-2": (
         "llama",

@@ -1,4 +1,4 @@
-"""Files that are damaged or made to harm end in one line, soon and in little memory; nothing is run."""
+"""Damaged and malicious files end with one line, in bounded time and memory; nothing in them is run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_dictionary_of_a_module_is_read(tmp_path):
     assert list(torch_file.read(path)) == ["w"]
 
 
-# Checkpoints that are nearly right
+# Directories that are almost checkpoints
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def saved(tmp_path):
 
 
 def rename(directory, change, more=None):
-    """Renames the tensors of a model; `change` gives None for one that goes."""
+    """Renames the tensors of a model; a tensor is removed if `change` returns None."""
     path = directory / "model.safetensors"
     found = {change(name): tensor for name, tensor in load_file(path).items() if change(name) is not None}
     save_file(found | (more or {}), path)

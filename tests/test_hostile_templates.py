@@ -1,4 +1,4 @@
-"""A chat template that came with a model runs nothing, and ends in bounded time and memory; in training too."""
+"""A model's chat template runs no code, and rendering ends in bounded time and memory, in training too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.test_gguf_tokenizer import made  # noqa: F401
 from training.data import conversations, formats, reading
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-# MARK is a file that the template makes if it can.
+# MARK is a file that the template tries to create.
 COMMANDS = [
     "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
     "{{ joiner.__init__.__globals__['os'].system('touch MARK') }}",
@@ -79,7 +79,7 @@ def test_a_template_runs_no_command(template, tmp_path):
     mark = tmp_path / "mark"
     template = template.replace("MARK", str(mark))
     jinja2.Environment().from_string(template).render(messages=MESSAGES)
-    assert mark.exists()  # so it would without a sandbox
+    assert mark.exists()  # the template creates it without a sandbox
     mark.unlink()
     with pytest.raises(ValueError, match="the chat template cannot render the conversation: ") as error:
         ChatTemplate(template).render(MESSAGES)
@@ -153,7 +153,7 @@ def settings(template):
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
 
 
-@pytest.mark.parametrize("model", ["llama", None])  # read from its file alone, and by transformers
+@pytest.mark.parametrize("model", ["llama", None])  # read from tokenizer.json alone, and by transformers
 @pytest.mark.parametrize("place", PLACES)
 def test_no_place_of_a_template_is_trusted(place, model, tmp_path):
     mark = tmp_path / "mark"
@@ -162,7 +162,7 @@ def test_no_place_of_a_template_is_trusted(place, model, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
     for name, content in PLACES[place]("{{ bos_token }}fine").items():
         (tmp_path / name).write_text(content)
-    assert load_tokenizer(tmp_path).has_chat_template  # it is read at all
+    assert load_tokenizer(tmp_path).has_chat_template  # the template is read
     for name, content in PLACES[place](EVIL.replace("MARK", str(mark))).items():
         (tmp_path / name).write_text(content)
     refused(tmp_path, mark)
@@ -175,7 +175,7 @@ def test_no_template_of_a_gguf_file_is_trusted(made, tmp_path):  # noqa: F811
 
 
 def refused(path: Path, mark: Path) -> None:
-    """Inference and training refuse the template at `path`, which makes no mark."""
+    """Checks that inference and training refuse the template at `path`, and that it does not create the mark."""
     with pytest.raises(ValueError, match="access to attribute"):
         load_tokenizer(path).encode_chat("Hi")
     data = path.parent / "data.jsonl"
@@ -236,7 +236,7 @@ def test_code_beside_a_tokenizer_is_not_imported(changes, tmp_path, monkeypatch)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"} | changes))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    # It may be read as a tokenizer of transformers' own, or refused.
+    # The tokenizer may be read with a class of transformers, or refused.
     with contextlib.suppress(ValueError):
         load_tokenizer(tmp_path)
     assert huggingface.read_config(tmp_path) == CONFIG

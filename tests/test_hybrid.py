@@ -223,7 +223,7 @@ def test_a_last_token_that_leaves_no_room_for_a_draft():
     assert texts[0] == texts[1]
 
 
-# The law of what is drawn
+# The sampling distribution
 
 
 FOUR = dataclasses.replace(
@@ -232,7 +232,7 @@ FOUR = dataclasses.replace(
 
 
 def drawn(law: Sampling) -> tiny.Loop:
-    """A first whose token is often wrong, and a second of another law than the target's, that is taken as often."""
+    """A first drafter that is often wrong, and a second whose distribution differs from the target's; both are used."""
     small = dataclasses.replace(FOUR, num_layers=1)
     own = jax.tree.map(lambda leaf: 2.5 * leaf, tiny.params(small))
     second = DraftModel(small, num_draft_tokens=2).taking_turns()
@@ -241,7 +241,7 @@ def drawn(law: Sampling) -> tiny.Loop:
 
 
 def test_texts_follow_the_law_where_the_choice_is_close():
-    """A choice that has seen the draw gives it up where it is unlikely: then the text has another law."""
+    """A choice that has seen the drawn draft would drop unlikely ones, and so change the distribution of the text."""
     contracts.check_sampled_law(drawn, rows=6_000)
 
 
@@ -405,7 +405,7 @@ def test_what_it_is_made_of():
     assert own is None
     assert made.first == lm.drafter("suffix", num_draft_tokens=3)[0]
     assert made.second == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
-    # A layer of two and the head, of what a step reads.
+    # The draft reads one of two layers and the head, relative to the weights that a step reads.
     assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(lm, lm.params["layers"][:1], head=True))
     assert made.verify_widths == (1, 4)
     made, own = lm.drafter("hybrid", first="ngram", second="draft-model", draft=tiny.small_model())

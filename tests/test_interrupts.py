@@ -56,7 +56,7 @@ from jaxspec.console.errors import Guard
 def work():
     # From another thread, so that the call below has begun.
     threading.Timer(1, lambda: print("ready", flush=True)).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes many minutes, and no notice of signals
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # takes many minutes and does not react to signals
 sys.exit(Guard("program")(work))
 """
 
@@ -126,7 +126,7 @@ def test_training_answers_the_first_signal_at_once_and_ends_at_the_second(monkey
         os.kill(os.getpid(), signal.SIGTERM)
         waited(said)
         assert (said, stop.received, ended) == (["finishing"], signal.SIGTERM, [])
-        os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does, to the process and to its group
+        os.kill(os.getpid(), signal.SIGTERM)  # `timeout` signals the process and also its group
         monkeypatch.setattr(interrupts, "_SAME_S", -1.0)
         os.kill(os.getpid(), signal.SIGINT)
         waited(ended)

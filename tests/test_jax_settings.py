@@ -1,4 +1,4 @@
-"""JAX's process-wide settings change no text, and a platform without a device is one line."""
+"""JAX's process-wide settings do not change a text, and a platform without a device gives one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxspec.sampling import Greedy, seed_key
 from tests import tiny
 
 PROMPTS = [[0, 12, 9], [0, 3, 5, 5, 5]]
-# Each would change texts or end them.
+# Without `jax_settings`, each of these would change texts or raise an error.
 CHANGED = {
     "jax_default_prng_impl": "rbg",
     "jax_enable_x64": True,
@@ -40,7 +40,7 @@ METHODS = ("autoregressive", "ngram", "s2d", "draft-model", "eagle3")
 
 @contextlib.contextmanager
 def settings(**values):
-    """Of the whole process, and so of every thread."""
+    """Changes settings of the whole process, and so of every thread."""
     before = {name: jax.config.values[name] for name in values}
     for name, value in values.items():
         jax.config.update(name, value)
@@ -52,7 +52,7 @@ def settings(**values):
 
 
 def texts(name, law):
-    """By a model that has compiled nothing yet."""
+    """Returns the texts of a new model, which has compiled nothing yet."""
     config = tiny.config_of(name)
     lm = LanguageModel(tiny.engine_config(config), tiny.params(config))
     method = "ngram" if name == "ngram" else tiny.drafter_of(name)
@@ -60,13 +60,13 @@ def texts(name, law):
     return [row.tokens for row in rows]
 
 
-# By the settings as JAX has them.
+# The texts with JAX's default settings.
 usual = functools.cache(texts)
 
 
 @pytest.mark.parametrize("number", range(len(METHODS)), ids=METHODS)
 def test_all_settings_at_once(number):
-    """Each method by one law."""
+    """Each method is tested with one sampling distribution."""
     case = METHODS[number], tuple(LAWS)[(number + 1) % 3]
     expected = usual(*case)
     with settings(**CHANGED):
@@ -90,7 +90,7 @@ def test_one_setting(name, value):
 
 
 def test_what_a_caller_set_is_there_again(lm):
-    """Also between the pieces of a stream, which are the caller's time."""
+    """They are restored also between the pieces of a stream, when the caller's code runs."""
     with settings(jax_enable_x64=True):
         for _ in lm.stream([0, 12], max_new_tokens=3, ignore_eos=True):
             assert jnp.arange(2).dtype == jnp.int64
@@ -98,12 +98,12 @@ def test_what_a_caller_set_is_there_again(lm):
 
 
 def test_settings_of_a_command():
-    """They hold in its threads too."""
+    """They apply to its threads too."""
     with settings(**CHANGED):
         jax_settings.keep_needed()
         found = {name: jax.config.values[name] for name in CHANGED}
     assert found == {
-        "jax_default_prng_impl": "rbg",  # the keys name theirs
+        "jax_default_prng_impl": "rbg",  # not needed, because each key names its own implementation
         "jax_enable_x64": False,
         "jax_numpy_rank_promotion": "allow",
         "jax_numpy_dtype_promotion": "standard",
@@ -114,7 +114,7 @@ def test_settings_of_a_command():
 
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
 def test_keys_of_another_kind(kind):
-    """By these `jax.vmap` would draw every row alike."""
+    """With these keys `jax.vmap` would draw equal numbers for all rows."""
     config, prompt = tiny.TARGET, jnp.ones((1, 8), jnp.int32)
     one = np.ones(1, np.int32)
     keys = jax.random.split(jax.random.key(0, impl=kind), 1)

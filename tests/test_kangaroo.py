@@ -96,7 +96,7 @@ def test_its_rope_is_that_of_the_authors_code_whatever_its_config_claims(said, t
         claims = heads.read_head(write(tmp_path / "claims", with_config(adapter(), **claimed)), TARGET)
     assert claims.config == usual.config
     assert off(said, with_config(adapter(), **claimed)) > 1e-3
-    own = with_config(adapter(), **claimed, jaxspec={"kind": "kangaroo"})  # trained here, by its config
+    own = with_config(adapter(), **claimed, jaxspec={"kind": "kangaroo"})  # made here: follows its config
     assert heads.read_head(write(tmp_path / "own", own), TARGET).config != usual.config
 
 

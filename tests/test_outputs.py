@@ -1,4 +1,4 @@
-"""No command writes over what it did not write, beside another that writes there, or leaves files of killed writers."""
+"""Commands overwrite only their own files, lock their output, and remove the temporary files of killed writers."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_run_writes_over_its_own_model_and_no_other_run_does(folder, capsys, m
     assert "holds a model (config.json), which another run wrote" in said
     assert seen(folder / "made") == before
     assert not (folder / "second" / "checkpoints").exists()
-    # The run's own directory is no output for others either, and an export asks the same.
+    # The run's own directory cannot be another run's output either, and an export makes the same check.
     assert export.main(["--run", str(folder / "first"), "--output", str(folder / "other")]) == 1
     assert "--output" in capsys.readouterr().err
     (folder / "made" / outputs.MARK).write_text("{")
@@ -198,7 +198,7 @@ def test_a_models_own_texts_are_not_written_over_what_others_wrote(folder, tmp_p
 
 
 def held(directory: Path, name: str = lock.FILE):
-    """A lock as another process has it: flock tells open files apart, not processes."""
+    """Holds a lock as another process would: flock distinguishes open files, not processes."""
     file = (directory / name).open("a+")
     file.write("process 7 on elsewhere\n")
     file.flush()
@@ -240,7 +240,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_and_what_is_written_
     with files.atomic(tmp_path / "b") as file:
         file.write(b"1")
         files.write_atomic(tmp_path / "a", "2")
-        assert len(list(tmp_path.iterdir())) == 2  # the whole `a`, and `b` that is being written
+        assert len(list(tmp_path.iterdir())) == 2  # the complete `a`, and the unfinished `b`
         files.remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     others = (".a.tmp", ".env", "a.12.tmp", ".a.x.tmp")

@@ -1,4 +1,4 @@
-"""Drafts and heads that were padded to another number of rows than their target, with the same tokenizer."""
+"""Drafts and heads with the target's tokenizer, but padded to another number of rows than the target."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from jaxspec.sampling import Sampling
 from jaxspec.testing.contracts import propose
 from tests import tiny
 
-# The tokens of the tokenizer; rows of models with padding.
+# The number of the tokenizer's tokens, and the number of rows of models with padding.
 TOKENS, PADDED = 13, 16
 PROMPT, BUDGET = [1, 2, 3], 8
 
 
 def model(rows: int, config: LlamaConfig = tiny.TARGET, **options) -> LanguageModel:
-    """A model whose rows beyond the tokenizer's are likely ones, so that a draft that has them proposes them."""
+    """A model whose padding rows are likely tokens, so that a draft with such rows would propose them."""
     params = dict(tiny.params(config))
     more = rows - TOKENS
     if more > 0:
@@ -53,7 +53,7 @@ DRAFTS = {
 
 
 def check(lm: LanguageModel, rows: int, **method) -> None:
-    """The text is plain decoding's, and no token is proposed that the draft, of so many rows, has not."""
+    """Checks that the text is plain decoding's, and that no token beyond the draft's `rows` is proposed."""
     plain = lm.generate(PROMPT, max_new_tokens=BUDGET, ignore_eos=True).tokens
     assert lm.generate(PROMPT, max_new_tokens=BUDGET, ignore_eos=True, **method).tokens == plain
     drafter, own = lm.drafter(**method)
@@ -62,7 +62,7 @@ def check(lm: LanguageModel, rows: int, **method) -> None:
     state, _ = loop.begin([PROMPT], BUDGET)
     proposal, _ = propose(loop.parts, loop.weights, state, 50)
     assert proposal.tokens.max() < min(rows, lm.config.vocab_size)
-    if proposal.log_probs is not None and method["method"] != "hybrid":  # whose lookups draw nothing
+    if proposal.log_probs is not None and method["method"] != "hybrid":  # its lookups draw nothing
         drafted = proposal.log_probs[:, 0, 0]
         assert drafted.shape[-1] == lm.config.vocab_size
         np.testing.assert_allclose(jnp.exp(drafted).sum(axis=-1), 1, rtol=1e-5)
@@ -84,7 +84,7 @@ def test_a_draft_that_is_the_target_but_for_padding_is_accepted_whole():
     target = dataclasses.replace(tiny.TARGET, vocab_size=PADDED)
     params = dict(tiny.params())
     zeros = jnp.zeros((PADDED - TOKENS, target.hidden_size))
-    # A padding row of zeros is likelier than most tokens: only the draft's mask keeps it from being drafted.
+    # A padding row of zeros is likelier than most tokens: only the mask of the draft excludes it.
     params |= {name: jnp.concatenate([params[name], zeros]) for name in ("embed", "head")}
     lm = LanguageModel(target, params, tiny.tokenizer())
     text = lm.generate([5], max_new_tokens=9, method="draft-model", draft=model(TOKENS), ignore_eos=True)
@@ -134,7 +134,7 @@ def test_a_head_with_other_rows(name, sizes, tmp_path):
     target, rows = sizes
     method = name.partition("-")[0]
     own = {"exit_layer": 1} if method == "kangaroo" else {}
-    # It reads the target's head, with all its rows.
+    # A Kangaroo head reads the target's head with all its rows.
     read = target if method == "kangaroo" else rows
     check(model(target), read, method=method, draft=written(name, rows, tmp_path), **own)
 
@@ -162,7 +162,7 @@ def tensors(**shapes: tuple[int, ...]) -> Tensors:
     return found
 
 
-# A head's config and the shapes of its tensors, with 16 rows; then which tensors have a row for each token.
+# For each layout: a head's config, the shapes of its tensors with 16 rows, and the tensors with one row per token.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], set[str]]] = {
     "eagle": (
         {"vocab_size": 16},

@@ -1,4 +1,4 @@
-"""Penalties and bans: the text that drafts lead to is that of plain decoding under the same settings."""
+"""With penalties and bans, every drafter gives the text of plain decoding under the same settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxspec.testing.contracts import FOUR
 from tests import tiny
 
 PROMPTS = ((1, 2, 3), (5,), (7, 7, 2, 7))
-# One setting each, and all of them at once; rows differ in their numbers.
+# Each setting alone, and all of them at once; the rows have different numbers.
 SETTINGS: dict[str, dict] = {
     "repetition": {"repetition": (1.5, 1.0, 3.0)},
     "presence": {"presence": (0.5, 2.0, -1.0)},
@@ -30,7 +30,7 @@ SETTINGS["all"] = {name: value for setting in tuple(SETTINGS.values()) for name,
 
 
 NAMES = tuple(SETTINGS)
-# Of a vocabulary of four tokens, in a text of four.
+# Settings for a vocabulary of four tokens and a text of four tokens.
 SETTINGS["small"] = {
     "repetition": (1.6,),
     "presence": (0.4,),
@@ -57,7 +57,7 @@ def penalties(
 
 
 def changed(setting: str, row: int, logits: np.ndarray, text: Sequence[int], begin: int) -> np.ndarray:
-    """The logits [V] after a text, one rule after the other, token by token."""
+    """Returns the logits [V] after a text, with one rule after another applied token by token."""
     own = {
         name: value if name == "longest_ngram" else value[row] for name, value in SETTINGS[setting].items()
     }
@@ -119,7 +119,7 @@ def test_rows_of_a_tree_see_the_drafts_on_their_path():
             *(jnp.asarray(logits), tokens, jnp.array([4]), jnp.array([drafts]), Tree.of(shape, 3))
         )
         for row, path in enumerate(paths):
-            if row != 5:  # no node
+            if row != 5:  # row 5 has no node
                 wanted = changed(name, 2, logits[0, row], text + path, 1)
                 np.testing.assert_allclose(found[0, row], wanted, rtol=1e-5, err_msg=f"{name}, row {row}")
 
@@ -147,7 +147,7 @@ def test_greedy_text_is_the_slow_decoders(combination):
 
 def test_the_settings_change_these_texts():
     plain = [tiny.greedy(prompt, 10) for prompt in PROMPTS]
-    for setting in set(NAMES) - {"ngram"}:  # no two tokens come twice in so short a text
+    for setting in set(NAMES) - {"ngram"}:  # no two tokens occur twice in such a short text
         assert [greedy_text(setting, row, tiny.TARGET, 10) for row in range(3)] != plain, setting
 
 

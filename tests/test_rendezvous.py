@@ -1,4 +1,4 @@
-"""Processes that do not find each other say so in one line, with the address, within the time that was given."""
+"""Processes that do not find each other end with one line that has the address, within the given time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def address():
 
 
 def met(address, *processes, timeout=20):
-    """What each process raised, of (count, number); None for one that met the others."""
+    """Returns each process's error message, for processes (count, number); None for one that met the others."""
 
     def one(process):
         try:
@@ -34,7 +34,7 @@ APART = "the processes do not find each other, give each the address of process 
 
 
 def test_all_come(address):
-    """Twice at one address, which is free at once."""
+    """They meet twice at one address, which is free again at once."""
     for _ in range(2):
         assert met(address, (3, 0), (3, 1), (3, 2)) == [None] * 3
     assert met(address, (1, 0)) == [None]
@@ -56,7 +56,7 @@ def test_nobody_comes(address):
     ],
 )
 def test_one_that_is_not_expected(address, other, why):
-    """It says so at once; those that are expected wait for the one that is missing."""
+    """It reports the error at once; the expected processes wait for the missing one."""
     said = met(address, (3, 0), (3, 1), other, timeout=0.6)
     assert said[0] == f"{APART}process 2 did not come to {address} within 0.6 seconds"
     assert f"{APART}{why}, at {address}" in said[1:]
@@ -68,7 +68,7 @@ def test_port_in_use():
         (said,) = met(address, (2, 0))
         assert said.startswith(f"process 0 cannot listen at {address} (")
         assert said.endswith("; give another coordinator_address")
-        # One listens there and does not answer.
+        # `taken` listens there but does not answer.
         (said,) = met(address, (2, 1), timeout=0.3)
         assert said.startswith(f"{APART}process 0 did not answer at {address} within 0.3 seconds")
 
@@ -79,7 +79,7 @@ def test_no_such_host():
 
 
 def test_strangers(address):
-    """Whoever else connects is no process; one that falls silent delays nobody for long."""
+    """Other programs that connect are not processes of the run; a silent one delays the others only briefly."""
     host, _, port = address.partition(":")
 
     def stranger(_):

@@ -85,7 +85,7 @@ def test_numbers_are_tuned_on_other_prompts_than_those_that_are_reported():
 
 
 def _reader():
-    """A model that reads one token for each character, and a chat's first message with one before it."""
+    """A model with one token per character; the first message of a chat has one more token before it."""
 
     def encode(text, chat=False):
         return [*map(ord, text)] if isinstance(text, str) else [0, *map(ord, text[0]["content"])]

@@ -329,7 +329,7 @@ def test_each_row_has_the_gamma_of_its_own_text():
 @pytest.mark.parametrize(("shares", "acceptor"), [(True, None), (True, "coupled"), (False, None)])
 @pytest.mark.parametrize("method", ["asd", "hybrid"])
 def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, method):
-    """The mask follows from the rows that are live: equal randomness in another row would tell of what is to come."""
+    """The mask depends on all live rows: equal randomness in another row would reveal the next draws."""
     apart = []
     monkeypatch.setattr(
         "jaxspec.engine.language_model.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
@@ -344,7 +344,7 @@ def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, me
         acceptor=acceptor,
         **second,
     )
-    # Coupled to plain decoding, a text follows from its seed alone, whatever is drafted.
+    # With the coupled acceptor a text depends only on its seed, not on the drafts.
     assert len(apart) == (shares and acceptor is None)
 
 

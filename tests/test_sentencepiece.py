@@ -1,4 +1,4 @@
-"""A directory with tokenizer.model alone: read where its package is installed, else named in one line."""
+"""A directory with only tokenizer.model is read if the package is installed; otherwise one line names the package."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_its_ids_are_sentencepiece_s(content, changes, tmp_path):
         end = [2] if changes.get("add_eos_token") else []
         assert ids == [1, *theirs.encode(text), *end], text
         assert ours.decode(ids) == text
-    assert ours.vocab_size >= theirs.vocab_size()  # CodeLlama's class adds the tokens of fill-in-the-middle
+    assert ours.vocab_size >= theirs.vocab_size()  # CodeLlama's class adds fill-in-the-middle tokens
     (tmp_path / "copy").mkdir()
     copy_files(directory, tmp_path / "copy")
     copied = load_tokenizer(write(tmp_path / "copy", content, **changes))

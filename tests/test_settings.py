@@ -1,4 +1,4 @@
-"""Settings of a text are followed, or one line says that they are not."""
+"""Settings of a text are applied, or one line reports that they are not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slow(prompt, budget, repetition=1.0, presence=0.0, frequency=0.0, suppressed
 
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "token-recycling"])
 def test_rows_that_take_the_places_of_others_have_settings_of_their_own(lm, method):
-    """Prompts of different lengths go through two rows, each with its own numbers."""
+    """Prompts of different lengths share two rows, each with its own numbers."""
     repetition, presence = [1.0, 2.0, 1.3, 1.0, 4.0], [0.0, 1.0, 0.0, 0.5, -0.5]
     lm.defaults |= {"suppress_tokens": [11], "frequency_penalty": 0.2}
     results = lm.generate(
@@ -83,7 +83,7 @@ def test_bans_hold_where_transformers_has_them():
     other = RowRequest((1,), 4, (), rules=Rules(min_length=9))
     penalties = Settings([one, other]).of([one, other])
     always = 2**31 - 1
-    # The bad word that is an end-of-text token is none; no end before two tokens, whatever `min_length` says.
+    # An end-of-text token does not count as a bad word. `min_new_tokens`, here 2, has precedence over `min_length`.
     assert penalties.banned[0].tolist() == [7, 9, 8, 2]
     assert penalties.until[0].tolist() == [always, always, 3, 4]
     assert penalties.banned[1].tolist() == [-1] * 4
@@ -235,7 +235,7 @@ def test_a_prompt_that_is_padding_only_is_empty(lm):
         lm.generate(np.array([[1, 2], [3, 4]]), attention_mask=[[1, 1], [0, 0]])
 
 
-# Where a text is shown
+# The output of a text
 
 
 class Terminal(io.StringIO):

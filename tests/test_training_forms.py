@@ -1,4 +1,4 @@
-"""Data as it comes: records of other projects' forms, and files judged by what they hold, not by their names."""
+"""Data in the forms of other projects, and files whose content, not their name, decides their kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a text ends and how a conversation is put: stops, end tokens, variables of templates, parts of a content."""
+"""Ends of texts and forms of conversations: stops, end tokens, template variables, and contents in several parts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_stop_tokens_are_for_every_row_and_refills(lm):
 
 
 def special_model(plain, place):
-    """The same model, with the token at a place of the text `plain` special; and that token's text."""
+    """Returns the same model with the token at position `place` of `plain` made special, and the token's text."""
     from transformers import PreTrainedTokenizerFast
 
     lm = language_model()
@@ -111,7 +111,7 @@ def test_a_stop_string_that_is_a_special_token_stops_at_its_id(plain):
         assert (result.tokens, result.finish_reason) == (plain.tokens[: end + 1], "stop")
         assert text not in result.text
     longer = lm.generate("ab", stop=text + "x", **PLAIN)
-    assert longer.tokens == plain.tokens  # not exactly the token
+    assert longer.tokens == plain.tokens  # the stop string is longer than the token
 
 
 @pytest.mark.parametrize(

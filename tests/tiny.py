@@ -588,7 +588,7 @@ def options(method: str) -> dict[str, Any]:
 
 
 def share_of_step(lm, runs, head: bool = False) -> float:
-    """The weights of `runs`, and of the target's head where asked for, as a part of those that a step reads."""
+    """Returns the size of `runs`, and of the target's head if `head`, relative to the weights that a step reads."""
     whole = sum(leaf.size for leaf in jax.tree.leaves(lm.params))
     if not lm.config.tie_embeddings:
         whole -= lm.params["embed"].size

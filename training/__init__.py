@@ -4,8 +4,8 @@ import sys
 
 from jaxspec.console import interrupts
 
-# `python -m training.X` imports this package before X, which imports much before it runs. While it looks for X, Python
-# sets sys.argv[0] to "-m".
+# `python -m training.X` imports this package before X, and X imports a lot before it runs. While Python searches for X,
+# it sets sys.argv[0] to "-m".
 if sys.argv[:1] == ["-m"] and sys.orig_argv.count("-m"):
     _module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
     if _module.startswith(f"{__name__}."):
@@ -16,7 +16,7 @@ from jaxspec.io import extras
 try:
     extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml")
 except extras.MissingExtra as missing:
-    # X cannot turn the error into one line.
+    # The import of X fails here, so X itself cannot report the error in one line.
     if sys.argv[:1] == ["-m"]:
         sys.exit(f"jaxspec: error: {missing}")
     raise

@@ -60,7 +60,7 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
     """Joins the other processes, if there are any; returns the options as a run records them, without these.
 
     Raises:
-      ValueError: as `jaxspec.console.distributed.join`, or there is no device.
+      ValueError: as for `jaxspec.console.distributed.join`, or there is no device.
     """
     distributed.join(options.processes, options.mesh or "all devices", module, options)
     devices_of(None)

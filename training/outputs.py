@@ -1,7 +1,7 @@
-"""Where a training writes: never over a model that it has not written itself.
+"""Checks the outputs of a training run, which never overwrites a model that it has not written itself.
 
-A directory that a run exports to says so in a file of its own, which is written before all others: an export that was
-killed is known by it too.
+A run first writes a mark into the directory that it exports to, before any other file, so that even a killed export can
+be recognised as its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MARK = "training_run.json"
 
 
 def check(options: RunOptions) -> None:
-    """Refuses places that hold a model which no run has written, before anything is read.
+    """Refuses an output or run directory with a model that no run has written, before anything is read.
 
     Raises:
-      ValueError: `output` or `run` cannot be a directory, is or contains that of a model which the options name, or
+      ValueError: `output` or `run` cannot be a directory, is or contains the directory of a model in the options, or
         holds a model without the mark of a run.
     """
     output, run = options.output, options.run_directory
@@ -35,7 +35,7 @@ def check(options: RunOptions) -> None:
         check_directory(directory, option)
         for name, source in sources.items():
             _refuse_source(directory, option, name, source.resolve())
-    # A run directory has a configuration and a tokenizer of its own.
+    # Only weights count, because every run directory has a configuration and a tokenizer.
     if found := model_files.held(run, weights_only=True):
         raise ValueError(_refusal(run, "run", found, "which is no part of a run"))
     if output is None:
@@ -46,7 +46,7 @@ def check(options: RunOptions) -> None:
 
 
 def _sources(options: RunOptions) -> dict[str, Path]:
-    """The directories and files of the models that a run begins with or learns from, by the name of their option."""
+    """Returns the directories and files of the models that a run starts with or learns from, by option."""
     given = {name: getattr(options, name, None) for name in ("start", "target")}
     found = {name: find_model(one) for name, one in given.items() if one not in (None, SCRATCH)}
     words = getattr(getattr(options, "model", None), "tokenizer", None)
@@ -54,15 +54,15 @@ def _sources(options: RunOptions) -> dict[str, Path]:
 
 
 def refuse_another(directory: Path, run: Path, identity: Mapping[str, Any]) -> None:
-    """Refuses a directory whose model another run has written.
+    """Refuses a directory with a model of another run.
 
     Args:
       directory: the output.
       run: the run directory.
-      identity: of the run that is to write there, see `training.run.identity`.
+      identity: the identity of the run that will write there, see `training.run.identity`.
 
     Raises:
-      ValueError: the directory is the run directory, or holds a model and not the mark of this run.
+      ValueError: the directory is the run directory, or holds a model without the mark of this run.
     """
     found = _held(directory, run)
     if found is not None and _marked(directory) != _digest(identity):
@@ -73,7 +73,7 @@ def claim(directory: Path, run: Path, identity: Mapping[str, Any]) -> None:
     """Marks a directory as the output of a run, before anything else is written there.
 
     Raises:
-      ValueError: as `refuse_another`.
+      ValueError: as for `refuse_another`.
     """
     refuse_another(directory, run, identity)
     if files.written_here():
@@ -83,7 +83,7 @@ def claim(directory: Path, run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def check_beside(output: Path, source: Path) -> None:
-    """Refuses a directory for numbers of a model that holds another model, which would take them for its own.
+    """Refuses an output for measurements of a model if it holds another model, which would use them as its own.
 
     Args:
       output: the directory.
@@ -100,16 +100,16 @@ def check_beside(output: Path, source: Path) -> None:
 
 
 def check_file(output: Path, written: Sequence[Path], log: Path, data: Sequence[str]) -> None:
-    """Refuses a file to write that exists and that this command did not write: its log is not beside it.
+    """Refuses to overwrite a file that this command did not write, which means that its log is missing.
 
     Args:
-      output: the file that was asked for.
-      written: all files that are written.
-      log: of the command.
-      data: what is read.
+      output: the requested file.
+      written: all files that the command writes.
+      log: the command's log.
+      data: the files that the command reads.
 
     Raises:
-      ValueError: one of the files exists without the log, or is read.
+      ValueError: one of the files exists without the log, or is among the data.
     """
     check_directory(output.parent)
     for path in written:
@@ -123,7 +123,7 @@ def check_file(output: Path, written: Sequence[Path], log: Path, data: Sequence[
 
 
 def _held(output: Path, run: Path) -> str | None:
-    """The file by which an output holds a model."""
+    """Returns the name of a file that shows that an output holds a model."""
     if output.resolve() == run.resolve():
         raise ValueError(f"`output` {output} is the run directory; give a directory of its own")
     return model_files.held(output)
@@ -147,7 +147,7 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 
 def _marked(directory: Path) -> str | None:
-    """The run that has marked a directory; None where none has, or nobody can tell."""
+    """Returns the run that has marked a directory; None if there is no readable mark."""
     try:
         return files.read_json(directory / MARK).get("run")
     except (OSError, ValueError):

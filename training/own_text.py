@@ -57,7 +57,7 @@ def write_texts(options: Options, console: Console) -> int:
     """Generates, and writes the file; returns how many texts it holds.
 
     Raises:
-      ValueError: something given does not fit, the file's log is of other options, or the file is not this command's.
+      ValueError: an argument does not fit, the file's log has other options, or this command did not write the file.
     """
     output, log = options.output, options.output.with_suffix(".log")
     written = (output, output.with_suffix(".txt"))

@@ -84,7 +84,7 @@ def parse_plain(
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuses an option with an empty value, which Python takes for the working directory where it is a path."""
+    """Refuses an option with an empty value, because an empty path would mean the working directory."""
     option = ""
     for word in words:
         name, equals, value = word.partition("=")
@@ -129,17 +129,17 @@ def yaml_words(file: Path) -> list[str]:
 
 
 def _read_yaml(file: Path) -> Any:
-    """What a YAML file holds: no objects, no aliases, not deep.
+    """Returns the content of a YAML file without objects, aliases or deep nesting.
 
     Raises:
       OSError: it cannot be read.
-      yaml.YAMLError, ValueError: it is not YAML, or more than options are; of any number of lines.
+      yaml.YAMLError, ValueError: it is not YAML, or has more than options need; the message may have several lines.
     """
     content = file.read_bytes()
     if len(content) > _MAX_YAML_BYTES:
         raise ValueError(f"it has {len(content)} bytes, expected at most {_MAX_YAML_BYTES}")
     text, depth = content.decode("utf-8-sig"), 0
-    # Events come without recursion, and before aliases can multiply what they stand for.
+    # Events are produced without recursion, and before aliases can multiply the values that they refer to.
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has the alias *{event.anchor}; write the value out")

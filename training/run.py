@@ -22,7 +22,7 @@ RUN_FILE = "run.json"
 OPTIONS_FILE = "options.yaml"
 # Where a run keeps its checkpoints, in its directory.
 CHECKPOINTS = "checkpoints"
-# The entries of a record that are read again.
+# The entries of a record that later runs read.
 _TYPES = {
     "commands": list,
     "identity": dict,
@@ -80,10 +80,10 @@ def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
       run: the run directory.
-      needs: the entries that must be there; a run of an earlier version may lack some.
+      needs: the entries that must exist; the record of an earlier version may lack some.
 
     Raises:
-      ValueError: there is none, or it is damaged; the line names the file.
+      ValueError: there is no record, or it is damaged; the line names the file.
     """
     file = run / RUN_FILE
     if not file.is_file():

@@ -152,13 +152,13 @@ def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
 
 
 def encoded(lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Chat = "auto") -> list[int]:
-    """A task's next turn in tokens.
+    """Returns the token ids of a task's next turn.
 
     Args:
       lm: the model, with a tokenizer.
       task: the prompt.
       said: the model's answers to the turns before.
-      chat: whether through the model's chat template: on, off, or auto, where it has one and the prompt is a message.
+      chat: whether to use the model's chat template: on, off, or auto, which uses it for messages if there is one.
     """
     template = lm.tokenizer is not None and lm.tokenizer.has_chat_template
     chats = (task.message and template) if chat == "auto" else chat == "on"
@@ -199,7 +199,7 @@ def final_number(text: str) -> str | None:
         return None
     try:
         number = Decimal(found[0].replace(",", "")).normalize()
-    except DecimalException:  # of more than a million digits
+    except DecimalException:  # the number has more than a million digits
         return None
     return f"{number + 0:f}"
 

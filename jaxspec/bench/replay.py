@@ -225,7 +225,7 @@ def _replay(
     `kinds`: of the rule, which keep the programs of two rules apart, see `kinds_of`.
     """
     limit, rows = len(record.right), jnp.arange(batch_size)
-    keys = jax.random.split(seed_key(0), batch_size)  # of no consequence: nothing is drawn
+    keys = jax.random.split(seed_key(0), batch_size)  # any keys serve, because nothing is drawn
 
     def at(values: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take(values, index, axis=-1, mode="clip")

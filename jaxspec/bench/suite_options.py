@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-# Whether prompts go through a chat template; auto: those that are messages, where the model has one.
+# Use of the chat template. `auto` uses it for prompts that are messages, if the model has a template.
 Chat = Literal["auto", "on", "off"]
 
 

@@ -8,9 +8,9 @@ uncertain is tried as often as it may be the best, and the choice then maximises
 
 or, where a candidate's own state has to be brought up first, ends soonest with the tokens in sight.
 
-A trial costs time where it fails, and of several candidates each has its trial. So none is open that might, with bad
-luck, bring what was lost against plain decoding above a small part of the text so far: what pays earns the time for
-further trials (conservative bandits: Wu et al. 2016, arXiv:1602.04282).
+A trial costs time if it fails, and each of several candidates has its trial. A trial is therefore open only if, even
+with bad luck, the total loss against plain decoding stays below a small part of the text so far. Candidates that pay
+earn the time for further trials (conservative bandits: Wu et al. 2016, arXiv:1602.04282).
 
 **Why it is lossless.** A choice depends on the seed, on how often was chosen before, and on counts of drafted and
 accepted tokens in rounds that are over: never on a token that is still to be drawn. Given all that happened before a
@@ -33,13 +33,13 @@ from jaxspec.choosing.costs import DraftCost, StepCosts
 OFF = 0
 # Tokens to come for which a trial is worth all that it may be.
 _WORTH = 256.0
-# What a draft has to promise to gain over plain decoding: of several uncertain promises the largest is rarely kept.
+# The minimum expected gain over plain decoding. The largest of several uncertain estimates is usually too large.
 _GAIN = 0.03
-# By how many deviations a candidate's acceptances may exceed their mean where it is asked whether it can pay at all, or
-# fall below where it is asked what it may lose.
+# The number of standard deviations that are added to the mean acceptances to test whether a candidate can pay at all,
+# and subtracted from it to bound its loss.
 _LUCK = 1.0
-# What may be lost against plain decoding: a part of the text so far, and of some tokens to come, or nothing could be
-# tried at first. After 256 tokens it is 3 %.
+# The allowed loss against plain decoding: a part of the text so far plus some tokens to come. Without the latter
+# nothing could be tried at first. After 256 tokens the sum is 3 %.
 _LOSS, _ADVANCE = 0.02, 128.0
 
 
@@ -121,8 +121,8 @@ class Chooser:
     Attributes:
       estimate: what the rounds said.
       behind: int[B, M], tokens that a candidate's own state has not absorbed; 0 where it has none.
-      tokens: float[B], tokens so far.
-      lost: float[B], how much longer they took than by plain decoding, in its steps; below 0 where they took less.
+      tokens: float[B], the number of tokens so far.
+      lost: float[B], the time that they took beyond plain decoding's, in its steps; negative if they took less.
       seed: of what is drawn.
       num_choices: made so far.
 
@@ -210,7 +210,7 @@ def times_of_rounds(table: Prices, drafted: np.ndarray) -> np.ndarray:
 
 
 def _filled(table: Prices) -> np.ndarray:
-    """Milliseconds by candidate and drafted tokens: a length that cannot be asked for costs what the next one does."""
+    """Returns milliseconds by candidate and drafted tokens; a length that cannot be requested costs as the next one."""
     filled: np.ndarray = np.minimum.accumulate(table.round_ms[:, ::-1], axis=1)[:, ::-1]
     return filled
 
@@ -234,7 +234,7 @@ def best(
       horizon: float[B], tokens over which bringing a state up has to pay.
       together: whether all rows take one candidate and length: the one that gives the most tokens of all rows together
         per millisecond. Else each has its own.
-      open_to: bool[B, M] ([1, M] together), the candidates to choose among; None for all.
+      open_to: bool[B, M] ([1, M] if `together`), the candidates to choose among; None for all.
 
     Examples:
       >>> table = Prices(("off", "ngram"), np.array([[1.0, np.inf], [1.0, 1.1]]), np.zeros(2), np.zeros(2))
@@ -260,13 +260,14 @@ def best(
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What is expected of M candidates, in the order of `Prices`.
+    """The expected performance of M candidates, in the order of `Prices`.
 
     Attributes:
-      speedup: float[B, M], over plain decoding, with the best length; what bringing a state up costs is not in it.
+      speedup: float[B, M], the speed-up over plain decoding with the best length, without the cost of updating a
+        candidate's own state.
       length: int[B, M], that length.
-      accept: float[B, M], acceptance of the first draft token.
-      round_ms: float[B, M], of a round of that length.
+      accept: float[B, M], the acceptance of the first draft token.
+      round_ms: float[B, M], the time of a round with that length, in milliseconds.
 
     Examples:
       >>> Outlook(np.array([[1.0, 1.4]]), np.array([[0, 3]]), np.array([[0.0, 0.7]]), np.array([[9.0, 12.0]])).length
@@ -282,12 +283,12 @@ class Outlook:
 def outlook(
     table: Prices, prior: Prior, estimate: Estimate, deviations: float = 0.0, together: bool = False
 ) -> Outlook:
-    """What is expected of each candidate, without drawing anything.
+    """Returns the expected performance of each candidate, without drawing anything.
 
     Args:
-      table, together: as for `best`; together, the rows of the result are one.
-      prior, estimate: what is known.
-      deviations: how lucky the acceptances are, see `acceptance.hoped`.
+      table, together: as for `best`; with `together` the result has a single row.
+      prior, estimate: the acceptances known so far.
+      deviations: how many standard deviations to add to the mean acceptances, see `acceptance.hoped`.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -313,14 +314,14 @@ def outlook(
 
 
 def _starting(table: Prices, behind: np.ndarray, together: bool) -> np.ndarray:
-    """Milliseconds of bringing the state of each candidate up, float[B, M]; [1, M] where one pass serves all rows."""
+    """Returns the milliseconds to update each candidate's state, float[B, M]; [1, M] where one pass serves all rows."""
     if together:
         behind = behind.sum(axis=0, keepdims=True)
     return np.where(behind > 0, table.start_ms + behind * table.absorb_ms, 0.0)
 
 
 def _asked_for(times: np.ndarray) -> np.ndarray:
-    """Times without length 0, which is nobody's choice but of plain decoding, whose only one it is."""
+    """Returns the times with ∞ for length 0, which only plain decoding may choose."""
     times = times.copy()
     times[:, 1:, 0] = np.inf
     return times
@@ -340,8 +341,8 @@ def choose(
 ) -> tuple[Choice, Chooser]:
     """The next choice, and the chooser after it.
 
-    A candidate has to promise 3 % more than plain decoding, and is not open where it would not gain as much even with
-    good luck, nor where with bad luck the text would be behind plain decoding by more than 2 % of it.
+    A candidate must promise to be 3 % faster than plain decoding. It is closed if it would not gain as much even with
+    good luck, or if with bad luck the text would be more than 2 % behind plain decoding.
 
     Args:
       chooser: before.
@@ -351,9 +352,9 @@ def choose(
       memory: tokens for which what is known now will hold, at most.
       exploration: see `acceptance.sampled`, a number or float[M]. It falls with the last tokens, for which a trial is
         worth less and less.
-      usable: bool[M], the candidates to choose among, plain decoding always; None for all.
-      rounds: for which the choice holds, about.
-      soon: float[B], tokens over which bringing a state up has to pay; None for those that remain. At most `memory`.
+      usable: bool[M], the candidates to choose among; plain decoding is always one of them. None for all.
+      rounds: about how many rounds the choice holds for.
+      soon: float[B], tokens over which updating a state has to pay, at most `memory`; None for the remaining tokens.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -363,7 +364,7 @@ def choose(
       >>> choice.candidate.tolist(), choice.length.tolist()  # 1.5 tokens in 1.1 ms
       ([1], [1])
     """
-    # Rows that have ended have no say in what the others do.
+    # Rows that have ended do not influence the choice of the others.
     says = remaining > 0 if together and (remaining > 0).any() else np.ones(len(remaining), bool)
     known = Estimate(chooser.estimate.accept[says], chooser.estimate.draft[says])
     open_to = outlook(table, prior, known, _LUCK, together).speedup > 1 + _GAIN
@@ -405,10 +406,10 @@ def _affordable(
     rounds: int,
     horizon: np.ndarray,
 ) -> np.ndarray:
-    """Whether each candidate would, with bad luck, lose no more than may be lost, bool[B, M] (a row where together).
+    """Whether each candidate would lose at most the allowed time with bad luck, bool[B, M] ([1, M] if `together`).
 
-    One that gains even then is kept over the horizon, and may so earn what bringing its state up took; another is left
-    after so many rounds.
+    A candidate that gains even with bad luck is kept over the horizon, and can so earn the time to update its state.
+    Another one is dropped after `rounds` rounds.
     """
     step = table.round_ms[OFF, 0]
     behind, horizon = chooser.behind[says], horizon[says]
@@ -422,7 +423,7 @@ def _affordable(
         rounds * unlucky.round_ms / step * (1 - unlucky.speedup),
         horizon[:, None] * (1 / np.maximum(unlucky.speedup, 1) - 1),
     )
-    # What gains in any case is open where nothing may be lost any more.
+    # A candidate that gains in any case remains open even if no further loss is allowed.
     left = np.maximum(_LOSS * (_ADVANCE + tokens) - lost, 0.0)
     affordable: np.ndarray = loss <= left[:, None]
     return affordable
@@ -474,7 +475,11 @@ def after_round(
 
 
 def with_time(chooser: Chooser, tokens: np.ndarray | float, steps: np.ndarray | float) -> Chooser:
-    """The chooser after tokens that took as long as so many steps of plain decoding, float[B] each or for all rows.
+    """Returns the chooser after `tokens` tokens that took as long as `steps` steps of plain decoding.
+
+    Args:
+      chooser: before.
+      tokens, steps: float[B], or one number for all rows.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior
@@ -487,7 +492,7 @@ def with_time(chooser: Chooser, tokens: np.ndarray | float, steps: np.ndarray | 
 
 
 def with_new_row(chooser: Chooser, row: int) -> Chooser:
-    """The chooser once another text has taken a row: nothing is known of it but `behind`, which stays.
+    """Returns the chooser after another text has taken a row: it forgets all about the row except `behind`.
 
     Examples:
       >>> from jaxspec.choosing.acceptance import flat_prior

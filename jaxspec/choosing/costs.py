@@ -137,14 +137,14 @@ def guessed(num_layers: int, row: float) -> StepCosts:
 
 @dataclasses.dataclass(frozen=True)
 class DraftCost:
-    """The work that a draft gives to a device, from which a device's `StepCosts` give its time.
+    """The work of a draft on a device, from which the device's `StepCosts` give its time.
 
     Attributes:
       layers: of the target, or as much work as that many, that one draft token runs through.
       head: whether a draft token runs through an output head as large as the target's.
-      once: whether all the tokens of a draft come of one such pass.
+      once: whether one such pass gives all the tokens of a draft.
       shared: how many of these layers verification does not run again: the exit layer of an early exit.
-      lookup: whether a draft is looked up.
+      lookup: whether the draft is looked up in a text.
       absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
       replayed: whether what it would have drafted follows from a text that others drafted, as for prompt lookup of the
         usual kind.
@@ -180,17 +180,17 @@ class DraftCost:
             drafting = one if self.once else length * one
         verified = costs.num_layers - self.shared if self.shared else None
         verifying = costs.step_ms(rows, verified, live, batch)
-        if self.shared:  # the last draft token has run through no layer yet
+        if self.shared:  # drafting did not run the last draft token through these layers
             verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms
 
     def share(self, layer: float, head: float, num_layers: int) -> float:
-        """The weights that one pass of the draft reads, as a part of those that a step of the target reads.
+        """Returns the size of the weights that one pass of the draft reads, relative to a step of the target.
 
         Args:
           layer: size of one of the target's layers, in any unit.
           head: size of everything else that a step reads, such as the output head, in the same unit.
-          num_layers: of the target.
+          num_layers: number of the target's layers.
 
         Examples:
           >>> DraftCost(layers=2).share(layer=1.0, head=2.0, num_layers=8), DraftCost(lookup=True).share(1.0, 2.0, 8)
@@ -295,13 +295,13 @@ def reached_speedup(
     num_drafts: int,
     num_draft_tokens: int,
 ) -> float:
-    """The speed-up over plain decoding of a text by what its rounds drafted and accepted.
+    """Returns a text's speed-up over plain decoding, computed from its rounds' drafted and accepted tokens.
 
     Args:
-      draft: the kind.
-      costs: of the device.
-      num_tokens: committed by the rounds.
-      num_rounds, num_drafts: rounds, and those of them that drafted.
+      draft: the cost of its drafts.
+      costs: the device's costs of steps.
+      num_tokens: number of tokens that the rounds committed.
+      num_rounds, num_drafts: number of rounds, and of rounds that drafted.
       num_draft_tokens: drafted tokens that were verified.
 
     Examples:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # the guard has said that a disk is full
+            with contextlib.suppress(OSError):  # the guard has already reported that a disk is full
                 stream.flush()
         os._exit(status)
     return status

@@ -99,7 +99,7 @@ class Bench:
             return self._run(held)
 
     def _run(self, held: contextlib.ExitStack) -> int:
-        """Measures; `held` gets the lock of the output once nothing is left to refuse."""
+        """Runs the measurement. `held` gets the lock of the output once every check has passed."""
         if self.paper is not None:
             from jaxspec.cli.bench_paper import run
 

@@ -77,7 +77,7 @@ class _Output:
       progress: ended before the first output.
 
     Attributes:
-      statistics: of what came so far; None before the first piece.
+      statistics: counts and times so far; None before the first piece.
     """
 
     def __init__(

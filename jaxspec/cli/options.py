@@ -108,13 +108,13 @@ class SamplingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PenaltyOptions:
-    """How tokens that came before are penalised. Where nothing is said, as the model's generation_config.json says.
+    """How earlier tokens are penalised. The default of each option is the value in generation_config.json.
 
     Attributes:
-      repetition_penalty: divide the positive logits of tokens that prompt or text hold by this number, and multiply the
-        negative ones; 1 for none.
-      presence_penalty: subtract this number from the logits of tokens that the text holds; 0 for none.
-      frequency_penalty: subtract this number from a token's logit for each time that the text holds it; 0 for none.
+      repetition_penalty: divide the positive logits of tokens in the prompt or text by this number, and multiply the
+        negative ones by it; 1 for none.
+      presence_penalty: subtract this number from the logits of tokens in the text; 0 for none.
+      frequency_penalty: subtract this number from a token's logit for each time that it occurs in the text; 0 for none.
     """
 
     repetition_penalty: float | None = None
@@ -163,20 +163,22 @@ class TextOptions:
       prompt: the text to go on from; or give --prompt-file, or pipe it in.
       prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
       max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
-      stop: end the text before this string, in which \\n, \\t, \\r, \\\\ and \\uXXXX are a newline, a tab, a carriage
-        return, a backslash and the character of that number. The text of a special token stops at that token.
+      stop: end the text before this string. \\n, \\t, \\r, \\\\ and \\uXXXX stand for a newline, a tab, a carriage
+        return, a backslash and the character with that number. If it is the text of a special token, the text ends at
+        that token.
       stop_token_ids: end the text before this token.
       chat: the prompt is a message; put it through the model's chat template.
       system: a system prompt before the message; implies --chat.
-      chat_template: a Jinja file, for a model that has no chat template.
+      chat_template: a file with a Jinja template, for a model that has no chat template.
       chat_template_kwargs: variables of the chat template as a JSON object, such as '{"enable_thinking": false}' for
         Qwen3.
       messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
         `role` and `content`. A last message of the assistant is continued.
       ignore_eos: go on past the model's end-of-text token.
-      acceptor: how drafts are accepted; the text keeps its distribution with each but typical (Medusa's rule), which
-        is lossy: at a temperature above 0 likely tokens come more often than the model says. With coupled, a seed gives
-        the text that plain decoding gives. Default: greedy at temperature 0, else block (coupled with auto).
+      acceptor: how drafts are accepted. The text keeps its distribution with each acceptor but typical (Medusa's rule),
+        which is lossy: at a temperature above 0 it makes likely tokens more frequent than the model does. With coupled,
+        a seed gives the text that plain decoding gives. Default: greedy at temperature 0, else block (coupled with
+        auto).
       json: print one JSON object and nothing else.
     """
 
@@ -231,19 +233,19 @@ class TextOptions:
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, with their escapes read.
+        """Returns the stop strings after their escapes are replaced.
 
         Raises:
-          ValueError: one has an escape that is none of the usual.
+          ValueError: one has an escape that is not supported.
         """
         return tuple(map(unescaped, self.stop))
 
     @functools.cached_property
     def template_variables(self) -> dict[str, Any] | None:
-        """Variables of the chat template; None where none are given.
+        """Returns the variables of the chat template; None if none are given.
 
         Raises:
-          ValueError: they are no JSON object.
+          ValueError: they are not a JSON object.
         """
         if self.chat_template_kwargs is None:
             return None
@@ -294,10 +296,10 @@ class TextOptions:
 
 
 def unescaped(text: str) -> str:
-    """A text of the command line whose escapes are read: \\n, \\t, \\r, \\\\ and \\uXXXX.
+    r"""Returns a text of the command line with its escapes replaced: \n, \t, \r, \\ and \uXXXX.
 
     Raises:
-      ValueError: a backslash begins no such escape.
+      ValueError: a backslash does not begin one of these escapes.
 
     Examples:
       >>> unescaped(r"a\n\u00e9\\n")
@@ -314,7 +316,7 @@ def unescaped(text: str) -> str:
             )
         return _ESCAPES[name]
 
-    # Half a character and its other half, of two escapes, are one.
+    # The two halves of a surrogate pair, written as two escapes, become one character.
     whole = re.sub(r"\\(u[0-9A-Fa-f]{4}|.?)", read, text, flags=re.DOTALL)
     return whole.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
     from jaxspec.engine.results import Statistics
 
-# A share of accepted drafts that is rarely exceeded.
+# An acceptance rate that a method rarely exceeds.
 _OFTEN = 0.8
-# With fewer draft tokens a text says little. Guessed costs may be off: a loss by them must be larger.
+# A text with fewer draft tokens is not judged. Guessed costs can be wrong, so they must predict a larger loss.
 _ENOUGH, _BY_GUESS = 32, 0.8
 
 
 def warn_slower(name: str, speedup: float, more: str = "") -> None:
-    """Prints one line where a method reached less than plain decoding's speed."""
+    """Prints one line if a method was slower than plain decoding."""
     if speedup < 1:
         print(
             f"jaxspec: warning: {name} is slower here than plain decoding ({speedup:.2f}×{more})",
@@ -29,9 +29,9 @@ def warn_slower(name: str, speedup: float, more: str = "") -> None:
 
 
 def warn_slower_by(lm: LanguageModel, method: Method, statistics: Statistics) -> None:
-    """Prints one line where, by what was drafted and accepted, a text took longer than by plain decoding.
+    """Prints one line if a text took longer than plain decoding, judged by its drafted and accepted tokens.
 
-    Costs of steps are those that `jaxspec profile --costs` has measured here, else guessed.
+    The costs of steps are those that `jaxspec profile --costs` has measured here, else guesses.
     """
     from jaxspec.choosing.costs import guessed, guessed_row, reached_speedup
 
@@ -55,9 +55,9 @@ def warn_slower_by(lm: LanguageModel, method: Method, statistics: Statistics) ->
 
 
 def slower(lm: LanguageModel, method: Method) -> str | None:
-    """One line where a method is expected to be slower than plain decoding even if most of its drafts are accepted.
+    """Returns one line if a method is expected to be slower than plain decoding even if most drafts are accepted.
 
-    It needs the costs of steps that `jaxspec profile --costs` has measured here; without them it says nothing.
+    It needs the costs of steps that `jaxspec profile --costs` has measured here, and returns None without them.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip
@@ -80,10 +80,10 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
 
 
 def _cost(lm: LanguageModel, method: Method) -> DraftCost | None:
-    """The declared cost of a method's drafts; None where it declares none, or drafts trees."""
+    """Returns the declared cost of a method's drafts; None if it declares none or drafts trees."""
     try:
         drafter, params = lm.drafter(method)
-    except (ValueError, OSError):  # a file that this law has not, say
+    except (ValueError, OSError):  # for example a file that does not exist for this law
         return None
     cost = method.cost(lm.loaded, drafter, params)
     if cost is None or drafter.drafts_trees:

@@ -97,8 +97,8 @@ class _Streams:
 
 
 def complain(line: str) -> None:
-    """Writes a line of an error, which every process may: on standard error, and where there are several, with the
-    number of this one. Whatever it contains, it is one line of at most 300 characters."""
+    """Writes an error to standard error as one line of at most 300 characters. Every process may do so; if there are
+    several, the line names the number of this one."""
     if _joined():
         import jax
 

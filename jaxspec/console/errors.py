@@ -43,8 +43,8 @@ class Guard:
         """Runs `run`, which returns its exit status.
 
         Returns:
-          that, or 2 after bad input (ValueError, OSError), 1 after another error and on a full disk, 130 after Ctrl-C,
-          141 where the reader of standard output went away.
+          the status of `run`, or 2 after bad input (ValueError, OSError), 1 after another error or a full disk, 130
+          after Ctrl-C, 141 if the reader of standard output has closed it.
 
         Raises:
           Exception: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
@@ -52,7 +52,7 @@ class Guard:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        # A character that the stream's encoding lacks becomes "?": it is no reason to lose the rest of a text.
+        # A character that the stream cannot encode becomes "?", because it must not lose the rest of the text.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="replace")
         try:
@@ -78,13 +78,13 @@ class Guard:
                 return self._say(f"error: {said[:400]}; make room and give the same command again", FAILED)
             if isinstance(error, (ValueError, OSError)):
                 return self._say(f"error: {said}", WRONG)
-            # A device out of memory, a backend that does not start, a bug.
+            # For example a device out of memory, a backend that does not start, or a bug.
             kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
             return self._say(f"error: {lost(error)}{kind}{one_line(error)}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
         if isinstance(message, Warning) and is_full(message):
-            if self._told_full:  # the cache of compiled programs warns of every one
+            if self._told_full:  # the compile cache warns once for each program
                 return
             self._told_full = True
         text = " ".join(str(message).split())

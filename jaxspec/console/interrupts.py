@@ -1,7 +1,7 @@
-"""Ctrl-C at any moment: one line, whether Python imports a library, runs a command, or waits for compiled code.
+"""Handles Ctrl-C at any moment with one line: during imports, in a command, or while compiled code runs.
 
-Python calls a signal's handler in the main thread, and only between two of its own instructions: not while a program is
-compiled, which may take minutes. A thread is told by the signal itself, and answers at once.
+Python calls a signal handler in the main thread, and only between two bytecode instructions, so not while a program is
+compiled, which may take minutes. Here the signal itself wakes a thread, which answers at once.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, Self
 
 from jaxspec.console.status import INTERRUPTED
 
-# A signal that comes so soon after another is the same: some programs send one to a process and to its group.
+# A second signal within this time counts as the same one: some programs signal a process and also its group.
 _SAME_S = 0.3
-# How long the main thread may take until it is said that it is busy.
+# How long the main thread may take before a line reports that it is busy.
 _BUSY_S = 1.0
 
 
 class _Program:
-    """What this process has said of an interrupt."""
+    """Whether this process has already written its line about an interrupt."""
 
     said = False
 
 
 def at_start(program: str) -> None:
-    """Has Ctrl-C end the process with one line while nothing is done yet, as during imports, and after all is done.
+    """Makes Ctrl-C end the process with one line before the command begins, as during imports, and after it has ended.
 
-    Does nothing where the process ignores Ctrl-C, or somebody else handles it.
+    Does nothing if the process ignores Ctrl-C, or another handler is installed.
 
     Args:
-      program: what the line begins with, such as `jaxspec`.
+      program: the beginning of the line, such as `jaxspec`.
     """
 
     def end(number: int, frame: Any) -> None:
@@ -46,30 +46,30 @@ def at_start(program: str) -> None:
 
 
 def leave_at_once(program: str, status: int = INTERRUPTED) -> None:
-    """Ends the process, with a line if none was written before."""
+    """Ends the process, after a line if none was written before."""
     say(f"{program}: interrupted")
     with contextlib.suppress(OSError):
         if os.isatty(2):
-            os.write(2, b"\x1b[?25h")  # a bar of progress may have hidden the cursor
+            os.write(2, b"\x1b[?25h")  # a progress bar may have hidden the cursor
     os._exit(status)
 
 
 def is_first_line() -> bool:
-    """Whether nothing was said of an interrupt yet; from now on something is."""
+    """Returns True at the first call in this process: the caller then writes the line about the interrupt."""
     first, _Program.said = not _Program.said, True
     return first
 
 
 def say(line: str) -> None:
-    """Writes the one line about an interrupt; later ones are left out."""
+    """Writes a line about an interrupt, unless one was written before."""
     if is_first_line():
-        # Not through Python's streams: the main thread may be writing to them.
+        # Python's streams cannot be used here: the main thread may be writing to them.
         with contextlib.suppress(OSError):
             os.write(2, f"{line}\n".encode())
 
 
 class Watch:
-    """In this context a thread is told of signals when they come; handlers of Python run besides, as ever.
+    """In this context a thread reacts to signals when they arrive; Python's signal handlers run as usual too.
 
     Args:
       first: called with the number of the first signal.
@@ -113,10 +113,10 @@ class Watch:
 class Interruptible:
     """In this context the first Ctrl-C raises KeyboardInterrupt, and a second one ends the process at once.
 
-    Where the main thread is too busy to raise it, the first one says so.
+    If the main thread is too busy to raise it, the first one prints a line.
 
     Args:
-      program: what lines begin with.
+      program: the beginning of the lines.
     """
 
     def __init__(self, program: str) -> None:
@@ -135,7 +135,7 @@ class Interruptible:
 
     def __exit__(self, *error: object) -> None:
         if self._watch is not None:
-            # Handlers last: until then a second Ctrl-C has somebody to answer it.
+            # The handler is restored last, so that a second Ctrl-C is handled until then.
             self._watch.__exit__()
             signal.signal(signal.SIGINT, self._before)
 
@@ -158,7 +158,7 @@ def _in_main_thread() -> bool:
 
 
 def _in_child() -> None:
-    # Else a signal that parent and child both get would reach the parent's thread twice.
+    # Otherwise a signal that parent and child both receive would reach the parent's thread twice.
     if _in_main_thread():
         signal.set_wakeup_fd(-1)
 

@@ -63,7 +63,7 @@ def check_directory(directory: Path, option: str = "output") -> None:
     """Refuses a place for several files before anything is computed; makes nothing.
 
     Raises:
-      ValueError: it cannot be a directory, or cannot be written; the line names the option that gave it.
+      ValueError: it cannot be a directory, or is not writable; the line names its option.
     """
     if not written_here():
         return

@@ -1,4 +1,4 @@
-"""Processes find each other by plain sockets before JAX joins them: JAX aborts a process that finds no other."""
+"""Connects processes by plain sockets before JAX joins them, because JAX aborts a process that finds no other."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import contextlib
 import socket
 import time
 
-# How long between two attempts to reach process 0, and for a caller to say who it is, seconds.
+# Seconds between two attempts to reach process 0, and seconds that a caller has to identify itself.
 _AGAIN_S, _GREETING_S = 0.2, 2.0
 _HERE, _GO, _NO = "jaxspec process", b"go\n", "no: "
 
 
 def meet(address: str, count: int, number: int, timeout: float) -> None:
-    """Returns once all processes are there.
+    """Waits until all processes are connected.
 
     Args:
-      address: HOST:PORT, where process 0 listens; nobody does any more when this returns.
+      address: HOST:PORT, where process 0 listens. The port is free again when this returns.
       count: how many processes there are.
       number: which of them this is, from 0.
       timeout: how long to wait for the others, seconds.
 
     Raises:
-      ValueError: they are not all there by then, the address cannot be used, or they were given other counts or equal
-        numbers; one line with the address.
+      ValueError: a process is missing when the time is over, the address cannot be used, or processes were given
+        different counts or equal numbers; one line with the address.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -52,7 +52,7 @@ def _listening(address: str, port: int) -> socket.socket:
 
 
 def _gather(address: str, port: int, count: int, timeout: float, deadline: float) -> None:
-    """Process 0: answers each of the others once all have come."""
+    """Runs in process 0: answers each of the others after all have connected."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listening(address, port))
         others: dict[str, socket.socket] = {}
@@ -88,7 +88,7 @@ def _gather(address: str, port: int, count: int, timeout: float, deadline: float
 
 
 def _report(place: tuple[str, int], greeting: str, address: str, timeout: float, deadline: float) -> None:
-    """Another process: says who it is until process 0 answers."""
+    """Runs in the other processes: sends its number until process 0 answers."""
     reason = ""
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -106,7 +106,7 @@ def _report(place: tuple[str, int], greeting: str, address: str, timeout: float,
 
 
 def _line(connection: socket.socket, timeout: float) -> str:
-    """The next line of text; what has come of it where the other falls silent or closes."""
+    """Returns the next line of text, or the part of it that arrived before the other side stopped or closed."""
     deadline, found = time.monotonic() + timeout, b""
     with contextlib.suppress(OSError):
         while b"\n" not in found and len(found) < 200 and (left := deadline - time.monotonic()) > 0:

@@ -10,7 +10,7 @@ import time
 from typing import Any, Self, TextIO
 
 DIM, ACCEPTED = "2", "32"
-# C0 but for tab and newline, DEL, C1, and what embeds, overrides or isolates the direction of a text.
+# C0 except tab and newline, DEL, C1, and the characters that embed, override or isolate the direction of a text.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # Without a terminal, seconds from one line to the next: short work stays silent.
 _PATIENCE_S = 10.0
@@ -22,10 +22,10 @@ def shows_colour(stream: TextIO) -> bool:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """A text that a model wrote, for a stream: a terminal gets control characters as escapes such as \\x1b.
+    """Returns a model's text for a stream: a terminal gets control characters as escapes such as \\x1b.
 
-    They would move its cursor, change its title or reverse the order of what is shown. Newlines and tabs stay, and
-    what is no terminal gets the text as it is.
+    They could move the cursor, change the title or reverse the order of the text. Newlines and tabs remain, and a
+    stream that is not a terminal gets the text unchanged.
     """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if stream.isatty() else text
 
@@ -36,7 +36,7 @@ def painted(text: str, code: str) -> str:
 
 
 def tell(line: str) -> None:
-    """Writes a line of a command on standard error."""
+    """Writes a line from a command to standard error."""
     print(f"jaxspec: {line}", file=sys.stderr, flush=True)
 
 

@@ -28,7 +28,7 @@ class Autoregressive(Drafter):
 
     @property
     def reach(self) -> int:
-        """K + 1: the caches have room for the rounds of those with which it takes turns."""
+        """K + 1: the caches have room for the rounds of drafters that take turns with this one."""
         return self.num_draft_tokens + 1
 
     def propose(

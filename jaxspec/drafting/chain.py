@@ -62,7 +62,7 @@ def draft_chain(
       law: what draft tokens are drawn from.
       rule: sees every token that its row kept.
       rule_state: its state.
-      vocabulary: the tokens of which the step gives logits; None for all.
+      vocabulary: the tokens that the step gives logits for; None for all.
       draws: see `protocol.View`.
 
     Returns:
@@ -124,7 +124,7 @@ def draft_chain(
 
 
 def _as_the_target_draws(keys: jax.Array, log_probs: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
-    """Draws with the noise that each token has when the target draws by these keys [B]: an index, int32[B]."""
+    """Draws an index, int32[B], with the Gumbel noise that the target uses for each token with these keys [B]."""
     if vocabulary is None:
         return categorical(keys, log_probs)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary.size,), log_probs.dtype))(keys)
@@ -134,7 +134,7 @@ def _as_the_target_draws(keys: jax.Array, log_probs: jax.Array, vocabulary: Voca
 def _penalised(
     step: Step[Carry], view: View, penalties: Penalties, vocabulary: Vocabulary | None
 ) -> Step[tuple[Carry, jax.Array]]:
-    """Returns the step with the penalties of the text and the draft so far; it carries these too, int32[B, N]."""
+    """Returns the step with penalties for the text and the draft so far, and carries their tokens, int32[B, N]."""
     row = jnp.arange(view.length.shape[0])
 
     def penalised(
@@ -142,7 +142,7 @@ def _penalised(
     ) -> tuple[jax.Array, jax.Array, tuple[Carry, jax.Array]]:
         inner, text = carry
         logits, hidden, inner = step(inner, token, i, active)
-        # Step 0 is given the pending token, which is there already.
+        # In step 0 this writes the pending token again, which the text already has.
         text = text.at[row, view.start + i].set(token)
         every = logits if vocabulary is None else vocabulary.spread(logits)
         every = penalties.apply(every[:, None], text, view.length + i)[:, 0]

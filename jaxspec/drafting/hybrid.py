@@ -146,7 +146,7 @@ class Hybrid(Drafter):
         return self.second.num_likely
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
-        """Returns the second's `begin`."""
+        """Returns the state of the second drafter's `begin`."""
         return self.second.begin(params, length, capacity, merged)
 
     def absorb(
@@ -158,25 +158,25 @@ class Hybrid(Drafter):
         start: jax.Array,
         count: jax.Array,
     ) -> State:
-        """Returns the second's `absorb`."""
+        """Returns the state of the second drafter's `absorb`."""
         return self.second.absorb(params, state, features, tokens, start, count)
 
     @property
     def static(self) -> bool:
-        """Whether a program is compiled for the mask of the second."""
+        """Whether a program is compiled for the mask of the second drafter."""
         return self.second.static
 
     @property
     def shared_mask(self) -> bool:
-        """Whether the second has one mask for all rows."""
+        """Whether the second drafter has one mask for all rows."""
         return self.second.shared_mask
 
     def plans(self, state: HybridState, live: jax.Array) -> jax.Array:
-        """The masks of the second."""
+        """Returns the masks of the second drafter."""
         return self.second.plans(state.second, live)
 
     def specialised(self, plan: LayerPlan) -> Hybrid:
-        """The same with a static mask of the second."""
+        """Returns the same hybrid with a static mask of the second drafter."""
         return dataclasses.replace(self, second=self.second.specialised(plan))
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> HybridState:

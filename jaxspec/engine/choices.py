@@ -22,7 +22,7 @@ from jaxspec.io.choice_file import ChoiceFile, Entry
 # which want long drafts and are often short, from others.
 ROUNDS, MOST_ROUNDS, TRIAL, FIRST = 8, 64, 4, 2
 _LONGER = 4
-# Tokens of prompts whose time says what one more takes.
+# A prefill of at least this many tokens is long enough to measure the time per token.
 _WHOLE = 64
 # How much of its uncertainty a candidate is tried for; of one whose rounds are known without running it, none.
 _EXPLORATION = 0.5
@@ -269,7 +269,7 @@ class Choices:
     def prefilled(self, num_tokens: int, took_ms: float) -> None:
         """Takes in how long a prefill took: about what it takes to bring a state up over as many tokens."""
         if num_tokens < _WHOLE:
-            return  # a few tokens take as long as one
+            return  # a few tokens take as long as one, so they do not show the time per token
         ms, before = took_ms / num_tokens, self._known.prefill_ms
         self._known.prefill_ms = ms if before is None else before * (ms / before) ** _LEARNING
 
@@ -321,10 +321,10 @@ class Choices:
             return
         if fair:
             self._observe(candidate, took_ms / expected)
-        # By prices, which a slow moment does not change.
+        # The chooser counts predicted times, because a slow moment of the machine must not change them.
         to_plain = [1.0 if (one := self._ratio(at)) is None else one for at in (candidate, OFF)]
         steps = expected * to_plain[0] / (float(table.round_ms[OFF, 0]) * to_plain[1])
-        # So many steps of plain decoding would have brought as many tokens.
+        # `steps` is the time in steps of plain decoding, each of which gives one token.
         self._chooser = chooser.with_time(self._chooser, count * num_tokens / sum(map(len, rounds)), steps)
         if not fair:
             return
@@ -402,7 +402,7 @@ class Choices:
         )
 
     def _outlook(self, table: Prices, remaining: np.ndarray, deviations: float = 0.0) -> Outlook:
-        """What is expected of each candidate, of live rows together."""
+        """Returns the expected performance of each candidate, averaged over the live rows."""
         seen = self._chooser.estimate
         live = remaining > 0 if (remaining > 0).any() else np.ones(self._batch, bool)
         return chooser.outlook(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache as jax_cache  # only there an entry that fails has its key
+from jax._src import compilation_cache as jax_cache  # the public API does not give the key of a failing entry
 
 from jaxspec.io.user_cache import user_cache
 
@@ -18,8 +18,8 @@ from jaxspec.io.user_cache import user_cache
 def enable() -> None:
     """Switches JAX's persistent compilation cache on, in the user's cache directory (see `io.user_cache`).
 
-    A damaged entry is removed, and one warning names the directory. JAX itself never writes over an entry that
-    exists: a truncated one, which a full disk or a kill during its writing leaves, would be slow at every start.
+    A damaged entry is removed, and one warning names the directory. JAX itself never overwrites an entry that exists:
+    a truncated entry, left by a full disk or a killed writer, would be compiled again at every start.
 
     Does nothing where JAX has a directory already (`JAX_COMPILATION_CACHE_DIR`, `jax.config`): then all of its
     settings are the user's. Nor where there is no user's cache, or it cannot be written: everything works, and
@@ -42,16 +42,16 @@ def enable() -> None:
     _heal()
 
 
-@functools.cache  # once a process
+@functools.cache  # once per process
 def _heal() -> None:
-    """Has JAX remove an entry that it cannot read, or could not write to its end."""
+    """Makes JAX remove an entry that it cannot read or could not write completely."""
     read, write = jax_cache.get_executable_and_time, jax_cache.put_executable_and_time
 
     @functools.wraps(read)
     def read_or_remove(cache_key: str, *args: Any, **more: Any) -> Any:
         try:
             return read(cache_key, *args, **more)
-        except Exception:  # of zlib, or of XLA, by where the damage is
+        except Exception:  # from zlib or XLA, depending on where the damage is
             _remove(cache_key)
             _warn_once("had damaged entries, which are removed; their programs are compiled again")
             return None, None  # JAX compiles, and writes the entry again

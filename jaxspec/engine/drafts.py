@@ -151,9 +151,9 @@ class Drafts:
         return self._fitted(loaded)
 
     def _fitted(self, draft: LoadedModel) -> LoadedModel:
-        """A draft as a model of the target's rows: it proposes tokens of rows that both have, and no other.
+        """Returns a draft with the target's rows; it proposes only tokens of rows that both models have.
 
-        A token that only the target has is embedded as the draft's last: what is drafted after it is verified as ever.
+        A token that only the target has is embedded as the draft's last row; verification is not affected.
         """
         rows, size = draft.config.vocab_size, self._config.vocab_size
         if rows == size:
@@ -167,7 +167,7 @@ class Drafts:
             put(np.arange(shared, dtype=np.int32), where),
             size,
         )
-        # It keeps the draft alive, whose id is then no other's.
+        # The entry keeps the draft alive, so that no other object can get its id.
         fitted = self._fits[id(draft)] = dataclasses.replace(
             draft,
             config=dataclasses.replace(draft.config, vocab_size=size),

@@ -232,7 +232,7 @@ def _yield() -> None:
 
 @jax_settings.needed()
 def _built(function: Any, args: Any, static: dict[str, Any]) -> Any:
-    """The executable for such arguments."""
+    """Compiles the function for these arguments and returns the executable."""
     lowered = function.lower(*args, **static)
     background.go_on()
     return lowered.compile()

@@ -1,4 +1,4 @@
-"""JAX's settings that programs of this library depend on, whatever the process around it has set."""
+"""Sets the JAX settings that this library's programs depend on, for any settings of the process around it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# The setting, its context, and the value: which dtypes and shapes mix, which bits a threefry key draws, and that
-# compiled programs run. The kind of key is not here, because `sampling.seed_key` names it.
+# The setting, its context manager, and the value. They fix how dtypes and shapes mix, which bits a threefry key draws,
+# and that programs are compiled. The kind of key is not here, because `sampling.seed_key` names it.
 _NEEDED: tuple[tuple[str, Callable[[Any], contextlib.AbstractContextManager[Any]], Any], ...] = (
     ("jax_enable_x64", jax.enable_x64, False),
     ("jax_numpy_rank_promotion", jax.numpy_rank_promotion, "allow"),
@@ -21,7 +21,7 @@ _NEEDED: tuple[tuple[str, Callable[[Any], contextlib.AbstractContextManager[Any]
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Within it this thread traces programs by the settings that they need; the caller's are restored after it.
+    """Traces programs of this thread with the settings that they need; restores the caller's settings at the end.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -36,6 +36,6 @@ def needed() -> Iterator[None]:
 
 
 def keep_needed() -> None:
-    """Sets them for the whole process and all its threads: for commands, which own their process."""
+    """Applies the settings to the whole process and all its threads: for commands, which own their process."""
     for name, _, value in _NEEDED:
         jax.config.update(name, value)

@@ -166,9 +166,9 @@ class LanguageModel:
       name: how it is called in reports.
       directory: where it was loaded from, and where the files of its methods lie; None if it was not.
       device: where params are; None for JAX's default device.
-      mesh: over which params are spread, by `model.sharding.spread`; None for one device.
-      defaults: what holds where nothing else is given, as in `generation_config.json`: sampling numbers, penalties,
-        and tokens that are suppressed (see `io.hf_generation`).
+      mesh: the devices over which params are spread by `model.sharding.spread`; None for one device.
+      defaults: default settings of requests, as in `generation_config.json`: sampling parameters, penalties, and
+        suppressed tokens (see `io.hf_generation`).
       exits: the exits that it was trained for, in layers run (SoFT).
       sampled: of quantised parameters, what was read of each leaf for the fingerprint, see `methods.LoadedModel`.
 
@@ -214,7 +214,7 @@ class LanguageModel:
 
     @property
     def _pad_ids(self) -> set[int]:
-        """The tokens with which callers pad: the tokenizer's, and an end-of-text token, which many take for it."""
+        """Tokens that callers use for padding: the tokenizer's, and the end-of-text tokens, which many use instead."""
         pad = None if self.tokenizer is None else self.tokenizer.pad_id
         return {*self.config.eos_token_ids, *(() if pad is None else (pad,))}
 
@@ -279,8 +279,8 @@ class LanguageModel:
         `chat_template_kwargs`: as in `generate`.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, the text is none in UTF-8, or there are variables
-            for a template that is not used.
+          ValueError: the model has no tokenizer or no chat template, the text is not valid UTF-8, or variables are
+            given and no template is used.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -359,36 +359,37 @@ class LanguageModel:
         """Generates a text after each prompt.
 
         Args:
-          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists. What a
-            tokenizer of transformers returns, `input_ids` with `attention_mask`, is taken as well.
+          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists. The result
+            of a transformers tokenizer, `input_ids` with `attention_mask`, is accepted too.
           messages: the same for conversations only: messages with `role` and `content` each, which go through the
             chat template, or a list of such conversations. A content is a text, or a list of parts such as
-            `{"type": "text", "text": "Hi"}`, which become one text with line ends between. A last message of the
+            `{"type": "text", "text": "Hi"}`, which are joined by line ends into one text. A last message of the
             assistant is continued.
-          attention_mask: of token ids that are padded, 0 for each id that is padding, else 1; it is left out of the
-            prompts. An array of two dimensions with padding and without a mask is refused.
+          attention_mask: for padded token ids, 0 for each id that is padding and 1 for the others; padding is removed
+            from the prompts. An array of two dimensions with padding and without a mask is refused.
           method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
             parameters, if it has some).
-          acceptor: how drafts are accepted: greedy, rejection, block or coupled, with each of which the text keeps its
-            law, with coupled (after Daliri et al. 2024) it even is the text that plain decoding draws by the same seed;
-            or typical, which is lossy: sampled text then follows another law (see `lossy.TypicalAcceptor`), and its
-            `Result.lossy` says so. None for greedy at temperature 0, else block, coupled with method `auto`.
+          acceptor: how drafts are accepted. With greedy, rejection, block and coupled the text keeps its distribution;
+            with coupled (Daliri et al. 2024) it equals the text that plain decoding draws with the same seed. With
+            typical, which is lossy, sampled text follows another distribution (see `lossy.TypicalAcceptor`), and
+            `Result.lossy` is true. None for greedy at temperature 0, else block (coupled with method `auto`).
           max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
           temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
             model's generation_config.json says, else greedy without filters.
           top_k, top_p, min_p: see `sampling.Sampling`. At temperature 0 they have no effect, and a `RuntimeWarning`
-            says so.
-          repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; for all or per prompt, and
-            where one is None what the model's generation_config.json says. They are part of the model's law, with every
-            method: drafts count as text for the tokens after them.
+            reports it.
+          repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; for all or per prompt.
+            None for the value in the model's generation_config.json. They are part of the model's sampling
+            distribution with every method: draft tokens count as text for the tokens after them.
           seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
-            prompt's text does not depend on its place in the list; with method `auto` and an acceptor that is not
-            coupled it does, as choices are the batch's, and prompts of one seed have streams of their own.
-          stop: strings that end a text, found across token borders; the text ends before them. The text of a special
-            token stops at that token. None for none.
-          stop_token_ids: ids of tokens that end a text, which ends before them; an id or a list, for all prompts.
-          ignore_eos: go on past the model's end tokens to the budget. Those are the `eos_token_id`s of config.json and
-            of generation_config.json together, where transformers takes the latter's alone.
+            prompt's text does not depend on its place in the list. With method `auto` and an acceptor that is not
+            coupled it does, because the choices are made for the whole batch, and prompts with one seed use different
+            random streams.
+          stop: strings that end a text, found across token borders; they are not part of the text. If a string is the
+            text of a special token, the text ends at that token. None for none.
+          stop_token_ids: ids of tokens that end a text, and are not part of it; an id or a list, for all prompts.
+          ignore_eos: continue after the model's end tokens, up to the budget. End tokens are the `eos_token_id`s of
+            config.json and of generation_config.json together; transformers uses only the latter.
           logprobs: report each token's log-probability under the model's raw law.
           chat: put each prompt as a user's message through the chat template.
           chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` for Qwen3.
@@ -568,7 +569,7 @@ class LanguageModel:
         laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         method = self._made(method, options)
         if acceptor is None and isinstance(method, Auto):
-            # So that what is chosen, which follows times, has no say in the text that a seed gives.
+            # The choices depend on measured times, and must not change the text that a seed gives.
             acceptor = "coupled"
         accept = build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._parts(method, laws, self.directory)
@@ -772,7 +773,7 @@ class LanguageModel:
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a generation config, of which the sampling numbers count only where it samples."""
+    """Returns the settings of a generation config; without do_sample its sampling parameters are left out."""
     if generation.get("do_sample"):
         return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
     return {name: n for name, n in generation.items() if name != "do_sample" and name not in SAMPLING}

@@ -75,18 +75,18 @@ def resolve_weights(weights: str | None) -> int | None:
 
 
 class NoDevice(ValueError):
-    """JAX finds no device of the kind that was asked for."""
+    """JAX finds no device of the requested kind."""
 
 
 def devices_of(device: str | None) -> list[jax.Device]:
     """The devices of this kind, or of JAX's default one.
 
     Raises:
-      NoDevice: there are none; one line that names `JAX_PLATFORMS` where it allows only certain kinds.
+      NoDevice: there are none; one line, which names `JAX_PLATFORMS` if that restricts the kinds.
     """
     try:
         return jax.devices(device)
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that an allowed platform has its plugin
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that each platform has a plugin
         reason = (str(error).strip() or "its plugin is missing").splitlines()[0]
         reason = reason.partition(" (set JAX_PLATFORMS")[0].rstrip(".")[:140]
         if platforms := jax.config.jax_platforms:  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None
 
 
 def unlisted_end(tokenizer: Tokenizer, config: LlamaConfig) -> str | None:
-    """One line where the tokenizer's end token does not end a text, so that a model may go on past its answer."""
+    """Returns a warning if the tokenizer's end token does not end a text: the model may continue after its answer."""
     token = tokenizer.special_tokens.get("eos_token")
     index = None if token is None else tokenizer.special_id(token)
     if index is None or index in config.eos_token_ids:

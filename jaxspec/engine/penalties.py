@@ -1,4 +1,4 @@
-"""From the settings of requests to the arrays of `jaxspec.penalties`."""
+"""Converts the settings of requests to the arrays of `jaxspec.penalties`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jaxspec.penalties import Penalties
 if TYPE_CHECKING:
     from jaxspec.engine.requests import RowRequest
 
-# By the field of `Penalties`: the field of a request, and the number that changes nothing.
+# For each field of `Penalties`: the field of a request, and its neutral value.
 _NUMBERS = {
     "repetition": ("repetition_penalty", 1.0),
     "presence": ("presence_penalty", 0.0),
     "frequency": ("frequency_penalty", 0.0),
 }
-# Past every place of a text.
+# A position beyond the end of any text.
 _ALWAYS = 2**31 - 1
 
 
 class Settings:
-    """Makes the penalties of some of a batch's requests, with the same structure and shapes for any of them.
+    """Makes the penalties of any requests of a batch, always with the same structure and shapes.
 
     Args:
-      requests: all of the batch.
+      requests: all requests of the batch.
     """
 
     def __init__(self, requests: Sequence[RowRequest]) -> None:
@@ -44,7 +44,7 @@ class Settings:
         self._longest_ngram = max(request.rules.no_repeat_ngram_size for request in requests)
 
     def of(self, requests: Sequence[RowRequest]) -> Penalties | None:
-        """Returns the penalties of a row for each of these requests; None where no request has any."""
+        """Returns the penalties with one row for each of these requests; None if no request of the batch has any."""
         if not (self._numbers or self._num_banned or self._words[0] or self._longest_ngram):
             return None
         arrays: dict[str, Any] = {
@@ -63,9 +63,9 @@ class Settings:
 
 
 def _banned(request: RowRequest) -> list[tuple[int, int]]:
-    """The tokens that are impossible, and the place from which each is possible."""
+    """Returns the tokens that are impossible, each with the position from which it is possible again."""
     rules, begin = request.rules, len(request.prompt)
-    # As in transformers, a bad word that is an end-of-text token does not count.
+    # As in transformers, a bad word is ignored if it is an end-of-text token.
     always = {*rules.suppress_tokens, *(token for token in rules.bad_tokens if token not in request.eos_ids)}
     ends = rules.min_length if rules.min_new_tokens is None else begin + rules.min_new_tokens
     return [
@@ -80,7 +80,7 @@ def _filled(
     rows_of: Callable[[RowRequest], Sequence[Sequence[int]]],
     shape: tuple[int, int],
 ) -> np.ndarray:
-    """Lists of each request as int32[B, *shape]: every list at the end of its row, −1 elsewhere."""
+    """Returns lists of each request as int32[B, *shape], aligned to the end of the last axis; −1 elsewhere."""
     filled = np.full((len(requests), *shape), -1, np.int32)
     for row, request in enumerate(requests):
         for at, one in enumerate(rows_of(request)):

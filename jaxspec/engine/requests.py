@@ -17,7 +17,7 @@ from jaxspec.io.hf_generation import NO_RULES, Rules
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
 
-# With `role` and `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
+# A message has `role` and `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
@@ -40,10 +40,10 @@ class RowRequest:
       prompt: token ids, at least one.
       max_new_tokens: at least 1.
       eos_ids: tokens that end it.
-      stop_ids: those of them that were asked for beside the model's own.
+      stop_ids: those of `eos_ids` that the call added to the model's own.
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
-      rules: what the model's generation_config.json forbids.
+      rules: the bans of the model's generation_config.json.
       seed: with `stream`, names the row's randomness.
       stream: apart from other rows of the same seed.
 
@@ -92,9 +92,9 @@ def needs_sampling(requests: Sequence[RowRequest]) -> bool:
 
 
 def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
-    """Warns of filters that were given and that no text is drawn by, because those that have them are greedy.
+    """Warns if filters were given that have no effect on any text, because every request with a filter is greedy.
 
-    `given`: what a caller said of the law, by name; None where nothing.
+    `given`: the sampling parameters that the caller gave, by name; None for those that were not given.
     """
     drawn = filters_used([request for request in requests if request.temperature > 0])
     if idle := [name for name in filters_used(requests) if name not in drawn and given.get(name) is not None]:
@@ -134,24 +134,24 @@ def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
 
 
 class Stops(NamedTuple):
-    """Strings and tokens that end a text beside the model's own end tokens; the text ends before them."""
+    """Strings and tokens that end a text in addition to the model's own end tokens; they are not part of the text."""
 
     strings: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
 
 
 def stops_of(stop: Any, token_ids: Any, special: Callable[[str], int | None], vocab_size: int) -> Stops:
-    """The stops of a call.
+    """Returns the stops of a call.
 
     Args:
-      stop: None, a string or a list of strings. One that is the text of a special token, which never becomes text,
-        stops at that token's id.
+      stop: None, a string or a list of strings. If one is the text of a special token, which never appears in the
+        decoded text, it is replaced by that token's id.
       token_ids: None, a token id or a list of them.
-      special: the id of a special token by its text.
-      vocab_size: of the model.
+      special: returns the id of a special token with the given text.
+      vocab_size: size of the model's vocabulary.
 
     Raises:
-      ValueError: they are something else, a string is empty, or an id is outside the vocabulary.
+      ValueError: an argument has another type, a string is empty, or an id is outside the vocabulary.
     """
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(one, str) for one in strings):
@@ -198,17 +198,17 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
 
 
 def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
-    """The prompts without the padding that `attention_mask` names; what has none is returned as it is.
+    """Returns the prompts without the padding that `attention_mask` marks; without a mask they are unchanged.
 
     Args:
       prompts: as in `LanguageModel.generate`.
-      mask: 0 for each id that is padding and 1 for the others, in the shape of the ids; None where nothing is said.
+      mask: 0 for each id that is padding and 1 for the others, in the shape of the ids; None if not given.
       pad_ids: tokens that a tokenizer may pad with.
 
     Raises:
-      ValueError: the mask is nothing of the kind, or an array of two dimensions has rows with padding and no mask.
+      ValueError: the mask has another form, or an array of two dimensions has padded rows and no mask.
     """
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # what a tokenizer of transformers returns
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # the result of a transformers tokenizer
         mask = prompts.get("attention_mask") if mask is None else mask
         prompts = prompts["input_ids"]
     if mask is None:
@@ -227,14 +227,14 @@ def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
 
 
 def _kept(ids: list[Any] | None, mask: list[Any] | None) -> list[Any]:
-    """The ids for which the mask is 1."""
+    """Returns the ids for which the mask is 1."""
     if ids is None or mask is None or len(ids) != len(mask) or any(one not in (0, 1) for one in mask):
         raise ValueError(f"attention_mask has {shown(mask)} for the ids {shown(ids)}; {_MASK}")
     return [token for token, one in zip(ids, mask, strict=True) if one]
 
 
 def _looks_padded(rows: list[list[int]], pad_ids: Collection[int]) -> bool:
-    """Whether some rows begin or end with padding and others do not, or one does so with two tokens of it."""
+    """Whether only some rows begin or end with a padding token, or some row does so with two equal ones."""
     for at, next_at in ((0, 1), (-1, -2)):
         padded = [row[at] in pad_ids for row in rows if row]
         if any(padded) and not all(padded):
@@ -272,7 +272,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _content(name: str, content: Any) -> Any:
-    """The content of a message; the texts of several parts become one, with line ends between, as in llama.cpp."""
+    """Returns the content of a message; the texts of several parts are joined by line ends, as in llama.cpp."""
     parts = listed(content)
     if not parts:
         return content
@@ -319,10 +319,10 @@ def requests_of(
       encode: a text or messages → token ids.
       config: the target.
       max_new_tokens, seed: as in `LanguageModel.generate`.
-      law: temperature, top_k, top_p, min_p and penalties, as there; None where nothing is said.
+      law: temperature, top_k, top_p, min_p and penalties, as there; None for those not given.
       ignore_eos: as there.
-      stop_ids: of `Stops`.
-      rules: what the model's generation_config.json forbids.
+      stop_ids: as in `Stops`.
+      rules: the bans of the model's generation_config.json.
       name: of the argument that holds the batch.
 
     Raises:

@@ -169,9 +169,9 @@ class Result:
 
     Attributes:
       text: the text without prompt and end-of-text; None where the model has no tokenizer.
-      token_records: its tokens, end-of-text included, each with how it came about.
-      finish_reason: `eos`, `stop` (a stop string or a token of `stop_token_ids`; the text ends before it), `length`,
-        or `error` (see `error`).
+      token_records: its tokens, end-of-text included, each with the details of its round.
+      finish_reason: `eos`, `stop` (a stop string or a token of `stop_token_ids`, which is not part of the text),
+        `length`, or `error` (see `error`).
       statistics: counts and times.
       gamma: the γ of its adaptive stop rule when the text ended, cut to [0, 1]; of several such rules that of the
         first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from

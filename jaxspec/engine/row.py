@@ -75,7 +75,7 @@ class Row:
         return Piece(update.index, gained, tokens, statistics, result)
 
     def _reason(self) -> FinishReason:
-        """Why the text ended, by its last token."""
+        """Returns the reason why the text ended, judged by its last token."""
         last = self._tokens[-1].id if self._tokens else None
         if last in self._request.stop_ids:
             return "stop"

@@ -50,7 +50,7 @@ class RowText:
     Args:
       detokenizer: None for a model without a tokenizer: no text then.
       stops: stop strings.
-      silent: ids of tokens that stop the text; they are no part of it.
+      silent: ids of tokens that stop the text and are not part of it.
     """
 
     def __init__(

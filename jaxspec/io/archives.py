@@ -1,4 +1,4 @@
-"""Zip archives that hold as many bytes as their file: no bomb."""
+"""Checks that the parts of a zip archive together have no more bytes than its file, so that it is not a zip bomb."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def refuse_larger(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> None:
-    """Refuses an archive whose parts have more bytes than its file: compressed ones, and those that overlap.
+    """Refuses an archive whose parts have more bytes than its file: compressed parts, and parts that overlap.
 
     Raises:
-      ValueError: it is one.
+      ValueError: the parts have more bytes than the file.
     """
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

@@ -1,7 +1,7 @@
-"""Chat templates: where a model keeps them, and how a conversation becomes text by one.
+"""Reads a model's chat template and renders conversations with it.
 
-A template is a program that came with a model. Every one is rendered by transformers' sandboxed Jinja, in a process
-of its own that has a bound on its time and, on Linux, on its memory; for inference and training alike.
+A template is a program that came with a model. Each is rendered by transformers' sandboxed Jinja in a separate process,
+whose time and, on Linux, memory are bounded, both for inference and for training.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 
 from jaxspec.io.files import read_json, read_text
 
-# Where transformers looks, the file that counts first; the last is that of its processors.
+# The files that transformers reads, the one with precedence first; the last belongs to its processors.
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-# How long one rendering may take, in seconds; a usual one takes less than a millisecond.
+# The seconds that one rendering may take; a usual one takes less than a millisecond.
 SECONDS = 20.0
-# What `ChatTemplate.render` itself gives to a template.
+# The variables that `ChatTemplate.render` itself gives to a template.
 _GIVEN = frozenset(
     ("messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message")
 ) | {"return_assistant_tokens_mask"}
-_MOST = 200  # characters of what a template says
+_MOST = 200  # characters of a template's error message
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
+    """A rendered conversation.
 
     Attributes:
-      text: the whole of it.
-      answers: begin and end of each `{% generation %}` block in it; none where the template has no such blocks.
+      text: the whole text.
+      answers: begin and end of each `{% generation %}` block in the text; empty for a template without such blocks.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the special tokens that it may write.
+    """A chat template and the special tokens that it may use.
 
     Attributes:
       template: Jinja, as in a tokenizer's `chat_template`.
@@ -70,12 +70,12 @@ class ChatTemplate:
         Args:
           messages: with `role` and `content` each.
           ask: add the text that precedes an answer of the assistant.
-          go_on: leave out the text that follows the content of the last message, so that it can be continued.
-          variables: of the template, such as Qwen3's `enable_thinking`.
+          go_on: leave out the text after the content of the last message, so that the message can be continued.
+          variables: variables of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-          ValueError: the template refuses the conversation, is no Jinja, does what the sandbox forbids, or needs more
-            time or memory than it may use; one line.
+          ValueError: the template refuses the conversation, is not valid Jinja, does something forbidden in the
+            sandbox, or exceeds its time or memory; one line.
         """
         if taken := sorted(_GIVEN & (variables or {}).keys()):
             raise ValueError(f"chat_template_kwargs has {taken[0]}, which jaxspec itself sets; leave it out")
@@ -94,7 +94,7 @@ class ChatTemplate:
 
 
 def stored_template(directory: Path) -> Any:
-    """What the files of a tokenizer hold as its chat template; see `default_template`. None if there is nothing.
+    """Returns the chat template in the files of a tokenizer, see `default_template`; None if there is none.
 
     Raises:
       ValueError: a file is damaged; one line.
@@ -111,13 +111,13 @@ def stored_template(directory: Path) -> Any:
 
 
 def default_template(template: Any) -> str | None:
-    """The template to use of one, or of several by name; None if there is none.
+    """Returns the template itself, or the one called default of several; None if there is none.
 
     Args:
       template: a text, a list of objects with `name` and `template`, or an object of templates by name.
 
     Raises:
-      ValueError: none of several is called default, or it is something else.
+      ValueError: there are several and none is called default, or the value has another form.
     """
     if template is None or isinstance(template, str):
         return template or None
@@ -136,14 +136,14 @@ def default_template(template: Any) -> str | None:
 
 
 def _line(reason: str) -> str:
-    """The first line of a reason, of a bounded length and without control characters."""
+    """Returns the first line of an error message, cut to a bounded length and without control characters."""
     line = (reason.strip().splitlines() or [""])[0]
     line = "".join(one if one.isprintable() else "?" for one in line[: _MOST + 1])
     return line if len(line) <= _MOST else line[:_MOST] + "…"
 
 
 def _render(request: Mapping[str, Any]) -> dict[str, Any]:
-    # What is no JSON is no matter of a template: transformers gives it a placeholder too.
+    # A value that JSON cannot express becomes a placeholder, as in transformers; a template cannot use it.
     line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
     worker = _worker(os.getpid())
     try:
@@ -154,18 +154,18 @@ def _render(request: Mapping[str, Any]) -> dict[str, Any]:
         if status == -getattr(signal, "SIGALRM", 0):
             return {"error": f"it takes more than {request['seconds']:g} seconds"}
         return {"error": f"the process that rendered it ended with status {status}"}
-    except BaseException:  # interrupted: its reply would be taken for the next one's
+    except BaseException:  # interrupted: the next request would read this reply
         _worker.cache_clear()
         worker.stop()
         raise
 
 
 class _Ended(Exception):
-    """The process has ended; its status."""
+    """The process has ended; the argument is its exit status."""
 
 
 class _Worker:
-    """A process that renders one conversation after the other; see `chat_worker`."""
+    """A process that renders conversations one after another; see `chat_worker`."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, sys.path))
@@ -176,13 +176,13 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"},
-            start_new_session=True,  # Ctrl-C is for this process, which then stops the other
+            start_new_session=True,  # only this process gets Ctrl-C; it then stops the worker
             encoding="ascii",
         )
         atexit.register(self.stop)
 
     def ask(self, line: str) -> dict[str, Any]:
-        """The reply to a request; raises `_Ended` where the process ends instead."""
+        """Returns the reply to a request; raises `_Ended` if the process ends instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -206,6 +206,6 @@ class _Worker:
 
 @functools.cache
 def _worker(pid: int) -> _Worker:
-    """The process of this process: one that was forked has none yet."""
+    """Returns the worker of process `pid`: a forked process must start its own."""
     del pid
     return _Worker()

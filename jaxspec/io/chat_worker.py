@@ -1,7 +1,7 @@
-"""The program that renders chat templates for `jaxspec.io.chat`: a line of JSON in, a line of JSON out.
+"""The program that renders chat templates for `jaxspec.io.chat`. It reads and writes one line of JSON per request.
 
-It runs as a process of its own, because only a process can be stopped inside a single operation, such as
-`'a' * 10**10`, and can be kept from more memory than it may use. It imports nothing of jaxspec.
+It runs in a separate process, because only a process can be stopped within a single operation such as
+`'a' * 10**10`, and only a process can have a memory limit. It imports nothing from jaxspec.
 """
 
 import json
@@ -10,14 +10,14 @@ import signal
 import sys
 from typing import Any
 
-# What a rendering may need. The longest conversations need a thousandth of it.
+# Limits of one rendering. The longest conversations need a thousandth of them.
 MEMORY = 2**29
 CHARACTERS = 2**24
 
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    # Whatever a library prints must not be taken for a reply.
+    # Output that a library prints must not mix with the replies.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -34,20 +34,20 @@ def main() -> None:
                 reply = {"error": f"it writes more than {CHARACTERS} characters"}
         except MemoryError:
             reply = {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}
-        except Exception as error:  # what a template raises is up to its author
+        except Exception as error:  # a template can raise any exception
             reply = {"error": str(error)[:CHARACTERS] or type(error).__name__}
         _limit_time(0)
         print(json.dumps(reply), file=replies, flush=True)
 
 
 def _limit_time(seconds: float) -> None:
-    """Lets the system end this process after some time; 0 for no limit."""
+    """Makes the system end this process after some seconds; 0 for no limit."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _limit_memory() -> None:
-    """Bounds what this process may add to the memory that it has now."""
+    """Limits the memory that this process may add to its present memory."""
     try:
         import resource
 

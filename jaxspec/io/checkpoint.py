@@ -89,7 +89,7 @@ def generation_defaults(path: Path) -> dict[str, Any]:
 
 @brief_errors()
 def unapplied_settings(path: Path) -> list[str]:
-    """See `huggingface.unapplied_settings`; a GGUF file names none."""
+    """Returns the result of `huggingface.unapplied_settings`; a GGUF file has no such settings."""
     return [] if is_gguf(path) else huggingface.unapplied_settings(path)
 
 

@@ -1,4 +1,4 @@
-"""Directories that are nearly those of a model or a head: the hub's cache, adapters, weights of other frameworks."""
+"""Directories that resemble those of a model or a head: the hub's cache, adapters, weights of other frameworks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jaxspec.io.messages import shown
 
 _ADAPTER = "adapter_config.json"
 _FOREIGN = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx")
-# The name of a repository's folder in the hub's cache.
+# The name of a repository's directory in the hub's cache.
 _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def settled(directory: Path) -> Path:
-    """The directory that holds the files: itself, or the snapshot in a folder of the hub's cache.
+    """Returns the directory that holds the files: the given one, or the snapshot in a directory of the hub's cache.
 
     Args:
-      directory: exists.
+      directory: an existing directory.
 
     Raises:
-      ValueError: it is a cache without a snapshot, or with several of which none is the main one, or a cache of
-        several models; or it holds an adapter; one line says what to do.
+      ValueError: it is a cache without a snapshot, with several snapshots of which none is the main one, or of several
+        models; or it holds an adapter. The line tells the user what to do.
     """
     if any(directory.glob("*.safetensors")) or (directory / "config.json").exists():
         refuse_adapter(directory)
@@ -44,10 +44,10 @@ def settled(directory: Path) -> Path:
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Refuses a directory with an adapter, whose weights mean nothing without another model's.
+    """Refuses a directory with an adapter, whose weights have no meaning without another model's weights.
 
     Raises:
-      ValueError: it holds one; the line names the other model.
+      ValueError: it holds an adapter; the line names the other model.
     """
     weights = {path.name for path in directory.glob("*.safetensors")}
     if not (directory / _ADAPTER).is_file() or weights - {"adapter_model.safetensors"}:
@@ -62,12 +62,12 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def foreign_weights(directory: Path) -> list[str]:
-    """The names of the files in a directory that hold weights of other formats."""
+    """Returns the names of the files in a directory that hold weights in other formats."""
     return sorted(path.name for path in directory.iterdir() if path.suffix in _FOREIGN)
 
 
 def _snapshot(folder: Path) -> Path:
-    """The snapshot in a repository's folder of the hub's cache: the only one, or the one that is called main."""
+    """Returns the snapshot in a repository's directory of the hub's cache: the only one, or the main one."""
     found = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
     if len(found) == 1:
         return found[0]

@@ -6,8 +6,8 @@
                        config is `transformer_layer_config`
     vLLM               either, all names perhaps behind `model.`; a Llama config perhaps under `model`
 
-A head's RoPE, widths and ε are those of its own config: the defaults of transformers count where that is silent, not
-the target's values. One exception: the code of EAGLE's authors drops `rope_theta` beside linear and dynamic scaling.
+A head's RoPE, widths and ε come from its own config, not from the target's. Absent keys have the defaults of
+transformers. One exception: the EAGLE authors' code ignores `rope_theta` with linear and dynamic scaling.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from typing import IO, Any
 
 try:
     import fcntl
-except ImportError:  # a system without these locks: nothing is known to be abandoned, and nothing is removed
+except ImportError:  # no such locks here: abandoned files cannot be recognised and stay
     fcntl = None  # type: ignore[assignment]
 
 _written_by_another = False
 _TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp", re.DOTALL)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Far more than any file of settings or of token ids has.
+# Far larger than any file of settings or token ids.
 _MAX_JSON_BYTES = 30_000_000
 _MAX_DEPTH = 100
 _POINTER = b"version https://git-lfs.github.com/spec/"
@@ -48,11 +48,11 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A binary file to write, which takes the name `path` only when the block ends without an error.
 
-    It is written beside its destination, because a rename is atomic only within one file system. What a killed process
-    left there of the same file is removed first.
+    It is written in the same directory, because a rename is atomic only within one file system. Temporary files of the
+    same file that killed processes left there are removed first.
 
     Raises:
-      OSError: it cannot be written; the error has the name of the file.
+      OSError: it cannot be written; the error names the file.
     """
     if _written_by_another:
         yield io.BytesIO()
@@ -73,15 +73,15 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 def remove_abandoned(directory: str | os.PathLike[str], name: str | None = None) -> None:
     """Removes the temporary files that killed processes left in a directory.
 
-    A file that is being written is locked by its process, however long that takes; one without a lock is abandoned.
+    A process locks a file while it writes it, for any length of time; a file without a lock is abandoned.
 
     Args:
-      directory: where they are; subdirectories are left alone. It need not exist.
+      directory: where they are; subdirectories are not searched. It need not exist.
       name: of the one file whose temporary files are removed; None for all files.
     """
     if fcntl is None or _written_by_another:
         return
-    with suppress(OSError):  # no directory, no locks here, or another process was faster: nothing to do
+    with suppress(OSError):  # no directory, no locks, or another process was faster
         for entry in list(os.scandir(directory)):
             found = _TEMPORARY.fullmatch(entry.name)
             if found is None or (name is not None and found[1] != name) or entry.is_symlink():
@@ -93,13 +93,13 @@ def remove_abandoned(directory: str | os.PathLike[str], name: str | None = None)
 
 @contextmanager
 def _held(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write, locked until it is closed."""
+    """Opens a new file for writing and locks it until it is closed."""
     while True:
         with open(path, "wb") as file:
             if fcntl is not None:
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)
-                # Between the opening and the lock, another process may have taken the file for abandoned.
+                # Between the opening and the lock, another process may have removed the file as abandoned.
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
             yield file
@@ -108,10 +108,10 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Gives an error of writing, such as a full disk, the name of the file that it lacks.
+    """Adds the file's name to a write error that lacks it, such as the error of a full disk.
 
     Raises:
-      OSError: with that name.
+      OSError: the error with the name of the file.
     """
     try:
         yield
@@ -122,9 +122,9 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that a disk is full.
+    """Whether an error, or one that caused it, means that a disk is full.
 
-    Libraries written in C++ say so in words alone.
+    Libraries written in C++ report it only in the text of their message.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -174,7 +174,7 @@ def parse_json(text: str | bytes) -> Any:
     """What a JSON text holds.
 
     Raises:
-      ValueError: it is no JSON, is nested deeper than 100 levels, or has a longer number than Python reads.
+      ValueError: it is not JSON, is nested deeper than 100 levels, or has a number with more digits than Python reads.
     """
     try:
         content = json.loads(text)
@@ -185,7 +185,7 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError:
         raise ValueError("it has a number of too many digits") from None
     level = [content]
-    for _ in range(_MAX_DEPTH):  # what follows may recurse
+    for _ in range(_MAX_DEPTH):  # the callers may recurse into the value
         inner = (
             one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))
         )
@@ -200,15 +200,15 @@ def no_file(path: str | os.PathLike[str]) -> str:
     path = Path(path)
     if path.is_dir():
         return f"{path} is a directory, not a file"
-    # As in the cache of the hub, where a download was interrupted or only a part of it was copied.
+    # Such links appear in the hub's cache if a download was interrupted or only a part of the cache was copied.
     return f"{path} is a link to a file that is missing" if path.is_symlink() else f"{path} does not exist"
 
 
 def refuse_pointer(path: str | os.PathLike[str]) -> None:
-    """Refuses a file that Git LFS left in place of the file itself.
+    """Refuses a Git LFS pointer that is in the place of the file itself.
 
     Raises:
-      ValueError: it is one; the line says how to fetch the file.
+      ValueError: it is a pointer; the line tells the user how to fetch the file.
       OSError: it cannot be read.
     """
     with open(path, "rb") as file:

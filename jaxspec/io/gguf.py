@@ -163,7 +163,7 @@ def _theta(own: _Keys) -> float:
 
 def _rope_scaling(own: _Keys, factors: Tensor | None, head_dim: int) -> RopeScaling | None:
     kind = own.get("rope.scaling.type")
-    # llama.cpp takes a factor of 0 as none.
+    # llama.cpp treats a factor of 0 as no scaling.
     given = (own.number(name, 0, MAX_FACTOR, 0) for name in ("rope.scaling.factor", "rope.scale_linear"))
     factor = next(filter(None, given), 1.0)
     if kind is None:

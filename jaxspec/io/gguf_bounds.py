@@ -1,6 +1,6 @@
-"""Bounds of the vocabulary in a GGUF file: how many tokens, how long, of which numbers.
+"""Checks the vocabulary in a GGUF file: the number of its tokens, their lengths, and the types of its numbers.
 
-A tokenizer's cost grows with the square of a token's length, and a text that is no text fails far from its cause.
+A tokenizer's cost grows with the square of a token's length, and an invalid text would fail far from its cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.io.messages import shown
 
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
-# The most characters of each text.
+# The maximum number of characters of each text.
 _TEXTS = {
     "tokenizer.ggml.model": 100,
     "tokenizer.ggml.pre": 100,
@@ -22,20 +22,20 @@ _TEXTS = {
 _FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 _MAX_TOKENS = 2**22
 _MAX_TOKEN_BYTES = 1000
-# Of all tokens together: beyond a constant, the average. Those of models have 4 to 10 bytes each.
+# All tokens together may have the constant plus this average per token. The tokens of models have 4 to 10 bytes each.
 _MAX_BYTES, _MAX_AVERAGE_BYTES = 1_000_000, 64
-# One number for each token, and the kinds of numbers that they are, as NumPy calls these.
+# Arrays with one number for each token, and the NumPy kinds of their numbers.
 _BY_TOKEN = {"tokenizer.ggml.scores": "f", "tokenizer.ggml.token_type": "iu"}
 
 
 def check_vocabulary(metadata: Mapping[str, Any]) -> None:
-    """Refuses metadata of a tokenizer that is of another type than the format says, or out of its bounds.
+    """Refuses tokenizer metadata of another type than the format defines, or outside its bounds.
 
     Args:
-      metadata: of a file; keys that are absent are not checked.
+      metadata: the metadata of a file; absent keys are not checked.
 
     Raises:
-      ValueError: a value is out of its bounds; the line begins with its key.
+      ValueError: a value is outside its bounds; the line begins with its key.
     """
     for key, most in _TEXTS.items():
         value = metadata.get(key, "")
@@ -48,7 +48,7 @@ def check_vocabulary(metadata: Mapping[str, Any]) -> None:
         if not isinstance(value, (bool, int)):
             raise ValueError(f"tokenizer.ggml.{name} is {shown(value)}, expected true or false")
     tokens = _texts(metadata, _TOKENS, _MAX_TOKEN_BYTES)
-    # A merge is two tokens and a space between them.
+    # A merge consists of two tokens and a space between them.
     _texts(metadata, _MERGES, 2 * _MAX_TOKEN_BYTES + 1)
     for key, kinds in _BY_TOKEN.items():
         _check_numbers(metadata, key, kinds, len(tokens))

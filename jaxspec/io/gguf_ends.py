@@ -1,8 +1,8 @@
-"""Where a turn ends in a GGUF file: the tokens that the file names, and those that have the text of such an end.
+"""The end tokens of a GGUF file: the tokens that the file names, and those whose text ends a turn.
 
-Older conversions name only the end of a document, so that a chat model would go on past its answer. llama.cpp finds
-the end of a turn by its text; the list here is that of its `llama-vocab.cpp`, without the ends of architectures that
-are not supported and the tokens of fill-in-the-middle.
+Older conversions name only the end of a document, so that a chat model would continue after its answer. llama.cpp finds
+the end of a turn by the text of a token. The list here is the one in its `llama-vocab.cpp`, without the ends of
+unsupported architectures and without fill-in-the-middle tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ END_TEXTS = frozenset(
 
 
 def end_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Ids of the tokens that end a text: eos, eot and eom where the file names them, then the others by their texts.
+    """Returns the ids of the tokens that end a text: eos, eot and eom if the file names them, then those found by text.
 
     Raises:
-      ValueError: one that the file names is no number.
+      ValueError: the file names a token by something other than a number.
     """
     ids, tokens = token_ids(file), file.metadata.get("tokenizer.ggml.tokens")
     named = [ids[name] for name in ("eos", "eot", "eom") if name in ids]

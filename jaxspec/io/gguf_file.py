@@ -98,7 +98,7 @@ def token_ids(file: GGUFFile) -> dict[str, int]:
     """Ids of the special tokens that a file names, by llama.cpp's name: bos, eos, eot, eom, unknown, padding.
 
     Raises:
-      ValueError: one of them is no token id.
+      ValueError: one of them is not a token id.
     """
     metadata = file.metadata
     ids = dict(_SENTENCEPIECE_IDS) if metadata.get("tokenizer.ggml.model") == "llama" else {}
@@ -169,7 +169,7 @@ def _parse(path: Path, content: np.ndarray) -> GGUFFile:
 
 
 def _check_places(path: Path, placed: list[_Entry], tensors: dict[str, Tensor]) -> None:
-    """Refuses two tensors of one name, or in one place."""
+    """Refuses two tensors with the same name or in the same place."""
     if len(tensors) < len(placed):
         raise ValueError(f"{path} is damaged: it has two tensors of one name; download it again")
     end, before = 0, ""

@@ -1,9 +1,9 @@
 """Tokenizers made of a GGUF file's metadata.
 
 Byte-level BPE (`gpt2`) follows the pre-tokenizers of the models' own tokenizer.json files, and so llama.cpp's.
-SentencePiece BPE (`llama`) gives llama.cpp's ids: a space is put before every piece of text, after special tokens too.
-transformers' `LlamaTokenizer` puts one only at the beginning of a text, where `legacy` is not true, and none before a
-text that begins with one.
+SentencePiece BPE (`llama`) gives llama.cpp's ids: a space is put before every piece of text, also after special tokens.
+transformers' `LlamaTokenizer` puts a space only at the beginning of a text, unless `legacy` is true, and not before a
+text that begins with a space.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), "isolated"))
-    # llama.cpp reads `add_space_prefix` for SentencePiece alone.
+    # llama.cpp reads `add_space_prefix` only for SentencePiece.
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if split.compose:
@@ -163,7 +163,7 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
     unknown = metadata["tokenizer.ggml.tokens"][token_ids(file)["unknown"]]
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    # Of the text between two special tokens, as Llama 2's own tokenizer.json has it.
+    # The normaliser sees each text between two special tokens, as with Llama 2's own tokenizer.json.
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -211,7 +211,7 @@ def _add_special(file: GGUFFile, backend: Tokenizer, bos: bool) -> dict[str, str
     metadata, ids = file.metadata, token_ids(file)
     tokens, types = metadata[_LIST], _types(metadata).tolist()
     named = {_NAMED[name]: tokens[index] for name, index in ids.items() if name in _NAMED}
-    # Special whatever type a file gives them, as in llama.cpp.
+    # These tokens are special for any type that the file gives them, as in llama.cpp.
     special = END_TEXTS | set(named.values())
     # A token of the vocabulary keeps its id.
     backend.add_tokens(

@@ -1,6 +1,6 @@
-"""Heads that were saved for another number of rows than their target has, where the rows differ in padding only.
+"""Fits heads that were saved with another number of rows than their target, if the rows differ in padding only.
 
-Models of a family have one tokenizer, and pad their embeddings to different numbers of rows.
+The models of a family share one tokenizer, but pad their embeddings to different numbers of rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxspec.io.tensors import Tensors
 
-# The tensors with a row for each token, in every published layout (`medusa_head.0.1.weight` is a matrix of Medusa's).
+# Tensors with one row per token, in every published layout (`medusa_head.0.1.weight` is a Medusa weight matrix).
 _BY_TOKEN = re.compile(
     r"(.*\.)?(embed_tokens\.weight|lm_head\.weight|lm_heads\.\d+\.weight|t2d)"
     r"|(medusa_head\.|medusa_heads\.)?\d+\.\d+\.weight"
     r"|hydra_lm_head\.\d+\.(\d+\.)?(weight|bias)"
 )
-# What names the rows of a head over a part of the vocabulary.
+# Tensors that map the rows of a head over a part of the vocabulary to token ids.
 _OF_A_PART = ("d2t", "token_map")
 _SIZES = ("vocab_size", "draft_vocab_size", "truncated_vocab_size")
 _NESTED = ("transformer_layer_config", "model")
@@ -28,19 +28,19 @@ _NESTED = ("transformer_layer_config", "model")
 def refitted(
     content: Mapping[str, Any], found: Tensors, size: int, num_tokens: int
 ) -> tuple[Mapping[str, Any], Tensors, int]:
-    """A head's config and tensors with `size` rows, and how many rows it has of its own.
+    """Returns a head's config and tensors with `size` rows, and the number of rows that the head itself has.
 
-    Rows beyond `size` are cut, and rows that are missing are zero. Nothing changes where the head has `size` rows, or
-    where either number is below the tokenizer's: then the vocabularies differ in more than padding.
+    Rows beyond `size` are cut, and missing rows are zero. Nothing changes if the head already has `size` rows, or if
+    either number is smaller than the tokenizer's: then the vocabularies differ in more than padding.
 
     Args:
       content: the head's `config.json`.
-      found: its tensors.
-      size: V, the target's rows.
-      num_tokens: the tokens of the target's tokenizer.
+      found: the head's tensors.
+      size: V, the number of the target's rows.
+      num_tokens: the number of tokens of the target's tokenizer.
     """
     rows = _rows(content, found)
-    # Of a part as large as the whole, which must be named anew, nothing is known.
+    # A map with an entry for every row may reorder the rows, so the last ones need not be padding.
     named = any(len(tensor) == rows for name, tensor in found.items() if _names_a_part(name) and tensor.ndim)
     if rows is None or rows == size or min(rows, size) < num_tokens or named:
         return content, found, size
@@ -52,7 +52,7 @@ def refitted(
 
 
 def _rows(content: Mapping[str, Any], found: Tensors) -> int | None:
-    """How many rows the head was saved with; None where nothing says so."""
+    """Returns the number of rows that the head was saved with; None if it cannot be determined."""
     nested = (content[key] for key in _NESTED if isinstance(content.get(key), Mapping))
     saved = (one.get("vocab_size") for one in (*nested, content))
     declared: int | None = next((size for size in saved if type(size) is int), None)

@@ -21,7 +21,7 @@ from jaxspec.model.heads import AnyHead
 from jaxspec.model.llama import Params, is_shape
 from jaxspec.model.vocabulary import Vocabulary
 
-# The base of the rotary frequencies where a head's authors give none.
+# The base of the rotary embedding if a head's authors give none.
 USUAL_THETA = 10000.0
 # Name, shape and sources of a leaf of a head's parameters.
 Entry = tuple[str, tuple[int, ...], list[Source]]
@@ -38,8 +38,9 @@ class Head:
       vocab_size: V of the target.
       ids: int32[V'], the tokens of its own head, in the order of its rows; None for all.
       by_token: the tensors that have a row for each of `ids`, or for each of the target's tokens.
-      target: the fingerprint of the model that it was trained for; None where it does not say.
-      rows: how many of the target's first tokens it has rows for; the others are padding. None for all.
+      target: the fingerprint of the model that it was trained for; None if the head does not record it.
+      rows: the number of the target's tokens, from the first, that it has rows for; the others are padding. None for
+        all.
     """
 
     config: AnyHead
@@ -73,10 +74,10 @@ class Head:
 def with_rope_of_training(
     directory: Path, block: LlamaConfig, scaling: RopeScaling | None, trainer: str
 ) -> LlamaConfig:
-    """A head's layers with the rotary embedding of the code that trained it: the usual base, and this scaling.
+    """Returns a head's config with the rotary embedding of its training code: the usual base, and this scaling.
 
     Warns:
-      RuntimeWarning: the head's config claims another one.
+      RuntimeWarning: the head's config claims another embedding.
     """
     trained = dataclasses.replace(block, rope_theta=USUAL_THETA, rope_scaling=scaling)
     if trained != block:

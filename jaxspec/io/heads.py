@@ -57,7 +57,7 @@ def head_name(kind: str) -> str:
 
 
 def embedded_heads(target: str) -> dict[str, Path]:
-    """The heads that come with jaxspec for the target of this fingerprint, by kind."""
+    """Returns the heads that are distributed with jaxspec for the target with this fingerprint, by kind."""
     found: dict[str, Path] = {}
     for config in embedded_files(f"{HEADS_NAME}/*/config.json"):
         own = section(read_json(config), "jaxspec")
@@ -95,8 +95,8 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
     Args:
       directory: where it is.
       target: the model that verifies.
-      num_tokens: of the target's tokenizer: a head with other rows than the target is fitted to it if the rows differ
-        beyond these tokens only, see `head_rows`. None: it is refused.
+      num_tokens: number of tokens of the target's tokenizer. A head with other rows than the target is fitted to it if
+        the rows differ only beyond these tokens, see `head_rows`. None: such a head is refused.
 
     Raises:
       FileNotFoundError: there is no `config.json`, or no file of tensors.

@@ -67,7 +67,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What `layer_types` may name.
+# The values that `layer_types` may contain.
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Smallest ε that is still one in float32 and keeps a norm of zeros finite; θ, factors: far beyond any in use.
 MIN_EPSILON, MAX_THETA, MAX_FACTOR = 1e-30, 1e30, 1e6
@@ -78,8 +78,8 @@ def read_config(directory: str | Path) -> LlamaConfig:
 
     Raises:
       FileNotFoundError: there is no such directory, or no `config.json` in it.
-      ValueError: a model type, activation, RoPE type or quantisation that is not supported, or a key that
-        makes no sense, or one that changes the model in a way that is not supported; one line.
+      ValueError: a model type, activation, RoPE type or quantisation is not supported, a key has an invalid value, or a
+        key changes the model in a way that is not supported; one line.
 
     Warns:
       RuntimeWarning: there are keys that models of this type do not use, see `hf_keys`.
@@ -138,10 +138,10 @@ def check_exits(exits: Any, num_layers: int) -> tuple[int, ...]:
 
 
 def generation_defaults(directory: str | Path) -> dict[str, Any]:
-    """What `generation_config.json` says that is applied, see `hf_generation.defaults_of`; {} where nothing.
+    """Returns the applied settings of `generation_config.json`, see `hf_generation.defaults_of`; {} without the file.
 
     Raises:
-      ValueError: do_sample is no truth value, or a value makes no sense; one line.
+      ValueError: do_sample is not true or false, or a value is invalid; one line.
     """
     directory = Path(directory)
     with errors_of(directory / GENERATION):
@@ -149,7 +149,7 @@ def generation_defaults(directory: str | Path) -> dict[str, Any]:
 
 
 def unapplied_settings(directory: str | Path) -> list[str]:
-    """The keys of `generation_config.json` that would change a text and are not applied."""
+    """Returns the keys of `generation_config.json` that would change a text and are not applied."""
     return hf_generation.unapplied(_read_generation(Path(directory)))
 
 
@@ -168,7 +168,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(DEFAULTS)}")
     if kind == "mistral" and content.get("layer_types") is not None:
-        kind = "ministral"  # as transformers reads it: in a Mistral all layers are alike
+        kind = "ministral"  # as in transformers, where all layers of a Mistral are alike
     values = {**DEFAULTS[kind], **content}
     if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
         raise ValueError(f"hidden_act {shown(values['hidden_act'])} is not supported; supported: silu")
@@ -215,7 +215,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
 
 
 def check_context(config: LlamaConfig, key: str) -> None:
-    """Refuses a context that no index can count; `key`: the name of the file for its length before stretching."""
+    """Refuses a context too long for an index; `key` is the file's key for the length before RoPE scaling."""
     if config.context_length > MAX_INT:
         raise ValueError(
             f"{key} {config.max_position_embeddings} and the rope factor make a context of more than {MAX_INT} tokens"

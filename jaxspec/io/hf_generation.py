@@ -1,4 +1,4 @@
-"""`generation_config.json`: how tokens are drawn, what is penalised and forbidden, and what is not applied."""
+"""Reads `generation_config.json`: sampling parameters, penalties, bans, and the settings that are not applied."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from jaxspec.io.hf_values import flag, number, token_ids, whole
 from jaxspec.io.messages import shown
 
-# Each token of an n-gram, and of a bad word, is a comparison in the compiled program.
+# Bounds, because the compiled program has one comparison for each token of an n-gram and of a bad word.
 _MOST_NGRAM, _MOST_WORD = 64, 64
-# The keys that say how a token is drawn: they mean something only where do_sample is true.
+# The sampling parameters, which have an effect only if do_sample is true.
 SAMPLING: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "temperature": lambda values: number(values, "temperature", 0, 1e6),
     "top_k": lambda values: whole(values, "top_k", 0),
     "top_p": lambda values: number(values, "top_p", 1e-30, 1),
     "min_p": lambda values: number(values, "min_p", 0, 1),
 }
-# Those that a caller may give for a text.
+# The settings that a caller may also give for a text.
 PENALTIES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "repetition_penalty": lambda values: number(values, "repetition_penalty", 1e-6, 1e6),
     "presence_penalty": lambda values: number(values, "presence_penalty", -1e6, 1e6),
@@ -32,8 +32,8 @@ _RULES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "min_new_tokens": lambda values: whole(values, "min_new_tokens", 0),
     "min_length": lambda values: whole(values, "min_length", 0),
 }
-# Settings of transformers that change a text and are not applied here, with what changes nothing beside null; first
-# those that count only where do_sample is true.
+# Settings of transformers that change a text and are not applied here, with their neutral values besides null; first
+# those that have an effect only if do_sample is true.
 _UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
@@ -63,15 +63,15 @@ _UNAPPLIED: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a model's `generation_config.json` forbids, as transformers defines it.
+    """The bans of a model's `generation_config.json`, as transformers defines them.
 
     Attributes:
-      suppress_tokens: tokens that never come.
+      suppress_tokens: tokens that never occur.
       begin_suppress_tokens: tokens that do not begin a text.
-      bad_words_ids: sequences of tokens that do not come.
-      no_repeat_ngram_size: n, no n tokens in a row come twice; 0 for any.
-      min_new_tokens: no end of text before that many tokens; None for `min_length`.
-      min_length: the same, with the prompt's tokens counted.
+      bad_words_ids: sequences of tokens that do not occur.
+      no_repeat_ngram_size: n; no n tokens in a row occur twice; 0 for no ban.
+      min_new_tokens: no end of text before this number of tokens; None to use `min_length`.
+      min_length: the same, but counting the prompt's tokens too.
     """
 
     suppress_tokens: tuple[int, ...] = ()
@@ -83,21 +83,21 @@ class Rules:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Rules:
-        """Returns the rules among the keys of a `generation_config.json`; null is none.
+        """Returns the rules among the keys of a `generation_config.json`; null counts as absent.
 
         Raises:
-          ValueError: a value is none of its key; one line.
+          ValueError: a value is invalid for its key; one line.
         """
         return cls(**{name: read(values) for name, read in _RULES.items() if values.get(name) is not None})
 
     @property
     def bad_tokens(self) -> tuple[int, ...]:
-        """The bad words of one token."""
+        """Returns the bad words that consist of one token."""
         return tuple(word[0] for word in self.bad_words_ids if len(word) == 1)
 
     @property
     def longer_words(self) -> tuple[tuple[int, ...], ...]:
-        """The bad words of several tokens."""
+        """Returns the bad words that consist of several tokens."""
         return tuple(word for word in self.bad_words_ids if len(word) > 1)
 
 
@@ -105,14 +105,14 @@ NO_RULES = Rules()
 
 
 def defaults_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `generation_config.json` that are applied; null is left out.
+    """Returns the applied keys of a `generation_config.json`; null is left out.
 
     Raises:
-      ValueError: do_sample is no truth value, or a value makes no sense; one line.
+      ValueError: do_sample is not true or false, or a value is invalid; one line.
     """
     applied = ("do_sample", *SAMPLING, *PENALTIES, *_RULES)
     given = {key: content[key] for key in applied if content.get(key) is not None}
-    # Where nothing is sampled these mean nothing, and some repositories carry nonsense.
+    # Without sampling these keys have no effect, and some repositories have invalid values for them.
     for key in SAMPLING.keys() & given.keys() if flag(given, "do_sample") else ():
         SAMPLING[key](given)
     for key in PENALTIES.keys() & given.keys():
@@ -122,7 +122,7 @@ def defaults_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unapplied(content: Mapping[str, Any]) -> list[str]:
-    """The keys of a `generation_config.json` that would change a text, and that are not applied."""
+    """Returns the keys of a `generation_config.json` that would change a text and are not applied."""
     settings = _UNAPPLIED | (_UNAPPLIED_SAMPLING if content.get("do_sample") is True else {})
     return [
         key

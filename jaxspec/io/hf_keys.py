@@ -1,6 +1,6 @@
-"""Keys of `config.json` that `hf_config` does not read: ignored, warned of, or refused.
+"""Checks the keys of `config.json` that `hf_config` does not read: each is ignored, reported or refused.
 
-Checked key by key against the configuration classes of transformers 5.24, see `tests/test_hf_keys.py` and
+The lists were checked key by key with the configuration classes of transformers 5.24, see `tests/test_hf_keys.py` and
 `tests/peers/test_config_keys.py`.
 """
 
@@ -24,7 +24,7 @@ _READ = _words(
 )
 _WINDOWS = {"sliding_window", "layer_types"}
 _QWEN_WINDOWS = _WINDOWS | {"use_sliding_window", "max_window_layers"}
-# Keys that `hf_config` reads, by model type.
+# The keys that `hf_config` reads, by model type.
 READ: Mapping[str, frozenset[str]] = {
     "llama": _READ | {"attention_bias", "mlp_bias"},
     "mistral": _READ | _WINDOWS,
@@ -32,8 +32,8 @@ READ: Mapping[str, frozenset[str]] = {
     "qwen2": _READ | _QWEN_WINDOWS,
     "qwen3": _READ | _QWEN_WINDOWS | {"attention_bias"},
 }
-# Keys that change no output of the model: storage, training, and how or where other programs run it. `pretraining_tp`
-# splits products into parts and adds them up.
+# Keys that change no output of the model: storage, training, and other programs' execution. `pretraining_tp` splits
+# products into parts and adds the parts.
 IGNORED = _words(
     """architectures dtype torch_dtype transformers_version name_or_path _name_or_path _commit_hash torchscript
     tokenizer_class model_max_length max_sequence_length finetuning_task task_specific_params id2label label2id
@@ -47,7 +47,7 @@ IGNORED = _words(
     _flash_attn_2_enabled experts_implementation _experts_implementation_internal use_flash_attn
     pad_token_id unk_token_id sep_token_id mask_token_id medusa_num_heads medusa_num_layers"""
 )
-# Parameters of generation: transformers 5 takes them from `generation_config.json` alone.
+# Generation parameters: transformers 5 takes them only from `generation_config.json`.
 GENERATION_KEYS = _words(
     """assistant_confidence_threshold assistant_early_exit assistant_lookbehind bad_words_ids begin_suppress_tokens
     cache_config cache_implementation compile_config constraints decoder_start_token_id disable_compile
@@ -60,8 +60,8 @@ GENERATION_KEYS = _words(
     repetition_penalty return_dict_in_generate sequence_bias stop_strings suppress_tokens target_lookbehind
     temperature token_healing top_h top_k top_p typical_p use_model_defaults watermarking_config"""
 )
-# Keys of other architectures that change what a model computes, and the values that mean no change; null and false
-# always do.
+# Keys of other architectures that change a model's computation, and their neutral values; null and false are always
+# neutral.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     # factors of the embedding, of attention, of the residual stream and of the logits (Granite, Cohere, MiniCPM, µP)
     "embedding_multiplier": (1,),
@@ -85,7 +85,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "clip_qkv": (),
-    # attention that sees other positions, or rotates them otherwise
+    # other positions or rotations in attention
     "attention_chunk_size": (),
     "attn_temperature_tuning": (0,),
     "alibi": (),
@@ -108,7 +108,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_bias": (),
     "use_qkv_bias": (),
     "lm_head_bias": (),
-    # layers of another make
+    # other layers
     "block_configs": (),
     "hc_mult": (),
     "kv_lora_rank": (),
@@ -120,7 +120,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": ({},),
     "q_lora_rank": (),
     "use_parallel_residual": (),
-    # weights that are stored otherwise
+    # other storage of weights
     "compression_config": ({},),
 }
 _ROPE_READ = _words(
@@ -131,9 +131,9 @@ _MOST_NAMED = 5
 
 
 def check_keys(kind: str, content: Mapping[str, Any]) -> str | None:
-    """One line about the keys of a config that a model of type `kind` does not use and that are not known, or None.
+    """Returns a warning about the unknown keys of a config that a model of type `kind` does not use, or None.
 
-    Null, false and empty values switch nothing on and are passed over.
+    Null, false and empty values have no effect and are ignored.
 
     Raises:
       ValueError: a key changes the model in a way that is not supported.
@@ -163,7 +163,7 @@ def _off(value: Any) -> bool:
 
 
 def _counts(key: str, content: Mapping[str, Any]) -> bool:
-    """Whether a key that the model's type does not use might still mean something there."""
+    """Whether a key that the model's type does not use could have an effect here."""
     if key in ("sliding_window", "max_window_layers"):
         return content.get("use_sliding_window") is not False and content.get("sliding_window") is not None
     types = content[key]

@@ -1,4 +1,4 @@
-"""The names of tensors in Hugging Face checkpoints: prefixes that wrappers leave, and what other names reveal."""
+"""The names of tensors in Hugging Face checkpoints: removes prefixes of wrappers, and recognises other models."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from jaxspec.io.hf_layout import EMBED, HEAD
 from jaxspec.io.tensors import DTYPES, Tensors
 
-# What torch.compile, FSDP and activation checkpointing put into the names of the modules that they wrap.
+# The parts that torch.compile, FSDP and activation checkpointing insert into the names of wrapped modules.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _BASE = "model."
 # Names of tensors that only heads have.
 _OF_HEADS = re.compile(r"(medusa_heads\.)?blocks\.\d+\.layers\.|\d+\.\d+\.linear\.|hydra_mlp\.")
-# Of what transformers puts behind a base model that tells texts apart instead of writing them.
+# The layers that transformers adds to a base model for classification.
 _OF_CLASSIFIERS = re.compile(r"(score|classifier|qa_outputs)\.(weight|bias)")
 
 
 def plainly_named(directory: Path, found: Tensors) -> Tensors:
-    """The tensors by the names that `LlamaForCausalLM` gives them.
+    """Returns the tensors by the names that `LlamaForCausalLM` gives them.
 
-    Prefixes that all of them share are removed, and those of wrappers. A base model that was saved without its prefix
-    gets it.
+    Prefixes that all names share are removed, and so are those of wrappers. A base model that was saved without its
+    prefix gets the prefix back.
 
     Raises:
       ValueError: two tensors would have one name.
@@ -42,7 +42,7 @@ def plainly_named(directory: Path, found: Tensors) -> Tensors:
 
 
 def _prefix(names: Collection[str]) -> str | None:
-    """What stands before the parts of a base model in all names but the head's; None where they are plain."""
+    """Returns the prefix that all names but the head's share in a base model; None if the names are the usual ones."""
     embeddings = [name for name in names if name.endswith(EMBED.removeprefix(_BASE))]
     if EMBED in names or len(embeddings) != 1:
         return None
@@ -57,10 +57,10 @@ def _behind(name: str, prefix: str) -> str:
 
 
 def refuse_classifier(directory: Path, found: Tensors) -> None:
-    """Refuses a model that was trained to classify: its head, if it has one, was not trained with it.
+    """Refuses a model that was trained to classify, because its language-model head, if any, was not trained with it.
 
     Raises:
-      ValueError: a tensor of a classifier is there; the line names it.
+      ValueError: there is a tensor of a classifier; the line names it.
     """
     for name in sorted(filter(_OF_CLASSIFIERS.fullmatch, (*found, *found.left_out))):
         raise ValueError(
@@ -70,7 +70,7 @@ def refuse_classifier(directory: Path, found: Tensors) -> None:
 
 
 def missing(name: str, found: Tensors) -> str:
-    """What to say of a tensor that cannot be used."""
+    """Returns an error message for a tensor that cannot be used."""
     if name in found.left_out:
         return (
             f"tensor {name} is {found.left_out[name]}; quantised weights are not supported, give a model with one of "

@@ -189,7 +189,7 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
 
 
 def _is_file_name(name: Any) -> bool:
-    """Whether it names a file of the directory itself."""
+    """Whether the name is that of a file directly in the directory."""
     return isinstance(name, str) and name == Path(name).name and len(name) < 256 and name.isprintable()
 
 

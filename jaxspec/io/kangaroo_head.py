@@ -3,7 +3,7 @@
 pytorch_model.bin   layers.{l}.self_attn.{q,k,v,o}_proj, layers.{l}.input_layernorm, norm
 config.json         of a Llama of one layer, whose MLP is not there; ours says `jaxspec: {"exit_layer": E}` too
 
-The authors' code rotates by the base 10,000, whatever the config says.
+The authors' code uses the base 10,000 for the rotary embedding, for any config.
 """
 
 from __future__ import annotations

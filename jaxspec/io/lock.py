@@ -1,4 +1,4 @@
-"""One command at a time per output: a lock that the kernel releases with the process, however it ends."""
+"""Locks an output for one command at a time. The kernel releases the lock when the process ends for any reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE = "lock"
 def exclusive(
     directory: Path, report: Callable[[str], None], option: str = "run", file_name: str = FILE
 ) -> Iterator[None]:
-    """Holds the lock of a directory, which is made if it does not exist, and removes what killed writers left in it.
+    """Locks a directory, which is created if necessary, and removes the temporary files that killed writers left in it.
 
     The lock is the kernel's (flock) and not the file's existence, so a killed process leaves nothing to be
     removed. The file says who holds it and stays, empty, when the lock is released: a file removed by one
@@ -27,9 +27,9 @@ def exclusive(
 
     Args:
       directory: the directory.
-      report: is given a line where the file system knows no locks; the command goes on without one.
+      report: is called with a line if the file system does not support locks; the command continues without one.
       option: the parameter by which the user chose the directory, for the message.
-      file_name: of the lock, for a command whose output is one file of the directory.
+      file_name: name of the lock file, for a command whose output is one file of the directory.
 
     Raises:
       ValueError: a process of another command holds the lock; the message says which.

@@ -1,4 +1,4 @@
-"""Error messages: how a value is written in one, and how long one may be."""
+"""Formats error messages: the values in them, and their length."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 # Longer whole numbers are not written out.
 _MAX_BITS = 1024
-# The characters of a message, whatever a file contains, and of a word in one that is longer than that.
+# The maximum number of characters of a message, for any content of a file, and of a word in a longer message.
 _MAX_MESSAGE, _MAX_WORD = 300, 90
-# The characters of a value in a message.
+# The maximum number of characters of a value in a message.
 _MAX_VALUE = 70
 
 
@@ -28,10 +28,10 @@ def shown(value: Any) -> str:
 
 
 def fitted(text: str) -> str:
-    """A message in one line of at most 300 printable characters.
+    """Returns a message as one line of at most 300 printable characters.
 
-    Control characters are escaped. A message that is too long loses the middle of its longest words, such as names of
-    tensors and paths, and then its own middle: the beginning names the file, the end says what to do.
+    Control characters are escaped. If a message is too long, its longest words, such as names of tensors and paths,
+    lose their middle, then the message itself does: its beginning names the file, its end tells the user what to do.
 
     Examples:
       >>> fitted("a\\x1b[2J\\nb"), len(fitted("x" * 1000 + " is missing"))
@@ -46,7 +46,7 @@ def fitted(text: str) -> str:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """At most `most` characters of a text."""
+    """Returns at most `most` characters of a text."""
     if len(text) <= most:
         return text
     end = most * 2 // 5
@@ -55,10 +55,10 @@ def _without_middle(text: str, most: int) -> str:
 
 @contextmanager
 def brief_errors() -> Iterator[None]:
-    """Makes the messages of bad input that leave the block, or a function that this decorates, `fitted`.
+    """Applies `fitted` to the messages of bad-input errors that leave the block or the decorated function.
 
     Raises:
-      ValueError, FileNotFoundError: with the message of the one that was raised, fitted.
+      ValueError, FileNotFoundError: the original error with its message fitted.
     """
     try:
         yield

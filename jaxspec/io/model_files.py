@@ -1,4 +1,4 @@
-"""By which files a directory is known to hold a model, so that nothing is written over it."""
+"""Finds the files of a model in a directory, so that nothing overwrites them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxspec.io.hf_config import GENERATION
 from jaxspec.io.huggingface import ORBAX_PARAMS
 
 _NAMES = ("config.json", GENERATION, *tokenizer.FILES)
-# A link to weights that are gone still says whose place it is: the files of a hub's cache are links.
+# A link counts even if its weights are gone, because the files of a hub's cache are links.
 _WEIGHTS = re.compile(
     r".*\.(safetensors|gguf|bin|pt|pth)(\.index\.json)?|manifest\.ocdbt|_METADATA", re.IGNORECASE
 )
@@ -21,11 +21,11 @@ def held(directory: str | os.PathLike[str], *, weights_only: bool = False) -> st
     """Finds a file of a model, or of a part of one, directly in a directory.
 
     Args:
-      directory: it need not exist.
-      weights_only: leave out configuration and tokenizer, which other things have as well.
+      directory: the directory; it need not exist.
+      weights_only: ignore configuration and tokenizer files, which other directories have too.
 
     Returns:
-      the name of the first file; None where there is none.
+      the name of the first file found; None if there is none.
     """
     if not Path(directory).is_dir():
         return None

@@ -60,7 +60,7 @@ def save(
 
 @contextlib.contextmanager
 def _full_disks(directory: Path) -> Iterator[None]:
-    """Raises for a full disk what Python raises; Orbax logs each thread's traceback, and raises an error of its own."""
+    """Raises Python's error for a full disk. Orbax itself logs a traceback per thread and raises another error."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
-"""Pickles of plain values, read without `pickle`: no object is made, hashed or changed but those of the caller.
+"""Reads pickles of plain values without `pickle`: it makes, hashes and changes no objects but those of the caller.
 
-`pickle.Unpickler` builds whatever a pickle describes. A pickle of a few hundred bytes can describe a tuple whose hash
-takes years, or change an array behind its owner's back. This reader takes one step for each opcode of `pickletools`.
+`pickle.Unpickler` builds any object that a pickle describes. A pickle of a few hundred bytes can describe a tuple whose
+hash takes years, or change an array used elsewhere. This reader takes one step for each opcode of `pickletools`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-# What a pickle may call, by its full name; the function gets the arguments from the pickle, of any type.
+# The functions that a pickle may call, by full name. A function gets its arguments from the pickle, of any type.
 Makers = Mapping[str, Callable[..., Any]]
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _ARGUMENTS = ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
@@ -20,27 +20,27 @@ _METADATA = "_metadata"
 
 
 class ForeignError(ValueError):
-    """A pickle names a function that is not among the makers; the message is its name."""
+    """A pickle names a function that is not among the makers; the message is the function's name."""
 
 
 class Maker(NamedTuple):
-    """A function as a pickle names it."""
+    """A function that a pickle may name."""
 
     name: str
     call: Callable[..., Any]
 
 
 def load(pickled: bytes, makers: Makers, persistent: Callable[[Any], Any]) -> Any:
-    """The value in a pickle: texts, numbers, tuples, lists, dictionaries by text, and what the makers return.
+    """Returns the value in a pickle: text, numbers, tuples, lists, dictionaries with text keys, and makers' results.
 
     Args:
       pickled: the pickle; the time is linear in its length.
-      makers: what may be called.
+      makers: the functions that the pickle may call.
       persistent: makes the value of a persistent id.
 
     Raises:
       ForeignError: the pickle names a function that is not in `makers`.
-      ValueError: the pickle is damaged, or holds something else; or a maker refuses its arguments.
+      ValueError: the pickle is damaged or holds other values, or a maker refuses its arguments.
     """
     machine = _Machine(makers, persistent, len(pickled))
     try:
@@ -113,7 +113,7 @@ class _Machine:
         self._update(self._since_mark())
 
     def _update(self, pairs: list[Any]) -> None:
-        # A text is the one key whose hash takes no more time than its length.
+        # Text is the only key type whose hash takes no more time than its length.
         if not isinstance(self.stack[-1], dict) or not all(isinstance(key, str) for key in pairs[::2]):
             raise ValueError("its pickle has a dictionary with keys other than text")
         self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))

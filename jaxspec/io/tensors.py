@@ -33,7 +33,7 @@ INTEGERS: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-# 300,000 tensors' worth; the format allows three times as much. Parsed, a header may take thirty times its bytes.
+# Enough for 300,000 tensors; the format allows three times as much. A parsed header can take thirty times its bytes.
 _MAX_HEADER_BYTES = 30_000_000
 _MAX_DIMENSIONS, _MAX_SIZE = 8, 2**31
 

@@ -96,7 +96,7 @@ def _load_by_transformers(directory: Path) -> Any:
 
 
 def _check_sentencepiece(directory: Path) -> None:
-    """Refuses a SentencePiece model that cannot be read, for which transformers would name other packages."""
+    """Refuses an unreadable SentencePiece model, for which transformers would report other missing packages."""
     path = directory / SENTENCEPIECE
     if (directory / "tokenizer.json").is_file() or not path.is_file():
         return
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """The id of the token that pads; None if there is none."""
+        """The id of the padding token; None if there is none."""
         pad: int | None = self._loaded.pad_token_id
         return pad
 
@@ -186,13 +186,13 @@ class Tokenizer:
         return self._one_bos(self._loaded.encode(text))
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token with this text; None if there is none."""
+        """Returns the id of the special token with this text; None if there is none."""
         index = self._loaded.get_vocab().get(text)
         return index if index in self._skipped else None
 
     @property
     def special_tokens(self) -> Mapping[str, Any]:
-        """The special tokens that have a name, by it, such as bos_token."""
+        """The named special tokens, such as bos_token, by name."""
         named: Mapping[str, Any] = self._loaded.special_tokens_map
         return named
 
@@ -201,7 +201,7 @@ class Tokenizer:
         """The chat template; None if there is none.
 
         Raises:
-          ValueError: there are several, see `io.chat.default_template`.
+          ValueError: there are several and none is called default, see `io.chat.default_template`.
         """
         template = default_template(self._loaded.chat_template)
         return ChatTemplate(template, self.special_tokens) if template else None
@@ -209,12 +209,12 @@ class Tokenizer:
     def encode_chat(
         self, messages: str | Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of a conversation, up to the place where the model's answer begins or goes on.
+        """Returns the token ids of a conversation, up to the place where the model's answer begins or continues.
 
         Args:
           messages: with `role` and `content` each; a string is one message of the user. A last message of the
-            assistant is continued: what the template writes after its content is left out.
-          variables: of the template, such as Qwen3's `enable_thinking`.
+            assistant is continued: the text that the template writes after its content is left out.
+          variables: variables of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
           ValueError: the tokenizer has no chat template, or its template refuses the conversation.

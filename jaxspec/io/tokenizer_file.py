@@ -41,12 +41,12 @@ class FileTokenizer:
     Args:
       backend: the tokenizer.
       named: the named special tokens, such as bos_token.
-      chat_template: as it is stored, see `io.chat.default_template`; None if there is none.
+      chat_template: as stored, see `io.chat.default_template`; None if there is none.
 
     Attributes:
-      chat_template: as it was given.
+      chat_template: the argument.
       special_tokens_map: the named tokens.
-      bos_token_id, eos_token_id, pad_token_id: None if there is no such token.
+      bos_token_id, eos_token_id, pad_token_id: their ids; None if there is no such token.
       all_special_ids: of the named tokens.
       added_tokens_decoder: the added tokens by id.
     """
@@ -83,7 +83,7 @@ class FileTokenizer:
 
 
 def read_tokenizer(directory: Path) -> FileTokenizer | None:
-    """The tokenizer of a directory without its chat template; None if `tokenizer.json` does not say all about it."""
+    """Reads the tokenizer of a directory, without its chat template; None if `tokenizer.json` is not sufficient."""
     try:
         settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
         backend = Backend.from_file(str(directory / "tokenizer.json"))

@@ -1,8 +1,8 @@
 """PyTorch's `.bin` files, read without PyTorch and without running anything that is in them.
 
-Such a file is a zip archive: `data.pkl`, a pickle that says which tensor has which numbers, and the numbers of each
-storage as `data/KEY`. The pickle may call only the functions that make tensors, see `pickle_values`. A small file takes
-little memory: PyTorch neither compresses nor, in a saved model, makes a tensor larger than its numbers.
+Such a file is a zip archive. `data.pkl` is a pickle that describes the tensors, and `data/KEY` has the numbers of each
+storage. The pickle may call only the functions that make tensors, see `pickle_values`. A small file takes little
+memory: PyTorch does not compress and, in a saved model, does not make a tensor larger than its numbers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _STORAGES = {
     "torch.BoolStorage": np.dtype(bool),
 }
 _CONVERT = "save it as safetensors with PyTorch: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
-# A pickle has about 150 bytes for each tensor.
+# A pickle needs about 150 bytes for each tensor.
 _MAX_PICKLE_BYTES = 4_000_000
 _MAX_DIMENSIONS, _MAX_SIZE = 8, 2**31
 
 
 class _Storage(NamedTuple):
-    """The numbers of some tensors, by their key in the archive."""
+    """A block of numbers that tensors share, identified by its key in the archive."""
 
     dtype: np.dtype
     key: str
@@ -59,7 +59,7 @@ def read(path: str | os.PathLike[str]) -> Tensors:
             return _read(path, archive)
     except ForeignError as error:
         raise ValueError(f"{path} holds more than tensors ({error}), which is not run; {_CONVERT}") from None
-    # What `zipfile` raises for a damaged archive, an encrypted one, and one of a later version.
+    # The errors of `zipfile` for a damaged archive, an encrypted one, and one of a later version.
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError):
         raise ValueError(f"{path} is truncated, or no archive of PyTorch 1.6 or later; {_CONVERT}") from None
     except (ValueError, KeyError, EOFError, OverflowError) as error:
@@ -87,7 +87,7 @@ def _empty() -> dict[str, Any]:
 
 
 def _refuse(*arguments: Any) -> None:
-    """A type of storage is only named, as a part of a persistent id."""
+    """Takes the place of a storage type, which a pickle may only name, as a part of a persistent id."""
     raise ValueError("its pickle makes numbers of its own")
 
 
@@ -99,7 +99,7 @@ def _storage(pid: Any) -> _Storage:
 
 
 class _Parts:
-    """The parts of an archive by name, without the name of the directory before them."""
+    """The parts of an archive by name, without the name of the archive's directory."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
@@ -125,7 +125,7 @@ class _Parts:
     def tensor(
         self, storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
     ) -> np.ndarray:
-        """A view of the numbers of a storage, which it neither leaves nor repeats."""
+        """Returns a view of the numbers of a storage that stays within them and does not repeat them."""
         if (
             not isinstance(storage, _Storage)
             or not isinstance(shape, tuple)
@@ -147,7 +147,7 @@ class _Parts:
 
 
 def _tensors_of(content: Any) -> Mapping[str, np.ndarray]:
-    """The tensors by name in a file, perhaps under the name that trainers give to them."""
+    """Returns the tensors by name, which trainers may store under `state_dict`."""
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(one, np.ndarray) for one in content.values()):

@@ -49,7 +49,7 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
         "coupled": CoupledAcceptor,
         "typical": TypicalAcceptor,
     }
-    # Where nothing is drawn, the greedy one's text is the others', but for near-ties.
+    # Without sampling, all acceptors give the same text up to near-ties, and the greedy one is the cheapest.
     if name == "greedy" or (not sampling and name in ("coupled", "typical")):
         return GreedyAcceptor()
     return of_sampled[name]()

@@ -70,7 +70,7 @@ class ASD(MaskedMethod):
         ), self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the layers without those that `every` and `keep_last` skip; `alpha` skips more, by the prompt."""
+        """Returns the cost without the layers that `every` and `keep_last` skip; `alpha` skips more, by prompt."""
         from jaxspec.choosing.costs import DraftCost
 
         made, depth = cast("Drafting", drafter), target.config.num_layers

@@ -35,8 +35,8 @@ class Auto(DraftingMethod):
     Attributes:
       among: methods to choose among, plain decoding always with them; their options stand beside this one. Default:
         ngram, suffix, early exits that the model was trained for, and heads that lie beside it or come with jaxspec.
-      choices: a file of choices: where it is there, its choices are made again, with which a seed gives the same text
-        again whatever the acceptor is; else what is chosen is written to it.
+      choices: a file of choices. If it exists, its choices are repeated, so that a seed gives the same text with any
+        acceptor; otherwise the choices are written to it.
       explain: report what was expected and what was chosen, see `Result.choices`; the command line writes it to
         standard error after the text.
 
@@ -153,11 +153,11 @@ class Auto(DraftingMethod):
     def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
         """Returns what `jaxspec tune --method auto` found out about a model's candidates, by name; {} where nothing.
 
-        The model's own file counts, and for what it does not name those of the heads that come with jaxspec for the
-        model, unless it has a head of that kind beside it.
+        The model's own file has precedence. The file of a head that is distributed with jaxspec adds the candidates
+        that it lacks, unless the model has a head of that kind in its directory.
 
         Raises:
-          ValueError: a file is damaged, or another model's; one line.
+          ValueError: a file is damaged or belongs to another model; one line.
         """
         from jaxspec.io import acceptance_file
         from jaxspec.io.heads import embedded_heads, head_name

@@ -34,9 +34,9 @@ class Candidate:
 
     Attributes:
       name: as reports call it.
-      drafter, params: as of `Method.build`.
-      cost: of its drafts.
-      expected: of what is accepted, where something was measured; None where nothing is known.
+      drafter, params: the result of `Method.build`.
+      cost: the cost of its drafts.
+      expected: the expected acceptance, if any was measured; else None.
       offered: whether it is what the model offers, which `jaxspec tune --method auto` measures; another head or other
         options are not.
 
@@ -169,7 +169,7 @@ class Method:
         return ()
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
-        """Returns the declared cost of a draft token, which `auto`, `hybrid` and reports use; None if it has none.
+        """Returns the declared cost of its drafts, which `auto`, `hybrid` and reports use; None if it declares none.
 
         Args:
           target: the model that verifies.
@@ -273,7 +273,7 @@ def size_of(params: Any) -> int:
 
 
 def layers_of(params: Any, target: LoadedModel) -> float:
-    """Returns how many of the target's layers hold as many numbers as `params`.
+    """Returns the number of the target's layers that have together as many numbers as `params`.
 
     Examples:
       >>> from jaxspec.testing import language_model

@@ -67,7 +67,7 @@ class CLaSp(ChainMethod):
         return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the layers that are kept, without the choice of them; the target runs over a text once more."""
+        """Returns the cost of the kept layers, without the search for them; the target runs over a text once more."""
         from jaxspec.choosing.costs import DraftCost
 
         depth = target.config.num_layers

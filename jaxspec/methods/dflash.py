@@ -47,7 +47,7 @@ class DFlash(HeadMethod):
         return Drafting(target.config, head, rule, length)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns one pass of the head for a whole block; the target runs over a text once more to absorb it."""
+        """Returns the cost of one pass of the head per block; to absorb a text the target runs over it once more."""
         from jaxspec.choosing.costs import DraftCost
 
         layers = layers_of(params, target)

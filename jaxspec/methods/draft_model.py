@@ -58,7 +58,7 @@ class DraftModel(ChainMethod):
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns as many layers as have the draft's size, its head included, and a cache of its own."""
+        """Returns the cost of as many target layers as have the draft's size, head included, with its own cache."""
         return own_model_cost(target, params)
 
 
@@ -67,9 +67,9 @@ def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: 
 
     Args:
       target: the model that verifies.
-      params: of the draft.
-      layers: the part of the draft's layers that a token runs through.
-      bits: of a weight of the draft, as a part of those of the target's.
+      params: the draft's parameters.
+      layers: the fraction of the draft's layers that a token runs through.
+      bits: the bits of the draft's weights, relative to those of the target's.
     """
     from jaxspec.choosing.costs import DraftCost
 

@@ -103,7 +103,7 @@ class HeadMethod(ChainMethod):
         return head
 
     def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
-        """Returns the head's parameters, with what `draft_vocab` and its own rows leave of its vocabulary."""
+        """Returns the head's parameters, reduced to the tokens of `draft_vocab` for which the head has rows."""
         import jax.numpy as jnp
         import numpy as np
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Heads that draft best, the best first.
 _HEADS = ("eagle3", "eagle", "kangaroo")
-# Drafts longer than any that pays.
+# Longer than any draft that pays.
 _LONG = 16
-# Steps of the target that a draft token costs where its method declares nothing.
+# The cost of a draft token, in steps of the target, if its method declares none.
 _UNKNOWN = 0.5
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
@@ -37,8 +37,8 @@ class Hybrid(Method):
     Attributes:
       first: what copies drafts from text: suffix or ngram; its options stand beside this one. Default suffix.
       second: what drafts with a model: any other method; its options stand beside this one. Default layerskip.
-      draft_cost: what a draft token of the second costs, in steps of one token. Default: the weights that it reads, as
-        a part of those that a step of the model reads.
+      draft_cost: the cost of a draft token of the second method, in steps of one token. Default: the size of the
+        weights that it reads, relative to those that a step of the model reads.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip, Suffix
@@ -192,10 +192,10 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
 
 
 def _in_steps(cost: DraftCost, target: LoadedModel, length: int) -> float:
-    """Returns the cost of a draft token in steps of the target, by the weights that it reads."""
+    """Returns the cost of a draft token in steps of the target, computed from the weights that it reads."""
     layers = size_of(target.params["layers"])
     read = {name: leaf for name, leaf in target.params.items() if name != "layers"}
     if not target.config.tie_embeddings:
-        del read["embed"]  # of which a step reads one row
+        del read["embed"]  # a step reads only one row of it
     share = cost.share(layers / target.config.num_layers, size_of(read), target.config.num_layers)
     return share / length if cost.once else share

@@ -74,7 +74,7 @@ class Kangaroo(HeadMethod):
         return cls.beside(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns an early exit and the adapter behind it; the target runs over a text once more to absorb it."""
+        """Returns the cost of an early exit and its adapter; to absorb a text the target runs over it once more."""
         from jaxspec.choosing.costs import DraftCost
 
         exit_layer, depth = cast("ExitDrafter", drafter).exit_layer, target.config.num_layers

@@ -65,7 +65,7 @@ class Quantised(ChainMethod):
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the target's own layers and head at the bits of the draft, and a cache of its own."""
+        """Returns the cost of the target's own layers and head at the draft's bits, with a cache of its own."""
         held = target.bits or 8 * target.params["norm"].dtype.itemsize
         return own_model_cost(
             target, params, bits=(self.draft_bits or (8 if target.bits is None else 4)) / held

@@ -52,8 +52,8 @@ class LoadedModel:
       params: the parameters.
       name: what messages call it.
       exits: the exits it was trained for, in layers run.
-      sampled: of quantised parameters, what was read of each leaf for the fingerprint; else None.
-      fitted_from: of a draft with other rows than its target, the model as it is; else None.
+      sampled: for quantised parameters, the numbers of each leaf that the fingerprint reads; else None.
+      fitted_from: for a draft with other rows than its target, the original model; else None.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -125,7 +125,7 @@ class LoadedModel:
 
         from jaxspec.model import llama
 
-        if (few := self.params.get("vocabulary")) is not None:  # of a draft with fewer rows than its target
+        if (few := self.params.get("vocabulary")) is not None:  # a draft with fewer rows than its target
             ids = ids[ids < len(few.ids)]
         key = ids.tobytes()
         if key not in self._vocabularies:
@@ -153,8 +153,8 @@ class LoadedHead:
     Attributes:
       config: what it is made of.
       params: the parameters, see `jaxspec.model.eagle` and its siblings.
-      target: the fingerprint of the model that it was trained for; None where it does not say.
-      rows: how many of the target's first tokens it has rows for, so that it proposes no other; None for all.
+      target: the fingerprint of the model that it was trained for; None if the head does not record it.
+      rows: the number of the target's tokens, from the first, that it has rows for and proposes; None for all.
 
     Examples:
       >>> from jaxspec.model.eagle import HeadConfig

@@ -67,7 +67,7 @@ class S2D(ChainMethod):
         return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the mean of the exits: which of them a token takes depends on the text."""
+        """Returns the mean cost of the exits, because the exit of a token depends on the text."""
         from jaxspec.choosing.costs import DraftCost
 
         exits = cast("Drafting", drafter).exits

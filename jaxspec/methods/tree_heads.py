@@ -49,7 +49,7 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         return {**super().usual(), "tree": "a chain"}
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns as many layers as have the head's size; the target runs over a text once more to absorb it."""
+        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
         from jaxspec.choosing.costs import DraftCost
 
         depth = target.config.num_layers

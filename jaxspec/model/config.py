@@ -31,7 +31,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Llama 1 to 3.2, CodeLlama, Vicuna, TinyLlama, Mistral, Ministral, Qwen2, Qwen3: one architecture and its flags.
+    """Llama 1 to 3.2, CodeLlama, Vicuna, TinyLlama, Mistral, Ministral, Qwen2, Qwen3: one architecture with flags.
 
     Attributes:
       vocab_size: V.
@@ -51,7 +51,7 @@ class LlamaConfig:
       sliding_windows: per layer, how many latest positions it sees, None for all; () for all in every layer.
       bos_token_id: put before a text, or None.
       eos_token_ids: any of them ends a text; may be empty.
-      model_type: `llama`, `mistral`, `ministral`, `qwen2` or `qwen3`: what it is written back as.
+      model_type: `llama`, `mistral`, `ministral`, `qwen2` or `qwen3`: the type with which it is saved.
       kv_copies: how often parameters and cache hold each key/value head, one after the other, each copy for an equal
         part of its query heads: so that more devices than KV share them out (`model.sharding`). It is no part of what
         the model is: no file names it.

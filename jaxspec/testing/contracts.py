@@ -56,7 +56,7 @@ def check_drafter(
 
     Args:
       make: a drafter that fits every model, or what makes one and its parameters for a target's config.
-      config: the target of all checks but the sampled law's, whose vocabulary has four tokens.
+      config: the target of all checks except that of the sampling distribution, whose vocabulary has four tokens.
       acceptors: names among greedy, rejection, block and coupled.
       report: called with the name of each check before it begins.
 
@@ -277,7 +277,7 @@ def _greedy(
 
 
 def check_seeded_text(loop: Loop) -> None:
-    """With the coupled acceptor each row has the text that plain decoding draws by its key, whatever is drafted.
+    """Checks that with the coupled acceptor each row equals the text that plain decoding draws with the row's key.
 
     Examples:
       >>> from jaxspec.drafting.ngram import NGram
@@ -319,11 +319,11 @@ def check_calls(loop: Loop) -> None:
 
 
 def check_refill(loop: Loop, statistics: bool = True) -> None:
-    """Rows that take the places of others in a running batch, which has grown, have the rounds they have alone.
+    """Checks that rows which replace others in a running, grown batch have the same rounds as alone.
 
     Args:
       loop: the loop.
-      statistics: whether the counts of rounds and drafts are compared too, and not the texts alone; False for a drafter
+      statistics: whether the counts of rounds and drafts are compared, in addition to the texts; False for a drafter
         whose drafts for a row depend on the other rows.
 
     Examples:
@@ -348,7 +348,7 @@ def check_refill(loop: Loop, statistics: bool = True) -> None:
     assert found == expected, f"in the places of others the texts are {found} instead of {expected}"
     if not statistics:
         return
-    # Wrong drafts leave a text as it is, but not how many of them are made and accepted.
+    # Wrong drafts do not change a text, only the numbers of drafted and accepted tokens.
     for field in dataclasses.fields(state.stats):
         ours, theirs = (np.asarray(getattr(one.stats, field.name)).tolist() for one in (state, alone))
         assert ours == theirs, f"in the places of others {field.name} is {ours} instead of {theirs}"

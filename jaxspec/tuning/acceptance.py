@@ -73,7 +73,7 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
     """
     expected = {}
     for name, texts in played.items():
-        # What never drafts might have had one token, and was wrong each time.
+        # A method that never drafts counts as if its one draft token had always been rejected.
         longest = max([1, *(drafted for rounds in texts for drafted, _ in rounds)])
         flat = acceptance.flat_prior(1, longest)
         nothing = acceptance.nothing_seen(flat, len(texts))
@@ -83,7 +83,7 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
             [[one for one in rounds[-1:] if one[0]] for rounds in texts],
         )
         if not any(rounds for texts in (before, last) for rounds in texts):
-            continue  # nothing is known of it
+            continue  # nothing was measured for it
         seen = acceptance.observed_rounds(nothing, 0, before, forgetting=1.0, asked=longest)
         seen = acceptance.observed_rounds(seen, 0, last, forgetting=1.0)
         prior = acceptance.fitted_prior(seen)

@@ -57,17 +57,17 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PromptOptions:
-    """What the model reads.
+    """The prompts that the model reads.
 
     Attributes:
-      prompt_file: a text file, which holds one prompt, or JSON lines in a form of `jaxspec bench`. Default: prompts of
-        each kind of work, none of which the suite reports on.
-      limit: prompts at most, taken from the kinds in turn. Default: all of the files, else two of each kind.
-      chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
-        prompts are messages: those with turns (of which the first is read), and GSM8K.
+      prompt_file: a text file with one prompt, or JSON lines in a form of `jaxspec bench`. Default: prompts of each
+        kind of work, none of which the suite reports on.
+      limit: the maximum number of prompts, taken from the kinds in turn. Default: all of the files, else two per kind.
+      chat: use of the model's chat template: on, off, or auto, which uses it if the model has a template and the
+        prompts are messages: prompts with turns (only the first turn is read), and GSM8K.
 
     Raises:
-      ValueError: a number outside its range.
+      ValueError: a number is outside its range.
     """
 
     prompt_file: tuple[str, ...] = ()

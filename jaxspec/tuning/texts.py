@@ -21,16 +21,16 @@ from jaxspec.tuning.agreement import AgreementTexts, prepare
 from jaxspec.tuning.options import PromptOptions
 
 _USUAL = PromptOptions()
-# Prompts of each kind of work where no files are given.
+# Number of prompts per kind of work if no files are given.
 _EACH = 2
 _WANTED = "`prompt_file` must be text files, one prompt each, or JSON lines"
 
 
 def read_prompts(lm: LanguageModel, max_new_tokens: int, options: PromptOptions = _USUAL) -> list[list[int]]:
-    """Prompts as token ids; of prompt sets and the default ones those that fit the model's context.
+    """Returns prompts as token ids; prompts of sets and the default ones are left out if they exceed the context.
 
     Raises:
-      ValueError, FileNotFoundError: a file is missing, empty, no text, or too long for the context; or none fits.
+      ValueError, FileNotFoundError: a file is missing, empty, not text, or too long for the context; or no prompt fits.
     """
     check_budget(max_new_tokens)
     room = lm.config.context_length - max_new_tokens
@@ -60,10 +60,10 @@ def read_prompts(lm: LanguageModel, max_new_tokens: int, options: PromptOptions 
 
 
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Text files and prompt sets among paths.
+    """Returns the text files and the prompt sets among the paths.
 
     Raises:
-      ValueError: there are both.
+      ValueError: there are both kinds.
     """
     sets = [path for path in paths if path.lower().endswith((".json", ".jsonl"))]
     texts = [path for path in paths if path not in sets]

@@ -1,4 +1,4 @@
-"""The keys of transformers' configuration classes, and what a key of another model type does there."""
+"""The keys of transformers' configuration classes, and the effect of keys of other model types there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_missing_keys_mean_what_they_mean_there(kind):
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_a_key_that_is_ignored_or_warned_of_changes_no_logits_there(tmp_path, kind):
-    """Each at once, so that what one of them changes shows."""
+    """All keys are set at once, so that a change by any of them is visible."""
     own = {
         "pretraining_tp": 2,
         "initializer_range": 0.03,

@@ -119,7 +119,7 @@ def test_random_models(tmp_path, name):
 
 
 def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):
-    """The library's own `AutoConfig` reads it so."""
+    """transformers' own `AutoConfig` reads it as one."""
     own = {"sliding_window": 5, "head_dim": 8, "layer_types": TYPES}
     model = transformers.MinistralForCausalLM(transformers.MinistralConfig(**SIZES | own))
     model.save_pretrained(tmp_path)

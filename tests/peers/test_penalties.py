@@ -1,4 +1,4 @@
-"""Penalties and bans against transformers' logits processors, and texts against its `generate`."""
+"""Compares penalties and bans with transformers' logits processors, and texts with its `generate`."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Chat:
 
     Attributes:
       template: Jinja, as in a tokenizer's `chat_template`.
-      bos_token, eos_token: what the template may write.
-      other_tokens: further special tokens by name, such as pad_token.
+      bos_token, eos_token: tokens that the template may use.
+      other_tokens: more special tokens by name, such as pad_token.
     """
 
     template: str = CHAT_TEMPLATE
@@ -41,10 +41,10 @@ class Chat:
     def pieces(
         self, messages: Sequence[Mapping[str, Any]], learned: Container[int] | None = None
     ) -> list[tuple[str, bool]]:
-        """The text of a conversation up to its last answer, in pieces, and whether each is to be learned.
+        """Returns the text of a conversation up to its last answer, in pieces, each with whether it is learned.
 
-        Answers are the template's `{% generation %}` blocks. For a template without such blocks each is what an
-        assistant's message adds to the text before it, with the end that the template gives it.
+        The answers are the template's `{% generation %}` blocks. For a template without such blocks, an answer is the
+        text that an assistant's message adds to the text before it, with the template's end of the message.
 
         Args:
           messages: with `role` and `content` each.
@@ -76,7 +76,7 @@ class Chat:
 
 
 def chat_of(directory: Path) -> Chat:
-    """The chat template of a model's tokenizer; Vicuna's form where it has none.
+    """Returns the chat template of a model's tokenizer, or Vicuna's form if it has none.
 
     Raises:
       ValueError: the tokenizer or its template is damaged.
@@ -90,7 +90,7 @@ def chat_of(directory: Path) -> Chat:
 
 
 def _chosen(ends: Sequence[int], learned: Container[int] | None, count: int) -> list[bool]:
-    """Whether each of `count` answers is learned, where answer i ends with message number ends[i] - 1."""
+    """Returns whether each of `count` answers is learned; answer i ends with message number ends[i] - 1."""
     if learned is None:
         return [True] * count
     if count != len(ends):
@@ -102,7 +102,7 @@ def _chosen(ends: Sequence[int], learned: Container[int] | None, count: int) -> 
 
 
 def _cut(text: str, answers: Sequence[tuple[int, int]], learn: Sequence[bool]) -> list[tuple[str, bool]]:
-    """A text in pieces that are learned or not, none of them empty but a first one that is no answer."""
+    """Returns a text in alternating pieces, not learned and learned; only the first one may be empty."""
     pieces, at = [], 0
     for (begin, end), wanted in zip(answers, learn, strict=True):
         pieces += [(text[at:begin], False), (text[begin:end], wanted)]

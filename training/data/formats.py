@@ -1,4 +1,4 @@
-"""Records become documents: text, prompt and completion, GSM8K, MBPP, messages, instructions, copy-and-edit tasks.
+"""Converts records to documents: text, prompt and completion, GSM8K, MBPP, messages, instructions, copy-and-edit tasks.
 
 A document is a row of spans, some of which are to be learned and some only read.
 """
@@ -15,16 +15,16 @@ from jaxspec.io.messages import shown
 from training.data import copy_edit
 from training.data.conversations import Chat
 
-# The names of the speakers in published data, in lower case, by the role that a chat template expects.
+# The roles that chat templates expect for the speakers' names in published data, in lower case.
 _NAMES = {
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "chatgpt", "bard", "bing", "claude", "model", "bot", "ai", "chatbot"),
     "system": ("system", "developer"),
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
-# Speakers of a call of a tool, which chat templates write in many ways.
+# Speakers of tool calls, which are refused because chat templates write them in different ways.
 _TOOLS = ("tool", "function", "ipython", "observation", "function_call", "function_response", "tool_call")
-# Where a record keeps its turns: OpenAI and TRL, ShareGPT, LMSYS-Chat-1M.
+# The keys for the turns of a record: OpenAI and TRL, ShareGPT, LMSYS-Chat-1M.
 _TURNS = ("messages", "conversations", "conversation")
 
 
@@ -79,8 +79,8 @@ def _from_text(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
     """Only the completion is learned; records of the same `origin`, if it is there, are held out together.
 
-    A completion with `ended` false was cut off: what would have followed, the end of text too, is not learned.
-    Prompt and completion may be lists of messages, which the chat template writes.
+    A completion with `ended` false was cut off: its continuation, and so the end of text, is not learned. Prompt and
+    completion may be lists of messages, which the chat template writes.
     """
     if any(isinstance(record.get(name), list) for name in ("prompt", "completion")):
         return _from_completed_messages(record, chat)
@@ -131,13 +131,13 @@ def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Turns with `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT), each under either name."""
+    """Converts turns with `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT), or a mixture of both."""
     name = next((name for name in _TURNS if record.get(name) is not None), _TURNS[0])
     given = record.get(name)
     if not isinstance(given, list) or not given:
         raise ValueError(f"no list `{name}`" if not given else f"`{name}` is not a list of turns")
     messages = _messages(given)
-    # An answer of weight 0 is only read, as OpenAI's fine-tuning has it.
+    # An answer of weight 0 is not learned, as in OpenAI's fine-tuning format.
     learned = [number for number, turn in enumerate(given) if turn.get("weight") != 0]
     if messages[0]["role"] != "system" and _given(record, "system", ""):
         messages = [{"role": "system", "content": _string(record, "system")}, *messages]
@@ -147,7 +147,7 @@ def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _messages(turns: list[Any]) -> list[dict[str, str]]:
-    """Turns as chat templates take them: `role`, which is user, assistant or system, and `content`."""
+    """Returns turns for a chat template: `role`, which is user, assistant or system, and `content`."""
     messages = []
     for turn in turns:
         if not isinstance(turn, Mapping):
@@ -164,7 +164,7 @@ def _messages(turns: list[Any]) -> list[dict[str, str]]:
 
 
 def _content(turn: Mapping[str, Any], key: str) -> str:
-    """The text of a turn, which may come in parts."""
+    """Returns the text of a turn, which may be divided into parts."""
     parts = turn.get(key)
     if not isinstance(parts, list):
         return _string(turn, key)
@@ -209,7 +209,7 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _case(instruction: str, case: Mapping[str, Any]) -> tuple[str, str]:
-    """The question and the answer of an instruction: Alpaca's `input` and `output`, or Dolly's names for them."""
+    """Returns question and answer of an instruction, from Alpaca's `input` and `output` or Dolly's keys for them."""
     more = next((name for name in ("input", "context") if _given(case, name, "")), None)
     answer = "response" if "output" not in case and "response" in case else "output"
     given = instruction if more is None else f"{instruction}\n\n{_string(case, more)}"
@@ -225,7 +225,7 @@ def _origin(record: Mapping[str, Any], usual: str) -> str:
 
 
 def _given(record: Mapping[str, Any], key: str, usual: Any) -> Any:
-    """The value of a key that need not be there; null counts as absent, as tables of records have it."""
+    """Returns the value of an optional key; null counts as absent, because tables store absent values as null."""
     value = record.get(key)
     return usual if value is None else value
 
@@ -233,7 +233,7 @@ def _given(record: Mapping[str, Any], key: str, usual: Any) -> Any:
 def _conversation(
     messages: list[dict[str, str]], chat: Chat, learned: Container[int] | None = None
 ) -> list[Document]:
-    """Only the answers are learned, with the end that the template gives each; of these, those in `learned`."""
+    """Returns a conversation as documents that learn only the answers in `learned`, with the template's end of each."""
     pieces = itertools.groupby(chat.pieces(messages, learned), key=operator.itemgetter(1))
     spans = tuple(Span("".join(text for text, _ in group), learn) for learn, group in pieces)
     if not any(span.learn for span in spans):
@@ -286,7 +286,7 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 
 def recognise(record: Mapping[str, Any]) -> str:
-    """The format whose keys a record has, with values if possible: a table gives a record null for what it lacks.
+    """Returns the format whose keys a record has, first among keys with values: a table stores absent ones as null.
 
     Raises:
       ValueError: none's.

@@ -178,7 +178,7 @@ def spread(windows: Windows, limit: int) -> Windows:
 
 
 def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
-    """Reads the file that `cached` wrote: windows by part (`training`, `held_out`) and kind, and their key.
+    """Reads the file that `cached` wrote: windows by part (`training`, `held_out`) and kind, and the file's key.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -197,7 +197,7 @@ def stored(file: Path) -> tuple[dict[str, dict[str, Windows]], str]:
             raise ValueError("it lacks windows")
     except FileNotFoundError:
         raise
-    # What NumPy and `zipfile` raise for bytes that are something else.
+    # The errors of NumPy and `zipfile` for other contents.
     except (
         ValueError,
         KeyError,
@@ -218,7 +218,7 @@ def _all(parts: dict[str, dict[str, Windows]]) -> list[Windows]:
 
 
 def _are_windows(windows: Windows) -> bool:
-    """Whether these are the arrays of `Windows`, of one shape."""
+    """Whether these are the arrays of a `Windows`, with equal shapes."""
     kinds = {name: array.dtype.kind for name, array in windows.items()}
     whole = kinds == {"tokens": "i", "segments": "i", "positions": "i", "learn": "b"}
     return whole and len({array.shape for array in windows.values()}) == 1 and windows["learn"].ndim == 2

@@ -1,6 +1,6 @@
 """Data sources become documents: files, Hugging Face data sets, and tasks made by rule.
 
-A record that does not fit its format is reported with its place; see `training.data.records` for those of files.
+A record that does not fit its format is reported with its place; `training.data.records` gives the places in files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from training.data.conversations import Chat
 from training.data.formats import AUTO, FORMATS, Document, recognise
 from training.data.records import SEPARATOR, Malformed, Record
 
-# Malformed records that are named one by one; of the others only the number is said.
+# The number of malformed records that are named one by one; the others are only counted.
 _NAMED = 5
 
 
@@ -25,8 +25,8 @@ def read(
 
     Args:
       path: a file of text with `<|endoftext|>` between documents, or of JSON records; `hf:NAME[:SPLIT]`; or
-        `tasks:FAMILY[:COUNT]`, tasks made by rule, see `training.data.tasks`. The content of a file decides.
-      form: one of `FORMATS`, or `auto`: by the keys of each record.
+        `tasks:FAMILY[:COUNT]`, generated tasks, see `training.data.tasks`. The content of a file decides its kind.
+      form: one of `FORMATS`, or `auto`, which judges each record by its keys.
       chat: how conversations become text.
       skip: whether a malformed record is reported and left out instead of ending it all.
       report: where it is reported.

@@ -1,6 +1,6 @@
-"""The records of a file, by what it holds: JSON, an object a line or one list, or text with a separator.
+"""Reads the records of a file. Its content decides its kind: JSON, as one object per line or one list, or plain text.
 
-A name is only a hint: a file is never learned as one plain text because of its ending.
+A file name is only a hint: a file of records is never learned as one plain text because of its ending.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxspec.io.messages import shown
 
 SEPARATOR = "<|endoftext|>"
 _SEPARATOR_LINE = re.compile(rb"^\s*" + re.escape(SEPARATOR.encode()) + rb"\s*$", re.MULTILINE)
-# Where a record is, and what parses it.
+# The place of a record, and the function that parses it.
 Record = tuple[str, Callable[[], Mapping[str, Any]]]
-# Files of these endings are records, whatever they begin with.
+# Files with these endings are records, whatever their first lines are.
 _RECORDS = (".json", ".jsonl", ".ndjson", ".jsonlines")
 _TABLES = (".csv", ".tsv", ".xlsx", ".xls")
-# By what other files begin with: their names, and what to do.
+# The first bytes of other kinds of files, with the kind and advice.
 _UNPACK, _CONVERT = "unpack it first", "write its records as JSON lines"
 _BEGINNINGS = {
     b"\x1f\x8b": ("a gzip file", _UNPACK),
@@ -43,20 +43,20 @@ _BEGINNINGS = {
 }
 _BYTE_ORDER_MARK = "\ufeff"
 _MARK_BYTES = _BYTE_ORDER_MARK.encode()
-# Lines by which a file without a known ending is judged.
+# The number of lines that decide the kind of a file without a known ending.
 _JUDGED = 20
 
 
 class Malformed(ValueError):
-    """A record that does not fit its format; the message begins with file and line."""
+    """A record does not fit its format; the message begins with file and line."""
 
 
 def of_file(path: str) -> Iterator[Record]:
-    """Gives the records of a file; those of plain text have the one key `text`.
+    """Yields the records of a file; those of plain text have one key, `text`.
 
     Args:
-      path: of the file. Its content decides what it is; an ending for JSON, in any case of letters, decides for
-        records where the content does not.
+      path: the file. Its content decides its kind; if the content does not, an ending for JSON, in upper or lower case,
+        means records.
 
     Raises:
       ValueError: there is no such file, or it is neither text nor JSON.
@@ -76,10 +76,10 @@ def of_file(path: str) -> Iterator[Record]:
 
 
 def checked(record: Any) -> Mapping[str, Any]:
-    """Returns a record that is an object.
+    """Returns a record if it is an object.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is not an object.
     """
     if not isinstance(record, Mapping):
         raise ValueError(f"a JSON {type(record).__name__}, expected an object")
@@ -95,7 +95,7 @@ def _refuse_others(path: str, ending: str, content: bytes) -> None:
 
 
 def _looks_like_records(content: bytes) -> bool:
-    """Whether most of the first lines are JSON objects, or all of the content is; a line of the separator denies it."""
+    """Whether most of the first lines, or the whole content, are JSON; a separator line means plain text."""
     if _SEPARATOR_LINE.search(content):
         return False
     lines = (part.strip() for line in io.BytesIO(content) for part in line.splitlines())
@@ -105,7 +105,7 @@ def _looks_like_records(content: bytes) -> bool:
 
 
 def _is_list(content: bytes) -> bool:
-    """Whether the content is one JSON list, and not a list as the first of several lines."""
+    """Whether the content is one JSON list, rather than several lines of which the first is a list."""
     begun = content.removeprefix(_MARK_BYTES).lstrip()
     first, _, rest = begun.partition(b"\n")
     return begun.startswith(b"[") and not (rest.strip() and _is_json(first))
@@ -121,7 +121,7 @@ def _is_json(content: bytes) -> bool:
 
 def _parsed(content: bytes) -> Any:
     try:
-        # JSON has no byte-order mark; files that were put together have one in the middle.
+        # JSON allows no byte-order mark, but concatenated files can have one in the middle.
         return parse_json(content.strip().removeprefix(_MARK_BYTES).decode())
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
@@ -134,16 +134,16 @@ def _parse(content: bytes) -> Mapping[str, Any]:
 
 
 def _of_lines(path: str, content: bytes) -> Iterator[Record]:
-    """A record a line, each parsed alone as bytes, so that a line that is not UTF-8 is one malformed record.
+    """Yields one record per line. Each is parsed alone as bytes, so invalid UTF-8 affects only its own line.
 
-    A record may also be spread over several lines where the whole file is such records.
+    If the whole file is a sequence of JSON values, a record may also extend over several lines.
     """
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
     if lines and not _is_json(lines[0][1]) and (spread := _spread(path, content)) is not None:
         yield from spread
         return
     for number, line in lines:
-        # A carriage return ends a line too, unless it is space within a record.
+        # A carriage return ends a line too, unless it is whitespace within a record.
         parts = [line] if b"\r" not in line.strip() or _is_json(line) else line.split(b"\r")
         for part in parts:
             if part.strip():
@@ -151,7 +151,7 @@ def _of_lines(path: str, content: bytes) -> Iterator[Record]:
 
 
 def _spread(path: str, content: bytes) -> list[Record] | None:
-    """The records of a file of JSON values, wherever its lines end; None where it is not wholly that."""
+    """Returns the records of a file that is a sequence of JSON values with any line breaks, or None for other files."""
     try:
         text = _as_text(path, content)
         found = [(line, record) for line, record in _values(path, text, 0, " \t\n")]
@@ -167,14 +167,14 @@ def _of_list(path: str, content: bytes) -> Iterator[Record]:
 
 
 def _values(path: str, text: str, at: int, between: str, end: str = "") -> Iterator[tuple[int, Any]]:
-    """The JSON values in a text from a place on, each with the line on which it begins.
+    """Yields the JSON values in a text from a position on, each with the line on which it begins.
 
     Args:
-      path: of the file, for messages.
-      text: of the file.
-      at: where the first value may begin.
-      between: the characters between values.
-      end: the character after the last one; "" for the end of the text.
+      path: the name of the file, for messages.
+      text: the content of the file.
+      at: the first position at which a value may begin.
+      between: the characters that may be between values.
+      end: the character after the last value; "" for the end of the text.
     """
     decoder = json.JSONDecoder()
     line, counted = 1, 0
@@ -203,7 +203,7 @@ def _of_text(path: str, content: bytes) -> Iterator[Record]:
 
 
 def _as_text(path: str, content: bytes) -> str:
-    """The text of a file: lines end in line feeds, and no byte-order mark begins one.
+    """Returns the text of a file with line feeds as line ends and without a byte-order mark at the start of a line.
 
     Raises:
       ValueError: the file is not text in UTF-8.

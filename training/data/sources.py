@@ -41,7 +41,7 @@ class Source:
     weight: float = 1.0
 
     def __post_init__(self):
-        # A kind names arrays in a file, with "|" between the parts of the name, and figures in reports.
+        # The kind becomes a part of array names in a file, where "|" separates the parts, and of names in reports.
         if "|" in self.kind or not self.kind.isprintable() or not self.kind.strip():
             raise ValueError(
                 f"the kind of {shown(self.path)} is {shown(self.kind)}; give a name of printable characters without | "

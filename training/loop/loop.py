@@ -153,7 +153,7 @@ class Loop:
         return Result(state, reason, self._seconds(), stop.received)
 
     def _stopping(self, progress: Progress) -> None:
-        """Says what a signal leads to, before the step is over."""
+        """Reports the effect of a signal before the step is over."""
         progress.say(f"finishing step {progress.done + 1}, checkpoint follows; a second Ctrl-C ends at once")
 
     def _seconds(self) -> float:
@@ -240,7 +240,7 @@ def _clear_errors(checkpoints: Checkpoints, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # A library's line about a full disk is long, and names files that will be gone.
+        # A library's line about a full disk is long, and names temporary files that will be removed.
         said = os.strerror(errno.ENOSPC) if is_full(error) else one_line(error)
         raise ValueError(
             f"{what} could not be written: {said}. Training stops, {checkpoints.standing()}. Make "

@@ -25,7 +25,7 @@ class Progress:
       clock: seconds, monotonic.
 
     Attributes:
-      done: how many are done by now.
+      done: the number of steps done so far.
     """
 
     def __init__(

@@ -13,8 +13,9 @@ class StopSignal:
     """In this context the first SIGINT or SIGTERM only sets `received` to its number; a second one ends the process.
 
     Args:
-      program: what the line of a second one begins with.
-      say: is called at once when the first one comes, from another thread: a step, or its compilation, may take long.
+      program: the beginning of the line that a second signal prints.
+      say: is called from another thread as soon as the first signal arrives, because a step or compilation may take
+        long.
     """
 
     def __init__(self, program: str = "training", say: Callable[[], None] = lambda: None) -> None:
