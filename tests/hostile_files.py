@@ -472,7 +472,7 @@ def _gguf(path: Path) -> None:
     from jaxspec.io import gguf, gguf_tokenizer
 
     gguf.read_config(path)
-    gguf_tokenizer.build(path, lambda: None)
+    gguf_tokenizer.build(path)
 
 
 def _config(path: Path) -> None:
