@@ -167,6 +167,7 @@ def torch_files() -> dict[str, bytes]:
         "bomb": archive(by_name(tensor()), {"0": b"\0" * 10_000_000}, zipfile.ZIP_DEFLATED),
         "other name": overlapping,
         "damaged numbers": good.replace(FLOATS["0"], FLOATS["0"][::-1]),
+        "list of parts past the end": good[:-6] + struct.pack("<I", len(good)) + good[-2:],
         "larger than the file": good.replace(struct.pack("<II", 16, 16), struct.pack("<II", 2**31, 2**31)),
         "encrypted": good.replace(b"PK\1\2\x14\3\x14\0\0\0", b"PK\1\2\x14\3\x14\0\1\0"),
         "later version": good.replace(b"PK\1\2\x14\3\x14\0", b"PK\1\2\x14\3\xff\0"),
