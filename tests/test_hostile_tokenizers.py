@@ -52,7 +52,10 @@ PANICS: dict[str, dict[str, Any]] = {
 }
 FAILURES: dict[str, dict[str, Any]] = {
     "no unknown token": {"model": of_type("WordLevel", unk_token="Q", vocab={"a": 0})},
-    "no unknown piece": {"model": of_type("Unigram", unk_id=None, vocab=[["a", -1.0]]), "pre_tokenizer": None},
+    "no unknown piece": {
+        "model": of_type("Unigram", unk_id=None, vocab=[["a", -1.0]]),
+        "pre_tokenizer": None,
+    },
     "unknown piece absent": {"model": of_type("Unigram", unk_id=99, vocab=[["a", 0.0]])},
     "expression": {
         "pre_tokenizer": of_type("Split", pattern={"Regex": "("}, behavior="Isolated", invert=False)

@@ -98,7 +98,7 @@ def _refuse_sources(words: Sequence[str]) -> None:
     """Refuses a source that cannot be parsed; of an option with several values tyro leaves out the reason."""
     option = ""
     for word in words:
-        name, equals, value = word.partition("=")
+        name, _, value = word.partition("=")
         option = name if word.startswith("--") else option
         source = word if not word.startswith("--") else value
         if option == _DATA and source:

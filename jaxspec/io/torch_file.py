@@ -59,7 +59,7 @@ def read(path: str | os.PathLike[str]) -> Tensors:
             return _read(path, archive)
     except ForeignError as error:
         raise ValueError(f"{path} holds more than tensors ({error}), which is not run; {_CONVERT}") from None
-    # What `zipfile` raises for a damaged archive, an encrypted one, one of a later version, and a place before its file.
+    # What `zipfile` raises for a damaged archive, an encrypted one, a later version, and a place before its file.
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise
