@@ -585,6 +585,26 @@ def _run(path: Path) -> None:
     read_run(path.parent, ["commands"])
 
 
+def _metrics(path: Path) -> None:
+    from training.reports import metrics
+
+    assert metrics.read(path.parent) == [{"step": 2, "loss": 1.0}]
+
+
+def _checkpoint(path: Path) -> None:
+    from training.loop import checkpoints
+
+    directory = path.parent
+    for name in ("_CHECKPOINT_METADATA", "metrics/metrics"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    (directory / "state").mkdir(exist_ok=True)
+    (directory / "data").mkdir(exist_ok=True)
+    (directory / "data" / "metadata").write_bytes(path.read_bytes())
+    if problem := checkpoints.damage(directory):
+        raise ValueError(problem)
+
+
 def _windows(path: Path) -> None:
     from training.data import packing
 
@@ -722,6 +742,12 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     ),
     "yaml": ("options.yaml", yaml_files, _yaml),
     "run": ("run.json", lambda: json_cases(RECORD), _run),
+    "metrics": (
+        "metrics.jsonl",
+        lambda: {name: content + b'\n{"step": 2, "loss": 1.0}\n' for name, content in JSON.items()},
+        _metrics,
+    ),
+    "checkpoint": ("metadata", lambda: JSON, _checkpoint),
     "windows": ("tokens.npz", npz_files, _windows),
 }
 # Cases of these kinds that are good files, or hold nothing that is read.
