@@ -167,6 +167,7 @@ def torch_files() -> dict[str, bytes]:
         "bomb": archive(by_name(tensor()), {"0": b"\0" * 10_000_000}, zipfile.ZIP_DEFLATED),
         "other name": overlapping,
         "damaged numbers": good.replace(FLOATS["0"], FLOATS["0"][::-1]),
+        "list of parts past the end": good[:-6] + struct.pack("<I", len(good)) + good[-2:],
         "larger than the file": good.replace(struct.pack("<II", 16, 16), struct.pack("<II", 2**31, 2**31)),
         "encrypted": good.replace(b"PK\1\2\x14\3\x14\0\0\0", b"PK\1\2\x14\3\x14\0\1\0"),
         "later version": good.replace(b"PK\1\2\x14\3\x14\0", b"PK\1\2\x14\3\xff\0"),
@@ -472,7 +473,7 @@ def _gguf(path: Path) -> None:
     from jaxspec.io import gguf, gguf_tokenizer
 
     gguf.read_config(path)
-    gguf_tokenizer.build(path, lambda: None)
+    gguf_tokenizer.build(path)
 
 
 def _config(path: Path) -> None:
@@ -582,6 +583,26 @@ def _run(path: Path) -> None:
     from training.run import read_run
 
     read_run(path.parent, ["commands"])
+
+
+def _metrics(path: Path) -> None:
+    from training.reports import metrics
+
+    assert metrics.read(path.parent) == [{"step": 2, "loss": 1.0}]
+
+
+def _checkpoint(path: Path) -> None:
+    from training.loop import checkpoints
+
+    directory = path.parent
+    for name in ("_CHECKPOINT_METADATA", "metrics/metrics"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    (directory / "state").mkdir(exist_ok=True)
+    (directory / "data").mkdir(exist_ok=True)
+    (directory / "data" / "metadata").write_bytes(path.read_bytes())
+    if problem := checkpoints.damage(directory):
+        raise ValueError(problem)
 
 
 def _windows(path: Path) -> None:
@@ -721,6 +742,12 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     ),
     "yaml": ("options.yaml", yaml_files, _yaml),
     "run": ("run.json", lambda: json_cases(RECORD), _run),
+    "metrics": (
+        "metrics.jsonl",
+        lambda: {name: content + b'\n{"step": 2, "loss": 1.0}\n' for name, content in JSON.items()},
+        _metrics,
+    ),
+    "checkpoint": ("metadata", lambda: JSON, _checkpoint),
     "windows": ("tokens.npz", npz_files, _windows),
 }
 # Cases that are good files, or whose damage is in a part that is not read.

@@ -664,6 +664,16 @@ def test_candidates_are_made_once_for_batches_of_any_size_and_lie_where_the_mode
     assert [number.committed for number in numbers] == [True, True]
 
 
+@pytest.mark.parametrize("has_draft", [False, True])
+@pytest.mark.parametrize("longest", [None, 6, 17])
+def test_drafts_of_any_length_of_auto_have_room_for_a_sorted_draft(has_draft, longest):
+    lm = LanguageModel(tiny.TARGET, tiny.params(), exits=(1, 2))
+    given = {"among": ("s2d",), "num_draft_tokens": longest} | ({"draft": lm} if has_draft else {})
+    (candidate,) = lm.candidates(Auto.of(given))
+    assert candidate.drafter.num_draft_tokens > 0
+    assert candidate.drafter.reach <= (longest or 10) + 1
+
+
 def test_candidates_of_one_method_have_names_of_their_own():
     """By which a file of choices, and what is learnt, tells them apart."""
     method = Auto(among=(NGram(), NGram(ngram_max=2), "suffix"))

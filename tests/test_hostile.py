@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.console.errors import Guard
 from jaxspec.io import checkpoint, huggingface, torch_file
+from jaxspec.io.tokenizer import load_tokenizer
 from tests.commands import CONFIG, write_model
 from tests.hostile_files import (
     ALL_BAD,
@@ -130,6 +131,14 @@ def test_a_folder_of_the_cache_is_its_snapshot(tmp_path):
     (folder / "empty" / "snapshots").mkdir(parents=True)
     with pytest.raises(ValueError, match="without any snapshot"):
         checkpoint.resolve(folder / "empty")
+
+
+def test_a_pointer_in_place_of_a_vocabulary_is_called_so(tmp_path):
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / name).write_bytes(POINTER)
+        with pytest.raises(ValueError, match=rf"{name} is a pointer of Git LFS"):
+            load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import jinja2
@@ -110,6 +112,25 @@ def test_a_template_ends_in_bounded_time(template, monkeypatch):
         ChatTemplate(template).render(MESSAGES)
     monkeypatch.undo()
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES).text == "Hi"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process has no alarm there")
+def test_a_template_ends_where_this_process_ignores_alarms(monkeypatch):
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        chat._worker(os.getpid()).stop()
+        chat._worker.cache_clear()
+        ChatTemplate("started").render(MESSAGES)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    worker = chat._worker(os.getpid())
+    # So that a rendering without an end fails the test instead of the whole run.
+    timer = threading.Timer(60, worker._process.kill)
+    timer.start()
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    with pytest.raises(ValueError, match="it takes more than"):
+        ChatTemplate(ENDLESS[0]).render(MESSAGES)
+    timer.cancel()
 
 
 def test_an_interrupted_rendering_leaves_no_reply_for_the_next(monkeypatch):

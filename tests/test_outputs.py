@@ -272,5 +272,6 @@ def test_a_directory_without_a_model_holds_none(tmp_path):
 
 def test_a_kind_with_a_bar_is_refused_before_anything_is_read(tmp_path, capsys):
     for data in ("nowhere.txt,kind=a|b", str(tmp_path / "a|b.txt")):
-        with pytest.raises(parsing.WrongOptions, match="kind"):
-            parsing.parse(sft.Options, ["--data", data, "--output", "m"], "sft")
+        for words in (["--data", "good.txt", data], [f"--data={data}"]):
+            with pytest.raises(parsing.WrongOptions, match=r"is 'a\|b'; give a name of printable characters"):
+                parsing.parse(sft.Options, [*words, "--output", "m"], "sft")

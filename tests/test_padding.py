@@ -217,6 +217,11 @@ def test_every_published_layout_is_refitted(name, size):
         assert all((found[name][16:] == 0).all() for name in by_token)
 
 
+def test_a_number_in_place_of_a_matrix_stays_as_it_is():
+    content, given = {"vocab_size": 16}, tensors(**{"embed_tokens.weight": (16, 8), "lm_head.weight": ()})
+    assert refitted(content, given, 20, num_tokens=13)[1]["lm_head.weight"].shape == ()
+
+
 @pytest.mark.parametrize(("size", "num_tokens"), [(16, 13), (13, 14), (20, 17)])
 def test_what_differs_in_more_than_padding_stays_as_it_is(size, num_tokens):
     content, given = {"vocab_size": 16}, tensors(**{"embed_tokens.weight": (16, 8)})

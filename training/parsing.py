@@ -25,7 +25,7 @@ class WrongOptions(ValueError):
     """The options of a command cannot be understood, or do not fit each other."""
 
 
-_CONFIG = "--config"
+_CONFIG, _DATA = "--config", "--data"
 _MAX_YAML_BYTES, _MAX_DEPTH = 1_000_000, 10
 _CONFIG_HELP = (
     "Options may stand in YAML files too, one name and value each: --config FILE.yaml, any number of times; the "
@@ -53,7 +53,7 @@ def parse(command: type[Options], arguments: Sequence[str] | None, prog: str) ->
             words += yaml_words(Path(file))
         else:
             rest.append(word)
-    rest = _collected(rest, "--data")
+    rest = _collected(rest, _DATA)
     # tyro takes the attributes' part itself, for each option, unless a description is given.
     about = (inspect.getdoc(command) or "").partition("\nAttributes:")[0].strip()
     return parse_plain(command, [*words, *rest], prog, f"{about}\n\n{_CONFIG_HELP}")
@@ -69,6 +69,7 @@ def parse_plain(
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     _refuse_empty(given)
+    _refuse_sources(given)
     try:
         with one_line_errors(prog):
             return tyro.cli(
@@ -91,6 +92,20 @@ def _refuse_empty(words: Sequence[str]) -> None:
         option = name if word.startswith("--") else option
         if not word.strip() or (word.startswith("--") and equals and not value.strip()):
             raise WrongOptions(f"{option or 'an argument'} is empty; give a value, or leave it out")
+
+
+def _refuse_sources(words: Sequence[str]) -> None:
+    """Refuses a source that cannot be parsed; of an option with several values tyro leaves out the reason."""
+    option = ""
+    for word in words:
+        name, _, value = word.partition("=")
+        option = name if word.startswith("--") else option
+        source = word if not word.startswith("--") else value
+        if option == _DATA and source:
+            try:
+                Source.parse(source)
+            except ValueError as error:
+                raise WrongOptions(f"{_DATA}: {error}") from None
 
 
 def _collected(words: list[str], option: str) -> list[str]:

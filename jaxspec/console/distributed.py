@@ -107,7 +107,7 @@ def complain(line: str) -> None:
     print(fitted(line), file=_Streams.errors or sys.stderr, flush=True)
 
 
-def lost(error: Exception) -> str:
+def lost(error: BaseException) -> str:
     """What to say before an error that a collective operation ends with where another process has gone; "" else."""
     words = r"Gloo|NCCL|connection|peer|heartbeat|unavailable|deadline"
     if type(error).__name__ != "JaxRuntimeError" or not re.search(words, str(error), re.I) or not _joined():

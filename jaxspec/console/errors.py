@@ -47,7 +47,7 @@ class Guard:
           after Ctrl-C, 141 if the reader of standard output has closed it.
 
         Raises:
-          Exception: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
+          BaseException: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
         """
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
@@ -70,7 +70,7 @@ class Guard:
             # Python would complain once more when it flushes standard output at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UNREAD
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
             said = in_options(one_line(error), self.options)
@@ -95,7 +95,7 @@ class Guard:
         return status
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an error says, in one line; the name of its type where it says nothing."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"

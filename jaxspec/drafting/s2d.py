@@ -28,6 +28,15 @@ from jaxspec.stopping import AdaptiveLength
 MAX_WAITING = 8
 
 
+def reach_of(num_draft_tokens: int, sorted_target: bool) -> int:
+    """The number of slots that a round of K draft tokens may write, see `S2D`."""
+    return max(num_draft_tokens + 1, num_draft_tokens - 2 + _max_waiting(num_draft_tokens, sorted_target))
+
+
+def _max_waiting(num_draft_tokens: int, sorted_target: bool) -> int:
+    return num_draft_tokens if sorted_target else MAX_WAITING
+
+
 @struct.dataclass
 class Waiting:
     """How far the latest tokens of each row have come.
@@ -95,12 +104,12 @@ class S2D(ChainDrafter):
     @property
     def max_waiting(self) -> int:
         """W. In the target's cache nothing waits across rounds, for verification fills it: K is all there is."""
-        return self.num_draft_tokens if self.sorted_target else MAX_WAITING
+        return _max_waiting(self.num_draft_tokens, self.sorted_target)
 
     @property
     def reach(self) -> int:
         """A block of W may begin at the last token that is fed."""
-        return max(self.num_draft_tokens + 1, self.num_draft_tokens - 2 + self.max_waiting)
+        return reach_of(self.num_draft_tokens, self.sorted_target)
 
     def taking_turns(self) -> S2D:
         """The same; only where it drafts in the target's cache, since no more than W tokens can wait in its own."""

@@ -23,6 +23,10 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
+    if hasattr(signal, "SIGALRM"):
+        # A program that ignores or blocks it hands that on to those that it starts.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     for line in sys.stdin:
         request = json.loads(line)
         _limit_time(request["seconds"])

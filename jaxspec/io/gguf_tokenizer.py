@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jaxspec.io.gguf_ends import END_TEXTS
 from jaxspec.io.gguf_file import GGUFFile, read, token_ids
-from jaxspec.io.tokenizer_file import FileTokenizer
+from jaxspec.io.tokenizer_file import FileTokenizer, failures
 
 _LIST = "tokenizer.ggml.tokens"
 # The format's numbers of token types.
@@ -128,12 +128,9 @@ def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:
         raise ValueError(
             f"{file.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_SPLITS)}"
         )
-    try:
+    with failures(f"{file.path}: its tokenizer is damaged"):
         backend = _byte_level(metadata, _SPLITS[pre]) if kind == "gpt2" else _sentencepiece(file)
         return backend, _add_special(file, backend, bos=kind == "llama" or _SPLITS[pre].bos)
-    except Exception as error:  # the tokenizers library raises plain Exception
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{file.path}: its tokenizer is damaged: {reason}") from None
 
 
 def _byte_level(metadata: dict[str, Any], split: _Split) -> Tokenizer:

@@ -47,7 +47,8 @@ def refitted(
     fitted = Tensors()
     fitted.left_out = found.left_out
     for name, tensor in found.items():
-        fitted[name] = _resized(tensor, size) if _BY_TOKEN.fullmatch(name) and len(tensor) == rows else tensor
+        by_token = _BY_TOKEN.fullmatch(name) and tensor.shape[:1] == (rows,)
+        fitted[name] = _resized(tensor, size) if by_token else tensor
     return _with_rows(content, rows, size), fitted, min(rows, size)
 
 

@@ -20,7 +20,7 @@ from jaxspec.io.extras import MissingExtra, require
 from jaxspec.io.files import read_text, refuse_pointer
 from jaxspec.io.gguf_file import is_gguf
 from jaxspec.io.messages import brief_errors
-from jaxspec.io.tokenizer_file import read_tokenizer
+from jaxspec.io.tokenizer_file import failures, read_tokenizer
 
 # Any one of the first makes a tokenizer; all of them travel with a model.
 SENTENCEPIECE = "tokenizer.model"
@@ -34,6 +34,7 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_CANNOT_ENCODE = "the model's tokenizer cannot encode the text"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A window this long is shortened, so that the cost of a token does not grow with the text.
 _WINDOW = 64
@@ -71,25 +72,26 @@ def load_tokenizer(directory: str | os.PathLike[str], chat_template: Path | None
         if (directory / name).is_file():
             refuse_pointer(directory / name)
     loaded: Any
+    cannot = f"{directory}: the tokenizer cannot be loaded"
     if is_gguf(directory):
         loaded = gguf_tokenizer.build(directory)
     else:
-        loaded = read_tokenizer(directory) or _load_by_transformers(directory)
+        loaded = read_tokenizer(directory)
+        if loaded is None:
+            _check_sentencepiece(directory)
+            with failures(cannot):
+                loaded = _load_by_transformers(directory)
         loaded.chat_template = stored_template(directory)
     if template is not None:
         loaded.chat_template = template
-    return Tokenizer(loaded)
+    with failures(cannot):
+        return Tokenizer(loaded)
 
 
 def _load_by_transformers(directory: Path) -> Any:
-    _check_sentencepiece(directory)
-    try:
-        loaded = _transformers().AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers raises many kinds here, some of many lines
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {reason}") from None
+    loaded = _transformers().AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
     # Longer texts are refused with the model's own context; transformers would only warn of them.
     loaded.model_max_length = sys.maxsize
     return loaded
@@ -183,7 +185,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with one BOS in front where the tokenizer adds one."""
-        return self._one_bos(self._loaded.encode(text))
+        with failures(_CANNOT_ENCODE):
+            return self._one_bos(self._loaded.encode(text))
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token with this text; None if there is none."""
@@ -226,7 +229,8 @@ class Tokenizer:
             raise ValueError("the model has no chat template; give one with chat_template=FILE")
         go_on = bool(messages) and messages[-1].get("role") == "assistant"
         text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
-        return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
+        with failures(_CANNOT_ENCODE):
+            return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         # A text or a template may spell out the BOS that is there already.
@@ -237,9 +241,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; special tokens are left out, spaces stay as they are."""
-        text: str = self._loaded.decode(
-            [int(index) for index in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        given = [int(index) for index in ids]
+        with failures("the model's tokenizer cannot decode token ids"):
+            text: str = self._loaded.decode(
+                given, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         return text
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:

@@ -3,7 +3,8 @@ and two seconds where PyTorch is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxspec.io.files import read_json
+from jaxspec.io.messages import fitted
 
 # Classes of transformers that take `tokenizer.json` as it is, and what else may stand beside it without any effect
 # on ids and texts. Whatever is not listed here is left to transformers.
@@ -33,6 +35,27 @@ _WITHOUT_EFFECT = {
     "padding_side",
     "truncation_side",
 }
+
+
+@contextlib.contextmanager
+def failures(what: str) -> Iterator[None]:
+    """Makes whatever a library of tokenizers raises a ValueError.
+
+    `tokenizers` raises plain `Exception`, and its code in Rust a `BaseException` where it panics.
+
+    Args:
+      what: the beginning of the message, which the reason follows.
+
+    Raises:
+      ValueError: anything was raised but an interrupt; one line.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(fitted(f"{what}: {reason}")) from None
 
 
 class FileTokenizer:
@@ -86,11 +109,12 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     """Reads the tokenizer of a directory, without its chat template; None if `tokenizer.json` is not sufficient."""
     try:
         settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
-        backend = Backend.from_file(str(directory / "tokenizer.json"))
-        backend.no_padding()
-        backend.no_truncation()
-        around = backend.encode("a").tokens
-    except Exception:  # tokenizers raises bare ones; transformers says what is wrong, or can do with it
+        with failures("tokenizer.json"):
+            backend = Backend.from_file(str(directory / "tokenizer.json"))
+            backend.no_padding()
+            backend.no_truncation()
+            around = backend.encode("a").tokens
+    except (ValueError, OSError):  # transformers says what is wrong, or can do with it
         return None
     if (
         settings.get("tokenizer_class") not in _PLAIN_CLASSES

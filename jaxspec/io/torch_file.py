@@ -59,8 +59,10 @@ def read(path: str | os.PathLike[str]) -> Tensors:
             return _read(path, archive)
     except ForeignError as error:
         raise ValueError(f"{path} holds more than tensors ({error}), which is not run; {_CONVERT}") from None
-    # The errors of `zipfile` for a damaged archive, an encrypted one, and one of a later version.
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError):
+    # The errors of `zipfile` for a damaged archive, an encrypted one, a later version, and an offset before its file.
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         raise ValueError(f"{path} is truncated, or no archive of PyTorch 1.6 or later; {_CONVERT}") from None
     except (ValueError, KeyError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} is no file of PyTorch tensors: {error}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import option
+from jaxspec.methods.base import Method, option
 from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.files import found
@@ -65,6 +65,13 @@ class S2D(ChainMethod):
             drafter = Drafting(target.config, exits, thresholds, rule, length, sorted_target=True)
             return drafter, self.params(target, resources)
         return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
+
+    def limited(self, longest: int) -> Method:
+        """Returns it with the largest K whose rounds, if it is given none, write no more than `longest` + 1 tokens."""
+        from jaxspec.drafting.s2d import reach_of
+
+        fitting = (k for k in range(longest, 0, -1) if reach_of(k, self.draft is None) <= longest + 1)
+        return super().limited(next(fitting, 1))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the mean cost of the exits, because the exit of a token depends on the text."""

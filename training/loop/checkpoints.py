@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 import shutil
@@ -273,7 +272,7 @@ def damage(checkpoint: Path) -> str | None:
         read_json(checkpoint / _STEP_METADATA)
         if not (checkpoint / CHECKSUMS).is_file():
             read_json(checkpoint / "metrics" / "metrics")
-            json.loads((checkpoint / "data" / "metadata").read_text())
+            read_json(checkpoint / "data" / "metadata")
             return None if (checkpoint / "state").is_dir() else f"{checkpoint / 'state'} is missing"
         for name, expected in read_json(checkpoint / CHECKSUMS).items():
             file = checkpoint / name

@@ -19,15 +19,15 @@ TENSORBOARD = "tensorboard"
 
 
 def read(run: Path) -> list[dict[str, float]]:
-    """Reads the records of metrics.jsonl, one per step; a line that was being written is left out."""
+    """Reads the records of metrics.jsonl, one per step; damaged lines are left out."""
     file = run / METRICS_FILE
     records = []
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that was being written when the run was killed
-        if "step" in record:
+            record = files.parse_json(line)
+        except ValueError:
+            continue  # as is the line that was being written when the run was killed
+        if isinstance(record, dict) and type(record.get("step")) is int:
             records.append(record)
     return records
 
