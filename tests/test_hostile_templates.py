@@ -267,3 +267,15 @@ def test_code_beside_a_tokenizer_is_not_imported(changes, tmp_path, monkeypatch)
 def assert_line(error: BaseException) -> None:
     assert len(str(error)) <= 300
     assert str(error).isprintable()
+
+
+def test_a_forked_process_that_ends_leaves_the_renderer_of_its_parent():
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render([{"role": "user", "content": "one"}]).text == "one"
+    worker = chat._worker(os.getpid())
+    if (child := os.fork()) == 0:
+        worker.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert template.render([{"role": "user", "content": "two"}]).text == "two"
+    assert chat._worker(os.getpid()) is worker

@@ -78,6 +78,11 @@ def test_no_such_host():
     assert said.startswith(f"{APART}process 0 did not answer at no.such.host.invalid:8476")
 
 
+def test_a_host_name_that_is_none():
+    (said,) = met(f"{'a' * 300}:1234", (2, 1), timeout=0.2)
+    assert said.startswith(f"{APART}process 0 did not answer at ")
+
+
 def test_strangers(address):
     """Other programs that connect are not processes of the run; a silent one delays the others only briefly."""
     host, _, port = address.partition(":")

@@ -95,8 +95,8 @@ def _report(place: tuple[str, int], greeting: str, address: str, timeout: float,
             with socket.create_connection(place, timeout=remaining) as connection:
                 connection.sendall(greeting.encode() + b"\n")
                 answer = _line(connection, max(deadline - time.monotonic(), 0.01))
-        except OSError as error:
-            answer, reason = "", f" ({error.strerror or error})"
+        except (OSError, UnicodeError) as error:  # a host name that is none is a UnicodeError
+            answer, reason = "", f" ({(error.strerror if isinstance(error, OSError) else None) or error})"
         if answer == _GO.decode().strip():
             return
         if answer.startswith(_NO):

@@ -169,7 +169,7 @@ class _Worker:
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, sys.path))
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))],
             stdin=subprocess.PIPE,
@@ -198,8 +198,10 @@ class _Worker:
         return found
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Ends the process, unless this one was forked from its owner, which may still need it."""
         atexit.unregister(self.stop)
+        if os.getpid() != self._pid:
+            return
         self._process.kill()
         self._process.communicate()
 
