@@ -31,7 +31,7 @@ from jaxspec.engine.replayed_lookup import ReplayedLookup
 from jaxspec.engine.results import played_rounds
 from jaxspec.engine.switching import Switching
 from jaxspec.io.choice_file import ChoiceFile, Entry, belongs_to
-from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram
+from jaxspec.methods import Auto, Autoregressive, LayerSkip, NGram, TokenRecycling
 from jaxspec.methods.base import Candidate
 from jaxspec.testing import contracts, reference
 from tests import tiny
@@ -700,7 +700,10 @@ def test_a_candidate_that_reaches_farther_than_rows_have_room_is_one_line():
         ({"among": "auto"}, "among names 'auto'"),
         ({"among": "autoregressive"}, "among names 'autoregressive'"),
         ({"exit_layer": 1}, "method auto has no option `exit_layer`"),
-        ({"among": "token-recycling"}, "among names token-recycling, whose rounds have no price yet"),
+        (
+            {"among": TokenRecycling(tree="small")},
+            "among names token-recycling, whose rounds have no price yet",
+        ),
         ({"among": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ],
 )

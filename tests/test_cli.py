@@ -534,7 +534,7 @@ def test_wrong_commands(run, model, arguments, message):
 def test_another_vocabulary(run, model, tmp_path):
     draft = write_model(tmp_path / "draft", dataclasses.replace(CONFIG, vocab_size=299))
     error = one_error(run, "generate", PROMPT, "--model", model, "--method", "draft-model", "--draft", draft)
-    assert "a draft must have the target's" in error
+    assert "has a vocabulary of 299 tokens, the target of 300, and one of them no tokenizer" in error
 
 
 def test_debugging_shows_the_traceback(monkeypatch):
@@ -601,7 +601,10 @@ def test_conversations(run, model, monkeypatch, tmp_path):
             r"turns.json is not valid JSON \(Exp.*\); --messages must be a JSON list of messages with `role`",
         ),
         ("[" * 100_000, r"turns.json is not valid JSON \(it is nested too deeply\)"),
-        ("{}", "turns.json: there is no prompt"),
+        (
+            "{}",
+            'turns.json holds an object without the key "messages"; --messages must be a JSON list of messages',
+        ),
         ("5", "turns.json: messages is 5; give a list of messages"),
         ('[{"role": "user"}]', r"turns.json: messages\[0\] is {'role': 'user'}; give a message"),
         ('[{"role": "user", "content": 5}]', r"turns.json: messages\[0\] has the content 5; give a text"),

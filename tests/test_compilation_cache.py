@@ -58,10 +58,13 @@ def test_settings_of_the_users_own_stay(model, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(tmp_path):
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with caching.user_cache(tmp_path / "file" / "below"):
-        compilation_cache.enable()
+        with pytest.warns(
+            RuntimeWarning, match=r"below/compiled cannot be written \(Not a directory\); each start"
+        ):
+            compilation_cache.enable()
         assert jax.config.jax_compilation_cache_dir is None
 
 
@@ -69,7 +72,8 @@ def test_a_directory_that_is_read_only_is_no_cache(tmp_path, monkeypatch):
     (tmp_path / "compiled").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # read-only, to whomever this runs as
     with caching.user_cache(tmp_path):
-        compilation_cache.enable()
+        with pytest.warns(RuntimeWarning, match=r"cannot be written \(Permission"):
+            compilation_cache.enable()
         assert jax.config.jax_compilation_cache_dir is None
 
 

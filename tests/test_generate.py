@@ -131,7 +131,7 @@ def test_messages_go_through_the_template(lm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompts": []}, "no prompt"),
+        ({"prompts": []}, "prompts is empty; give at least one"),
         ({"prompts": ""}, "prompt is empty"),
         ({"prompts": ["ab", ""]}, r"prompts\[1\] is empty"),
         ({"prompts": [[]]}, "prompt is empty"),
@@ -175,7 +175,10 @@ def test_messages_go_through_the_template(lm):
         ({"temperature": [1.0, 2.0]}, "temperature has 2 values for 1 prompt; give one, or one per prompt"),
         ({"stop": 5}, "stop is 5; give a string or a list of strings"),
         ({"stop": b"ab"}, "stop is b'ab'; give a string"),
-        ({"method": 3}, r"method is 3; give a name \(adaspeed, .*\), an instance of one of .*, or a Drafter"),
+        (
+            {"method": 3},
+            r"method is 3; give a name \(adaspeed, .*\), an instance of one of .*, or a subclass of ",
+        ),
         ({"method": "layerskip", "exit_layer": "x"}, "exit_layer is 'x'; give a whole number"),
         ({"method": "layerskip", "stop_rule": "confidence", "gamma": "x"}, "gamma is 'x'; give a number"),
         ({"method": "layerskip", "adaptive_gamma": "no"}, "adaptive_gamma is 'no'; give True or False"),

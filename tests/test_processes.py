@@ -299,7 +299,7 @@ distributed.leave(0)
     [
         (
             "compare bench tune vocab",
-            "asd vocab bench/records.jsonl bench/report.json bench/report.html",
+            "asd vocab bench/lock bench/records.jsonl bench/report.json bench/report.html",
         ),
         pytest.param(
             "speed agreement inspect",

@@ -113,8 +113,16 @@ def test_split_depends_on_the_origin_alone():
     assert {one.text for one in packing.split(shuffled, 5)[1]} == {one.text for one in held_out}
     made_of_them = [formats.Document((formats.Span("task"),), story) for story in STORIES]
     assert {one.origin for one in packing.split(made_of_them, 5)[1]} == {one.text for one in held_out}
-    with pytest.raises(ValueError, match="held out"):
+    with pytest.raises(ValueError, match=r"1 documents of 1 origins; .* <\|endoftext\|> separates documents"):
         packing.split(stories[:1], 5)
+
+
+@pytest.mark.parametrize("one_in", [1, 10**9])
+def test_each_part_of_a_split_has_a_document(one_in):
+    stories = [formats.plain(story)[0] for story in STORIES]
+    parts = packing.split(stories[:2], one_in)
+    assert [len(part) for part in parts] == [1, 1]
+    assert packing.split(stories[1::-1], one_in) == parts
 
 
 def test_fixed_batches_cover_all_windows_once():

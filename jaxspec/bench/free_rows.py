@@ -26,6 +26,8 @@ def share(lm: LanguageModel, draft: DraftCost) -> float:
       >>> share(language_model(), DraftCost(lookup=True)), share(language_model(), DraftCost(layers=2))
       (0.0, 1.0)
     """
+    if not draft.layers:
+        return 0.0
     layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
     rest = floor_bytes(lm.config, lm.params) - layers
     return draft.share(layers / lm.config.num_layers, rest, lm.config.num_layers)

@@ -332,9 +332,10 @@ def _read_messages(path: str) -> list[dict[str, str]]:
         content = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); {wanted}") from None
+    if isinstance(content, dict) and content.get("messages") is None:
+        raise ValueError(f'{path} holds an object without the key "messages"; {wanted}')
     try:
-        messages = content.get("messages") if isinstance(content, dict) else content
-        batch, single = batch_of(None, () if messages is None else messages)
+        batch, single = batch_of(None, content["messages"] if isinstance(content, dict) else content)
         if not single:
             raise ValueError("it holds several conversations; give one")
     except ValueError as error:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.io.files import written_here
 
 # A second signal within this time counts as the same one: some programs signal a process and also its group.
 _SAME_S = 0.3
@@ -61,8 +62,8 @@ def is_first_line() -> bool:
 
 
 def say(line: str) -> None:
-    """Writes a line about an interrupt, unless one was written before."""
-    if is_first_line():
+    """Writes a line about an interrupt, unless one was written before, or another process writes for this one."""
+    if is_first_line() and written_here():
         # Python's streams cannot be used here: the main thread may be writing to them.
         with contextlib.suppress(OSError):
             os.write(2, f"{line}\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import warnings
@@ -31,9 +32,11 @@ def enable() -> None:
     directory = cache / "compiled"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if not os.access(directory, os.W_OK | os.X_OK):  # JAX would warn at every program that it compiles
+        if not os.access(directory, os.W_OK | os.X_OK):  # JAX would warn at every program that it compiles
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        if "JAXSPEC_CACHE" in os.environ:  # a directory that the user has named
+            _warn_about(str(directory), f"cannot be written ({error.strerror}); each start compiles again")
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     # JAX leaves out what compiled in less than a second, which here is most of it.

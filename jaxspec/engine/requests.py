@@ -190,8 +190,10 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
     batch = [given] if isinstance(given, str) else listed(given)
     if batch is None:
         raise ValueError(f"{name} is {shown(given)}; {wanted}")
+    if isinstance(given, Mapping) and name == "messages":
+        raise ValueError(f"messages is one message, {shown(given)}; give a list of messages")
     if not batch:
-        raise ValueError("there is no prompt; give at least one")
+        raise ValueError(f"{name} is empty; give at least one")
     if isinstance(given, str) or (not isinstance(batch[0], str) and listed(batch[0]) is None):
         return [_prompt(name, given, wanted)], True
     return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False

@@ -20,7 +20,7 @@ except ImportError:  # no such locks here: abandoned files cannot be recognised 
 
 _written_by_another = False
 _TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp", re.DOTALL)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Far larger than any file of settings or token ids.
 _MAX_JSON_BYTES = 30_000_000
 _MAX_DEPTH = 100
@@ -121,18 +121,24 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, means that a disk is full.
+def full_reason(error: BaseException | None) -> str | None:
+    """Returns the system's words if an error, or one that caused it, means that nothing more fits; else None.
 
-    Libraries written in C++ report it only in the text of their message.
+    The disk is full, or a limit on the user's files or on the size of a file is reached. Libraries written in C++
+    report it only in the text of their message.
     """
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        if any(os.strerror(number) in str(error) for number in _FULL):
-            return True
+        for number in _FULL:
+            reason = os.strerror(number)
+            if reason in str(error) or (isinstance(error, OSError) and error.errno == number):
+                return reason
         error = error.__cause__ or error.__context__
-    return False
+    return None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Returns whether `full_reason` finds one."""
+    return full_reason(error) is not None
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | str) -> None:

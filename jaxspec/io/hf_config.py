@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io import hf_generation
-from jaxspec.io.files import read_json
+from jaxspec.io.files import no_file, read_json
 from jaxspec.io.hf_keys import check_keys
 from jaxspec.io.hf_values import MAX_INT, flag, number, section, token_ids, whole
 from jaxspec.io.messages import shown
@@ -88,6 +88,10 @@ def read_config(directory: str | Path) -> LlamaConfig:
     if not directory.is_dir():
         raise FileNotFoundError(
             f"{directory} is not a directory; give one with config.json and *.safetensors"
+        )
+    if not (directory / "config.json").exists():
+        raise FileNotFoundError(
+            f"{no_file(directory / 'config.json')}; give a directory with config.json and *.safetensors"
         )
     content, generation = read_json(directory / "config.json"), _read_generation(directory)
     with errors_of(directory / GENERATION):

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from jaxspec.io.messages import shown
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
 
 if TYPE_CHECKING:
     from jaxspec.model.tree import Shape
@@ -84,6 +84,10 @@ class TreeMethod(DraftingMethod):
         for name in ("no_tree", "num_draft_tokens"):
             if name in self.given:
                 raise ValueError(f"tree={self.tree!r} and {name} contradict each other; give one of them")
+
+    def limited(self, longest: int) -> Method:
+        """Returns the method with this K, unless it is given a tree, whose depth is K."""
+        return self if self.tree is not None else super().limited(longest)
 
     def shape(self, usual: str, num_ranks: int) -> Shape:
         """Returns the tree that is drafted.

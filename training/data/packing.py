@@ -44,26 +44,32 @@ class Encoded(NamedTuple):
 
 def is_held_out(origin: str, one_in: int) -> bool:
     """Whether a document belongs to the held-out part: by a hash of its own, whatever else is in the data."""
-    digest = hashlib.sha256(origin.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % one_in == 0
+    return _hash(origin) % one_in == 0
 
 
 def split(documents: Sequence[Document], one_in: int) -> tuple[list[Document], list[Document]]:
-    """(training documents, held-out documents), about one in `one_in` held out.
+    """(training documents, held-out documents), about one in `one_in` held out, and at least one in each part.
 
     Raises:
-      ValueError: one of the parts is empty.
+      ValueError: there are not two documents of different origins.
     """
+    origins = sorted({document.origin for document in documents}, key=_hash)
+    if len(origins) < 2:
+        raise ValueError(
+            f"the data has {len(documents)} documents of {len(origins)} origins; training needs two, of which one is "
+            "held out to measure on: in a text file <|endoftext|> separates documents"
+        )
+    held_out = {origin for origin in origins if is_held_out(origin, one_in)} or {origins[0]}
+    if len(held_out) == len(origins):
+        held_out.remove(origins[-1])
     parts: tuple[list[Document], list[Document]] = ([], [])
     for document in documents:
-        parts[is_held_out(document.origin, one_in)].append(document)
-    training, held_out = parts
-    if not held_out or not training:
-        raise ValueError(
-            f"of {len(documents)} documents, {len(held_out)} are held out by one in {one_in}, "
-            f"{len(training)} left to train on; both need at least one: give more documents or another share"
-        )
-    return training, held_out
+        parts[document.origin in held_out].append(document)
+    return parts
+
+
+def _hash(origin: str) -> int:
+    return int.from_bytes(hashlib.sha256(origin.encode()).digest()[:8], "big")
 
 
 def pack(documents: Sequence[Encoded], window: int) -> Windows:

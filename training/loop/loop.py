@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from rich.console import Console
 
 from jaxspec.console.errors import one_line
 from jaxspec.io import processes
-from jaxspec.io.files import is_full
+from jaxspec.io.files import full_reason
 from training.data import sizing
 from training.data.sizing import AUTO, Sized
 from training.loop import growth, sharding
@@ -241,7 +239,7 @@ def _clear_errors(checkpoints: Checkpoints, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # A library's line about a full disk is long, and names temporary files that will be removed.
-        said = os.strerror(errno.ENOSPC) if is_full(error) else one_line(error)
+        said = full_reason(error) or one_line(error)
         raise ValueError(
             f"{what} could not be written: {said}. Training stops, {checkpoints.standing()}. Make "
             "room and give the same command again"
