@@ -77,9 +77,9 @@ def filled(
 
     XLA computes a product of one row on the vector unit there and one of several rows on the matrix unit. By the
     compiler's estimate the vector unit takes three to four times as long as reading the weight does; by its final
-    schedule both units keep up with the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA fuses
-    the zeros into the product. Equal rows would be an array of their own, and need a barrier, without which XLA would
-    see that they are one row.
+    schedule both units keep up with the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA
+    fuses the zeros into the product. Equal rows would be an array of their own, and need a barrier, without which XLA
+    would see that they are one row.
     """
     axis = row.ndim - 2
     spare = [(0, 0)] * axis + [(0, TPU_ROWS - 1), (0, 0)]
