@@ -85,7 +85,7 @@ def compiled(
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
     target = dataclasses.replace(model_shape(None, shape), bits=bits)
     programs = make(target, registry.make(method, options), place, capacity=256, dtype=dtype)
-    return report(programs, chips.accelerator, build(programs.rounds))
+    return report(programs, chips.accelerator, build(programs.rounds, programs.options))
 
 
 def test_every_method_has_a_row():

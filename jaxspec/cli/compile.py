@@ -90,13 +90,13 @@ class Compile:
                 law=self.sampling.numbers(),
             )
             progress("compiling the rounds")
-            rounds = build(programs.rounds)
+            rounds = build(programs.rounds, programs.options)
             if hlo is not None:
                 # Where the rounds do not fit, the compiler gives no program.
                 write_atomic(hlo, rounds.text or "the rounds do not fit the memory of a chip\n")
             if self.prefill:
                 progress("compiling the prefill")
-            prefill = build(programs.prefill) if self.prefill else None
+            prefill = build(programs.prefill, programs.options) if self.prefill else None
             found = report(programs, topology.accelerator, rounds, prefill)
         record = {
             "model": target.name,

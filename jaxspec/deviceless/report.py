@@ -61,15 +61,16 @@ class Program:
     processor_seconds: float = 0.0
 
 
-def build(lower: Callable[[], Any]) -> Program:
+def build(lower: Callable[[], Any], options: dict[str, str] | None = None) -> Program:
     """Traces and compiles a program.
 
     Args:
       lower: makes the `jax.stages.Lowered`.
+      options: of the compiler, see `Programs.options`.
     """
     began, spent = time.perf_counter(), time.process_time()
     try:
-        compiled = lower().compile()
+        compiled = lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" not in reason or "hbm" not in reason.lower():  # a smaller memory ran out
