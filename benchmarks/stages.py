@@ -57,7 +57,7 @@ def estimated_ms(device: jax.Device, one: Loop) -> float | None:
         return None
     module = hlo.parse(one.program())
     found = cycles.estimate(module, main_loop(module), figures)
-    return None if found is None else 1e3 * cycles.likely(found["round"]) / figures.clock
+    return None if found is None else 1e3 * found["round"]["cycles"] / figures.clock
 
 
 def bandwidth(device: jax.Device, repeats: int = 10) -> float:

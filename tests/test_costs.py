@@ -318,7 +318,7 @@ def test_a_tpu_takes_the_cycles_of_its_compiler(monkeypatch, tmp_path):
     assert compiled == [(rows, layers) for rows in estimates.ROWS for layers in (1, 3)]
     expected = 1e3 * (16 * (layer + 9000) + head) / device.clock
     assert costs.step_ms(9, live=0) == pytest.approx(expected)
-    assert costs.step_ms(1, live=0) == pytest.approx(1e3 * (16 * (layer + 2000) + head) / device.clock)
+    assert costs.step_ms(1, live=0) == pytest.approx(1e3 * (16 * (layer + 1000) + head) / device.clock)
     layer = head = 0
     bound = roofline(device, shape, "1.2b", launch_us=0.0)
     (tmp_path / "costs").rename(tmp_path / "old")

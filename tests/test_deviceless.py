@@ -7,6 +7,7 @@ import doctest
 import json
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,14 @@ from jaxspec.deviceless.accelerators import ACCELERATORS, mesh_axes, parse_topol
 from jaxspec.deviceless.programs import Place
 from jaxspec.deviceless.report import Program, build, predicted, report
 from jaxspec.deviceless.stand_ins import ModelShape
+from jaxspec.engine import executables
+from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.io import hf_config
 from jaxspec.io.extras import MissingExtra
 from jaxspec.methods import registry
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.quantised import Quantised
 from jaxspec.testing.models import TARGET
 from tests.commands import called, one_error
 
@@ -432,6 +436,32 @@ def test_the_report_of_a_gpu(here):
         assert found["predicted_tokens_per_second"] == pytest.approx(1 / seconds)
 
 
+@pytest.mark.parametrize(
+    ("kind", "quantised", "told"),
+    [
+        ("TPU v5 lite", True, {"xla_tpu_scoped_vmem_limit_kib": "65536"}),
+        ("TPU v5 lite", False, None),  # bfloat16 is expected to be slower with it
+        ("TPU v6 lite", True, None),  # int8 is expected to be slower with it
+        ("cpu", True, None),  # does not know the option
+    ],
+)
+def test_what_a_compiler_is_told(kind, quantised, told):
+    sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(device_kind=kind)])
+    leaf = types.SimpleNamespace(sharding=sharding)
+    weights = {"norm": leaf, "out": Quantised(leaf, leaf) if quantised else leaf}
+    assert compiler_options((weights, 0)) == told
+
+
+def test_a_compiler_is_told_by_generation_and_by_the_command(here, monkeypatch):
+    made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
+    assert made.options is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        build(made.rounds, {"no_such_option": "1"})
+    monkeypatch.setattr(executables, "compiler_options", lambda args: {"no_such_option": str(len(args))})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        executables.Executables().call(jax.jit(jnp.add), jnp.ones(1), jnp.ones(1))
+
+
 def test_a_program_that_does_not_fit(here):
     made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
 
@@ -635,6 +665,6 @@ def test_a_file_is_left_alone_until_there_is_a_program(capsys, monkeypatch, tmp_
     given = ("compile", "--topology", "v5e:1x1", "--no-prefill", "--json", "--hlo", file)
     one_error(lambda *given: called(capsys, *given), *given, "--shape", "9b")
     assert not file.exists()
-    monkeypatch.setattr(of, "build", lambda lower: Program(1.0))
+    monkeypatch.setattr(of, "build", lambda *_: Program(1.0))
     assert called(capsys, *given, "--shape", "31m")[0] == 0
     assert file.read_text() == "the rounds do not fit the memory of a chip\n"

@@ -90,13 +90,13 @@ class Compile:
                 law=self.sampling.numbers(),
             )
             progress("compiling the rounds")
-            rounds = build(programs.rounds)
+            rounds = build(programs.rounds, programs.options)
             if hlo is not None:
                 # Where the rounds do not fit, the compiler gives no program.
                 write_atomic(hlo, rounds.text or "the rounds do not fit the memory of a chip\n")
             if self.prefill:
                 progress("compiling the prefill")
-            prefill = build(programs.prefill) if self.prefill else None
+            prefill = build(programs.prefill, programs.options) if self.prefill else None
             found = report(programs, topology.accelerator, rounds, prefill)
         record = {
             "model": target.name,
@@ -114,12 +114,6 @@ class Compile:
         else:
             _print(record, topology.accelerator.source)
         return 0
-
-
-_ON_VECTORS = (
-    "Products on the vector unit, those of one row, are estimated several times too high: by the static schedule "
-    "(python -m benchmarks.schedule) they take less than reading their weights."
-)
 
 
 def _print(record: dict[str, Any], source: str) -> None:
@@ -170,8 +164,6 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
     """The compiler's estimates, a column for each part of a round, in thousands of cycles."""
     from rich.table import Table
 
-    from jaxspec.deviceless.cycles import likely
-
     columns = {"round": cycles["round"], **cycles["stages"]}
     if cycles["draft_step"] is not None:
         columns["draft step"] = cycles["draft_step"]
@@ -180,21 +172,11 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
     table = Table("thousands of cycles", *columns, title="the compiler's estimate, not a time")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = [
-        {
-            **part["split"],
-            "all": part["cycles"],
-            "floor": part["floor"],
-            "on the vector unit": part["on_vectors"],
-        }
-        for part in columns.values()
-    ]
+    rows = [{**part["split"], "all": part["cycles"], "floor": part["floor"]} for part in columns.values()]
     for name in rows[0]:
         table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
     table.add_row("floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values()))
     console.print(table)
-    if cycles["round"]["on_vectors"]:
-        console.print(_ON_VECTORS, highlight=False, soft_wrap=True)
     for name, loop in cycles["loops"].items():
         count = "once or never" if loop["trips"] is None else f"{loop['trips']} ×"
         console.print(f"{name}: {count} {loop['cycles']:,} cycles", highlight=False, soft_wrap=True)
@@ -202,7 +184,7 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
         console.print(
             f"exchanged in a round: {_size(cycles['exchanged_bytes'])}; its cycles are not estimated"
         )
-    milliseconds = f"{1e3 / cycles['clock'] * likely(cycles['round']):.2f} ms"
+    milliseconds = f"{1e3 / cycles['clock'] * cycles['round']['cycles']:.2f} ms"
     console.print(f"a round at {cycles['clock'] / 1e9:.2f} GHz: {milliseconds}", highlight=False)
 
 

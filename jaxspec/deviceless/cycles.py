@@ -53,10 +53,10 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     Returns:
       None where the compiler gives no estimates, as on GPUs. Else `clock` in Hz; `stages` (of a round: `draft`,
       `verify`, `absorb`, what a drafter's own state takes up after it, and `beside`), `round`, their sum, and
-      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them, with `on_vectors`, the
-      cycles of products on the vector unit, which the compiler puts several times too high (`benchmarks.schedule`);
-      `loops`, by name, every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of
-      collectives in a round, whose cycles the compiler does not estimate.
+      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them; `loops`, by name,
+      every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of collectives in a round,
+      whose cycles the compiler does not estimate. The compiler puts products on the vector unit several times too high
+      (`benchmarks.schedule`): see `rounds.vector_products`, of which there are none in the programs of this library.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
@@ -81,24 +81,14 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     def weigh(one: Instruction) -> tuple[tuple[str, str], int] | None:
         return None if one.cycles is None else ((stage(one), part(one)), one.cycles)
 
-    def on_vectors(one: Instruction) -> tuple[str, int] | None:
-        unit = (
-            one.opcode == "fusion" and products[one.called["calls"][0]] and not _on_matrix_unit(module, one)
-        )
-        return (stage(one), one.cycles) if unit and one.cycles is not None else None
-
     def exchanged(one: Instruction) -> tuple[str, int] | None:
         return (EXCHANGES, one.results[-1].size_bytes) if one.opcode in _EXCHANGES else None
 
     def stages(within: Instruction) -> dict[str, dict[str, Any]]:
-        at = within.called["body"][0]
-        cycles, vectors = counted(module, at, weigh), counted(module, at, on_vectors)
+        cycles = counted(module, within.called["body"][0], weigh)
         read = bytes_read(module, within, stage)
         names = sorted({name for name, _ in cycles} | read.keys())
-        return {
-            name: _figures(cycles, name, read[name], accelerator) | {"on_vectors": vectors[name]}
-            for name in names
-        }
+        return {name: _figures(cycles, name, read[name], accelerator) for name in names}
 
     inner = [one for _, one in executed(module, body) if one.opcode == "while"]
     drafting = [
@@ -119,17 +109,6 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
     }
 
 
-def likely(figures: dict[str, Any]) -> float:
-    """The cycles of some figures, with products on the vector unit as slow as reading takes at the most.
-
-    Examples:
-      >>> likely({"cycles": 180, "floor": 45, "on_vectors": 170}), likely({"cycles": 54, "floor": 45, "on_vectors": 0})
-      (55, 54)
-    """
-    cycles: float = figures["cycles"] - figures["on_vectors"] + min(figures["on_vectors"], figures["floor"])
-    return cycles
-
-
 def _figures(
     cycles: collections.Counter[tuple[str, str]], stage: str, read: int, accelerator: Accelerator
 ) -> dict[str, Any]:
@@ -147,8 +126,7 @@ def _figures(
 def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The same of several stages, one after the other."""
     total: dict[str, Any] = {
-        key: sum(stage[key] for stage in stages.values())
-        for key in ("cycles", "floor", "bytes", "on_vectors")
+        key: sum(stage[key] for stage in stages.values()) for key in ("cycles", "floor", "bytes")
     }
     split = {part: sum(stage["split"][part] for stage in stages.values()) for part in PARTS}
     return _with_fraction(total | {"split": split})
@@ -162,14 +140,6 @@ def _product_scope(module: Module, computation: str) -> str:
     """The scope of the product within a fusion; "" where it has none."""
     found = (one.scope for one in module.computations[computation] if one.scope.endswith("dot_general"))
     return next(found, "")
-
-
-def _on_matrix_unit(module: Module, fusion: Instruction) -> bool:
-    inside = module.computations[fusion.called["calls"][0]]
-    return any(
-        one.opcode in ("convolution", "dot") or (one.opcode == "fusion" and _on_matrix_unit(module, one))
-        for one in inside
-    )
 
 
 def _runs_a_model(module: Module, loop: Instruction) -> bool:

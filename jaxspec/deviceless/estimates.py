@@ -25,9 +25,8 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 
-# Rows of a step that are compiled; between them costs lie on straight lines. One row costs what two do: both wait for
-# the weights, but its products are on the vector unit, of which the compiler's estimates are several times too high.
-ROWS = (2, 9, 65, 1024)
+# Rows of a step that are compiled; between them costs lie on straight lines.
+ROWS = (1, 9, 65, 1024)
 # Fewer layers than a model has: what two add is twice what each of a model's layers takes.
 _FEW, _MORE = 1, 3
 

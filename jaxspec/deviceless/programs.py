@@ -23,6 +23,7 @@ from jaxspec.deviceless.accelerators import Topology
 from jaxspec.deviceless.stand_ins import UNREAD, ModelShape, draft_shape, loaded_head, write_files
 from jaxspec.engine import compiled
 from jaxspec.engine.buckets import bucket
+from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.engine.requests import RowRequest, filters_used
 from jaxspec.engine.session import law_of
 from jaxspec.io.extras import require
@@ -143,6 +144,11 @@ class Programs:
         state, _ = compiled.prefill.eval_shape(self.weights, self.parts, self.request, **self.static)
         placed: DecodeState = self.place.put_state(state)
         return placed
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        """What generation tells the compiler of these programs."""
+        return compiler_options(self.weights)
 
     def prefill(self) -> Any:
         """The prefill, lowered."""

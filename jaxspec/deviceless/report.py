@@ -12,7 +12,7 @@ import jax
 
 from jaxspec.deviceless import hlo
 from jaxspec.deviceless.accelerators import LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
-from jaxspec.deviceless.cycles import estimate, likely
+from jaxspec.deviceless.cycles import estimate
 from jaxspec.deviceless.programs import Programs, part, part_bytes
 from jaxspec.deviceless.rounds import (
     collectives,
@@ -61,15 +61,16 @@ class Program:
     processor_seconds: float = 0.0
 
 
-def build(lower: Callable[[], Any]) -> Program:
+def build(lower: Callable[[], Any], options: dict[str, str] | None = None) -> Program:
     """Traces and compiles a program.
 
     Args:
       lower: makes the `jax.stages.Lowered`.
+      options: of the compiler, see `Programs.options`.
     """
     began, spent = time.perf_counter(), time.process_time()
     try:
-        compiled = lower().compile()
+        compiled = lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error)
         if "RESOURCE_EXHAUSTED" not in reason or "hbm" not in reason.lower():  # a smaller memory ran out
@@ -117,9 +118,8 @@ def report(
       `compile_seconds`: of the rounds, traced and compiled; `compile_processor_seconds`: of all cores.
       `prefill`: the same first three, `compile_seconds` and `cycles` (of a chunk of the prompts) of the prefill; None
         where it was not compiled.
-      `predicted_tokens_per_second`: of plain decoding, all rows together. Of a TPU by `cycles` at its clock (see
-        `cycles.likely`), of others from published figures, see `predicted`; None where it does not fit, and of a TPU
-        with other methods.
+      `predicted_tokens_per_second`: of plain decoding, all rows together. Of a TPU by `cycles` at its clock, of
+        others from published figures, see `predicted`; None where it does not fit, and of a TPU with other methods.
     """
     shared = programs.shared_bytes
     given = (programs.weights, programs.parts, programs.state)
@@ -159,7 +159,7 @@ def report(
     if record["fits"] and cycles is None:
         speed = predicted(programs, accelerator, counted if plain else None)
     elif record["fits"] and plain and cycles is not None:
-        speed = programs.state.length.shape[0] * accelerator.clock / likely(cycles["round"])
+        speed = programs.state.length.shape[0] * accelerator.clock / cycles["round"]["cycles"]
     record["predicted_tokens_per_second"] = speed
     return record
 

@@ -17,6 +17,7 @@ import jax
 
 from jaxspec.engine import background, jax_settings
 from jaxspec.engine.background import Worker
+from jaxspec.engine.compiler_options import compiler_options
 
 # Specialised executables kept; the least recently used one goes.
 MAX_VARIANTS = 16
@@ -235,7 +236,7 @@ def _built(function: Any, args: Any, static: dict[str, Any]) -> Any:
     """Compiles the function for these arguments and returns the executable."""
     lowered = function.lower(*args, **static)
     background.go_on()
-    return lowered.compile()
+    return lowered.compile(compiler_options=compiler_options(args))
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
