@@ -1,8 +1,9 @@
-"""A TPU's static schedule beside its compiler's estimates: `python -m benchmarks.schedule --shape 1.2b --rows 8`.
+"""Compares a TPU's static schedule with its compiler's estimates: `python -m benchmarks.schedule --rows 8`.
 
-The compiler packs each fusion into bundles, of which a core starts one a cycle, and writes them where libtpu is told
-to (`LIBTPU_INIT_ARGS`, seen with libtpu 0.0.42). Bundles × trips of the fusion's grid is what it takes if it never
-waits: for memory, which the estimate counts, or for a unit. No TPU is needed, and nothing is measured.
+The compiler packs each fusion into bundles; a core starts one bundle per cycle. The options in `LIBTPU_INIT_ARGS` make
+libtpu write the bundles to files (tested with libtpu 0.0.42). A fusion that never waits takes one cycle per bundle and
+trip of its grid: bundles × trips. A core can wait for a unit or for memory; the estimate includes the wait for memory.
+The benchmark needs no TPU and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from jaxspec.deviceless.accelerators import parse_topology
 
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _GRID = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
-_LABELS = "final"  # of dozens of passes; both files that are read bear it
+_LABELS = "final"  # the label of the pass that writes both files; there are dozens of passes
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Bundles and unit use of the fusions of one step of a model of few layers, beside their estimated cycles.
+    """Reports the bundles, the use of units and the estimated cycles of the fusions of a model's step.
 
     Attributes:
       topology: one chip, as in `jaxspec compile`.
       shape: one of profile's shapes.
-      layers: how many of its layers.
+      layers: number of its layers.
       rows: tokens of the step.
-      least: only fusions that are estimated to take this many cycles are shown.
+      least: minimum of the estimated cycles of a fusion that is shown.
     """
 
     topology: str = "v5e:1x1"
@@ -48,14 +49,14 @@ class Options:
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Compiles, and reads what the compiler wrote; nothing is measured.
+    """Compiles a step and reads the schedule that the compiler wrote; measures nothing.
 
     Returns:
-      `fusions`: of each its `name`, `scope`, `estimated` cycles, `bundles`, `trips` of its grid, `scheduled` (bundles ×
-      trips), and `use`: of each kind of unit, the share of its slots that the bundles fill.
+      The options, and `fusions`, a list of dictionaries: `name`, `scope`, `estimated` (cycles), `bundles`, `trips` (of
+      its grid), `scheduled` (bundles × trips), and `use`, the share of each kind of unit's slots that the bundles fill.
 
     Raises:
-      ValueError: an unknown shape or topology, several chips, or a compiler that writes nothing; one line.
+      ValueError: an unknown shape or topology, several chips, or no schedule from the compiler; one line.
     """
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
@@ -96,7 +97,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
 
 
 def _scheduled(name: str, dumped: dict[str, str], trips: int) -> dict[str, Any] | None:
-    """What the compiler wrote of a fusion; None where it wrote nothing."""
+    """Returns the schedule that the compiler wrote for a fusion; None if it wrote none."""
     of_it = {file: text for file, text in dumped.items() if re.search(rf"^\d+-{re.escape(name)}-\d+-", file)}
     analysis = next((text for file, text in of_it.items() if "schedule-analysis" in file), None)
     use = next((text for file, text in of_it.items() if "utilization" in file), None)
@@ -107,10 +108,10 @@ def _scheduled(name: str, dumped: dict[str, str], trips: int) -> dict[str, Any] 
 
 
 def unit_use(text: str) -> dict[str, float]:
-    """The share of the slots of each kind of unit that bundles fill.
+    """Returns the share of slots that the bundles fill, by kind of unit.
 
     Args:
-      text: the names of units, their slots, and a line of slots in use for each bundle, as the compiler writes it.
+      text: the compiler's file: the names of the units, their slots, and for each bundle a line of used slots.
 
     Examples:
       >>> unit_use('''== CAPACTIY:

@@ -51,7 +51,7 @@ def published_figures(device: jax.Device) -> Any:
 
 
 def estimated_ms(device: jax.Device, one: Loop) -> float | None:
-    """Milliseconds of a round by a TPU's compiler's cycles, see `deviceless.cycles`; None on other devices."""
+    """Returns a round's milliseconds by the TPU compiler's cycles, see `deviceless.cycles`; None on other devices."""
     figures = published(device.device_kind)
     if figures is None or figures.is_gpu:
         return None
@@ -96,9 +96,9 @@ class Stages:
         Returns:
           `floor_bytes`, `floor_measured_ms` (every weight read once, the fastest turn), `floor_published_ms` (at the
           published bandwidth; None where it is unknown), `step_ms`, `floor_from` (published or measured) and by it
-          `floor_fraction`, floor ÷ the fastest step; `estimated_ms`, by a TPU's compiler's cycles, and
-          `over_estimated`, measured ÷ estimated (None on other devices); `compile_seconds` of the plain loop and its
-          prefill.
+          `floor_fraction`, floor ÷ the fastest step; `estimated_ms`, the step by the TPU compiler's
+          cycles, and `over_estimated`, measured ÷ estimated (both None on other devices); `compile_seconds` of the
+          plain loop and its prefill.
         """
         lm = self._lm
         on_progress("compiling the plain loop")

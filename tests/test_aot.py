@@ -22,9 +22,9 @@ pytestmark = [
 # Small, but no two of its matrices, nor a cache, of one shape.
 L, E, K = 4, 1, 5
 SMALL = LlamaConfig(2048, 256, 768, L, 8, 4, 64)
-# The matrices of 1.2b, in fewer layers.
+# The matrices of 1.2b in fewer layers.
 WIDE = LlamaConfig(128256, 2048, 8192, 2, 32, 8, 64, tie_embeddings=True)
-# As many key/value heads as query heads: of one row, attention is a product of one row too.
+# Equal numbers of key/value heads and query heads: for one token, attention is a product of one row too.
 EVEN = LlamaConfig(2048, 256, 768, 2, 4, 4, 64, tie_embeddings=True)
 # Of each method its options, and how many caches it is known to copy in a round.
 METHODS: dict[str, tuple[dict, int]] = {
@@ -94,7 +94,7 @@ def test_every_method_has_a_row():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_cache_and_no_weight_is_copied(name):
-    """On one chip; and each weight is multiplied by the matrix unit, by a single row too."""
+    """On one chip; the matrix unit computes all products with weights, also those of a single row."""
     options, known = METHODS[name]
     found = compiled("v5e:1x1", name.split()[0], options, shape="wide")
     assert found["fits"]
@@ -106,7 +106,7 @@ def test_no_cache_and_no_weight_is_copied(name):
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", None), ("float32", None), ("bfloat16", 8)])
 def test_a_single_query_a_key_head_takes_the_matrix_unit(dtype, bits):
-    """And a table that is the head as well is read where it is."""
+    """An embedding that is also the head is not copied."""
     found = compiled("v5e:1x1", "autoregressive", {}, bits, "even", dtype)
     assert found["vector_products"] == found["weight_copies"] == found["cache_copies"] == 0
 
@@ -148,7 +148,7 @@ def test_layerskip_on_four_chips():
 
 
 def test_cycles_of_a_round():
-    """Every part of the work is found by its scope, and the parts sum up to the round; a floor is what is read."""
+    """Every part of the work has its scope, the parts add up to the round, and a floor equals the bytes read."""
     found = compiled("v5e:1x1", "layerskip", {"exit_layer": E, "num_draft_tokens": K})
     cycles = found["cycles"]
     whole, stages, step = cycles["round"], cycles["stages"], cycles["draft_step"]
@@ -158,10 +158,10 @@ def test_cycles_of_a_round():
         assert whole["split"][part] > 0, part
     assert whole["split"]["the rest"] < 0.5 * whole["cycles"]
     assert step["trips"] == K
-    assert K * step["cycles"] < stages["draft"]["cycles"]  # and the last token through these layers
+    assert K * step["cycles"] < stages["draft"]["cycles"]  # the draft runs its last token too
     layer, head = 2 * 256 * (16 * 64 + 512 + 3 * 768), 2 * SMALL.vocab_size * 256
     cache = 2 * 4 * 64 * 2 * 256  # bytes a layer
-    # Norms, and the rows of the embedding, are read too; a small cache may stay in fast memory.
+    # The step also reads norms and rows of the embedding; a small cache may stay in fast memory.
     read = E * (layer + cache) + head
     assert read - 2 * E * cache <= step["bytes"] < 1.02 * read
     assert found["predicted_tokens_per_second"] is None

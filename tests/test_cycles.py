@@ -1,4 +1,4 @@
-"""The reader of the cycles that a TPU's compiler writes into its program, on a short program written by hand."""
+"""Tests of the reader of a TPU compiler's estimated cycles, on a short program written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ V5E = ACCELERATORS["v5e"]
 
 
 def costs(scope: str, cycles: int) -> str:
-    """How the compiler writes the scope and the cycles of an instruction."""
+    """Returns the scope and the cycles of an instruction in the compiler's notation."""
     return (
         f'metadata={{op_name="jit(run_rounds)/while/body/{scope}" stack_frame_id=1}}, '
         f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}","iteration_bounds":["1"]}}}}'
@@ -41,8 +41,8 @@ def scope(text: str) -> str:
 
 STEP = "draft/trips_3/while/body"
 STATE = "(s32[], bf16[1024,2048]{1,0}, bf16[2048,2048]{1,0}, bf16[512,1024]{1,0})"
-# A round: three draft steps that read %a (4 MB) and take 100 cycles each, and a verification that reads %a in two
-# slices ahead of time and %b (8 MB) from where it is, writes a cache (1 MB) in place and reads all of it.
+# A round has three draft steps and a verification. Each draft step reads %a (4 MB) and takes 100 cycles. The
+# verification reads a half of %a ahead of time, %a and %b (8 MB) in place, updates a cache (1 MB) and reads all of it.
 ROUND = f"""HloModule jit_run_rounds, is_scheduled=true
 
 %product (p0: bf16[1024,2048], p1: bf16[8,2048]) -> bf16[8,1024] {{
@@ -126,7 +126,7 @@ A, B, KV = 2 * 1024 * 2048, 2 * 2048 * 2048, 2 * 512 * 1024
 
 
 def found(text: str = ROUND, bandwidth: float = 1e18) -> dict:
-    """The estimate on a chip whose memory is so fast that nothing waits for it, unless another bandwidth is given."""
+    """Returns the estimate for a chip with this bandwidth; by default no instruction waits for memory."""
     module, chip = hlo.parse(text), V5E
     estimated = estimate(module, main_loop(module), type(chip)(**{**vars(chip), "bandwidth": bandwidth}))
     assert estimated is not None
@@ -138,7 +138,7 @@ def nonzero(part: dict) -> dict:
 
 
 def test_a_round_is_split_by_stage_and_by_kind_of_work():
-    """A product is found within a fusion that is named by what follows it; of two branches the dearer runs."""
+    """A product counts within a fusion that has a later operation's name; a condition counts its expensive branch."""
     one = found()
     assert nonzero(one["draft_step"]) == {NORMS: 10, HEAD: 90}
     assert one["draft_step"]["trips"] == 3
@@ -155,7 +155,7 @@ def test_exchanges_have_bytes_and_no_cycles():
 
 
 def test_each_stage_reads_each_array_once():
-    """Half of %a ahead, and all of it in place, are one %a; of %b a row is taken, and then all of it is read."""
+    """%a counts once for a half read ahead and a whole in place; %b counts once for one row and a whole."""
     module = hlo.parse(ROUND)
     names = {"draft": "/draft/", "verify": "/verify/"}
 
@@ -188,7 +188,7 @@ def test_the_clock_follows_from_the_published_peak(name, clock):
 
 
 def test_a_tpu_is_measured_against_its_estimate():
-    """By the program of what ran; on other devices there is none."""
+    """The estimate is of the program that ran; other devices have none."""
     loop = types.SimpleNamespace(program=lambda: ROUND)
     tpu, cpu = (types.SimpleNamespace(device_kind=kind) for kind in ("TPU v5 lite", "cpu"))
     found_ms = stages.estimated_ms(tpu, loop)
@@ -210,7 +210,7 @@ def test_the_table(capsys):
 
 
 def test_a_static_schedule_is_read():
-    """Of a fusion its own files alone: `fusion.1` is not `fusion.12`."""
+    """The files of `fusion.12` do not count for `fusion.1`."""
     analysis = "Schedule analysis:\n\ttotal scheduled bundles:    20\n"
     use = "== CAPACTIY:\nMXU, SALU\n    4     2\n== UTILIZATION:\n1 0\n3 1\n"
     written = {

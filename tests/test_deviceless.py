@@ -406,7 +406,7 @@ def test_the_report_of_a_program(here):
     assert found["collectives"] == {}
     assert found["cache_copies"] == found["weight_copies"] == 0
     assert found["prefill"] is None
-    assert found["cycles"] is None  # a CPU's compiler estimates none
+    assert found["cycles"] is None  # a CPU's compiler estimates no cycles
     assert found["argument_bytes_per_device"] >= programs.part_bytes((made.weights, made.state))
     read = llama.num_params(TARGET)
     read -= 0 if TARGET.tie_embeddings else TARGET.vocab_size * TARGET.hidden_size
@@ -440,9 +440,9 @@ def test_the_report_of_a_gpu(here):
     ("kind", "quantised", "told"),
     [
         ("TPU v5 lite", True, {"xla_tpu_scoped_vmem_limit_kib": "65536"}),
-        ("TPU v5 lite", False, None),  # bfloat16 is expected to be slower with it
-        ("TPU v6 lite", True, None),  # int8 is expected to be slower with it
-        ("cpu", True, None),  # does not know the option
+        ("TPU v5 lite", False, None),  # the compiler estimates more cycles for bfloat16 with it
+        ("TPU v6 lite", True, None),  # the compiler estimates more cycles for int8 with it
+        ("cpu", True, None),  # its compiler has no such option
     ],
 )
 def test_what_a_compiler_is_told(kind, quantised, told):

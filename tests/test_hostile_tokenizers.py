@@ -1,4 +1,4 @@
-"""Tokenizers that are damaged or made to harm: loading, encoding and decoding end in a text or in one line."""
+"""Tests that a damaged or hostile tokenizer gives a text or an error of one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nested() -> dict[str, Any]:
     return inner
 
 
-# What changes in tokenizer.json. Of the first ones the library panics, which is no Exception.
+# Changes to tokenizer.json. Those in PANICS make the library panic, and a panic is not an Exception.
 PANICS: dict[str, dict[str, Any]] = {
     "character map of no bytes": {"normalizer": of_type("Precompiled", precompiled_charsmap="AAAA")},
     "character map": {"normalizer": of_type("Precompiled", precompiled_charsmap="BAAAAP////8AAAAA")},

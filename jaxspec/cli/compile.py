@@ -27,8 +27,8 @@ class Compile:
     Copies are of whole caches or weights in one round; there should be none. A cache is written back where the
     program moves all of it to fast memory, changes it there and moves it back. Collectives are the exchanges between
     devices in one round, of a whole draft; so are the operations that a GPU starts, its kernels. Cycles are estimates
-    of the TPU's compiler, and no times. The floor is what reading takes at the published bandwidth: an estimate below
-    it is raised to it. The speed is a prediction: of a TPU by these cycles, of a GPU by published figures.
+    of the TPU's compiler, not times. The floor is the cycles for reading at the published bandwidth; an estimate below
+    it is raised to it. The speed is a prediction: for a TPU from these cycles, for a GPU from published figures.
 
     Attributes:
       topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; of GPUs h100, h200, a100 or
@@ -161,7 +161,7 @@ def _print(record: dict[str, Any], source: str) -> None:
 
 
 def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] | None) -> None:
-    """The compiler's estimates, a column for each part of a round, in thousands of cycles."""
+    """Prints the compiler's estimates in thousands of cycles, one column for each part of a round."""
     from rich.table import Table
 
     columns = {"round": cycles["round"], **cycles["stages"]}

@@ -31,11 +31,11 @@ class Profile:
       fresh: with --costs, measure again.
       device_model: predict instead, on paper, what drafts would gain with --shape on a device of which only published
         figures are known: h100, h200, a100, l4,
-        v5e, v5p or v6e. Nothing is measured. Of a TPU whose compiler is installed, steps take as many cycles as it
-        expects; the first time it compiles them, for a minute.
+        v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the compiler's cycles give
+        the costs of steps; compiling them takes a minute the first time.
       batch: texts at once, for what drafts would gain. Default 1.
-      launch_us: with --device-model, microseconds that starting one operation takes; a compiler's cycles do not count
-        then. Default: the device's.
+      launch_us: with --device-model, microseconds for starting one operation; replaces the compiler's cycles. Default:
+        the device's.
       json: print one JSON object and nothing else.
     """
 

@@ -31,7 +31,7 @@ class Accelerator:
       launch_us: what starting one operation of a program takes, which nobody publishes. GPUs: as a round of 294 kernels
         at a shape of 1b whose weights take .74 ms takes as long again. TPUs: assumed.
       kinds: what JAX calls such a device (`jax.Device.device_kind`).
-      cycle_flops: of TPUs, operations in bfloat16 that all matrix units do in a cycle.
+      cycle_flops: bfloat16 operations of all matrix units in a cycle; 0 for GPUs.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Accelerator:
 
     @property
     def clock(self) -> float:
-        """Of a TPU, cycles a second: what its published peak and its matrix units imply."""
+        """Returns a TPU's clock in Hz, as its published peak and its matrix units imply."""
         return self.flops / self.cycle_flops
 
     @property
@@ -57,8 +57,9 @@ class Accelerator:
         return self.name in PROCESSORS
 
 
-# Multiplications and additions of matrix units of 128 × 128: four a chip of v5e, eight of v5p. Of v6e 256 × 256, and as
-# many as make the compiler's estimate of a large product possible, which is above 1.5 × what two could do.
+# Multiplications and additions of a matrix unit of 128 × 128 in a cycle. A v5e has four such units, a v5p eight. The
+# units of a v6e have 256 × 256; four of them are assumed, because the compiler's estimate of a large product implies
+# more than 1.5 × the rate of two.
 _UNITS = 2 * 128**2
 _DOCS = "https://cloud.google.com/tpu/docs/"
 _TPUS = {

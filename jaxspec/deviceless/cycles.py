@@ -1,4 +1,4 @@
-"""Cycles that a TPU's compiler expects of the parts of a round or of a chunk of a prompt: an estimate, not a time."""
+"""Sums the cycles that a TPU's compiler estimates for the parts of a round or of a prompt's chunk; not a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRODUCTS, HEAD, ATTENTION, NORMS, CACHE, EXCHANGES, REST, WAITING = PARTS = (
     "the rest",
     "waiting for memory",
 )
-# What the scopes of `jax.named_scope` in the model and the loop stand for; the innermost counts.
+# The part of each `jax.named_scope` in the model and the loop; the innermost scope counts.
 _PARTS = {
     "head": HEAD,
     "sampling": HEAD,
@@ -34,29 +34,30 @@ _PART = re.compile(rf"(?:^|[/(])({'|'.join(_PARTS)})(?=[/)])")
 STAGES = ("draft", "verify", "absorb")
 _STAGE = re.compile(rf"/({'|'.join(STAGES)})/")
 BESIDE = "beside"
-# Of arrays that exchanges make; a start's results hold its operands too.
+# Opcodes of exchanges; the results of a `-start` include its operands.
 _EXCHANGES = {name + suffix for name in COLLECTIVES for suffix in ("", "-start")}
 
 
 def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dict[str, Any] | None:
-    """What the compiler expects of one round, or one chunk, of a loop.
+    """Returns the compiler's estimate of one trip of a loop: a round, or a chunk of a prompt.
 
-    Counted as `rounds.collectives` counts: loops of a known number of trips as often, other loops once, of the branches
-    of a condition the dearest. The compiler's numbers leave out transfers that run beside the computation, so that a
-    sum below the floor is raised to it.
+    The sum counts as `rounds.collectives` does: a loop with a known number of trips counts once per trip, another loop
+    counts once, and a condition counts as its most expensive branch. The compiler's numbers exclude transfers that run
+    in parallel with the computation; a sum below the floor is therefore raised to the floor.
 
     Args:
       module: the program.
       loop: one of its `while` instructions, see `rounds.main_loop`.
-      accelerator: for which it was compiled.
+      accelerator: the chip for which the program was compiled.
 
     Returns:
-      None where the compiler gives no estimates, as on GPUs. Else `clock` in Hz; `stages` (of a round: `draft`,
-      `verify`, `absorb`, what a drafter's own state takes up after it, and `beside`), `round`, their sum, and
-      `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them; `loops`, by name,
-      every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of collectives in a round,
-      whose cycles the compiler does not estimate. The compiler puts products on the vector unit several times too high
-      (`benchmarks.schedule`): see `rounds.vector_products`, of which there are none in the programs of this library.
+      None if the program has no estimates, as on GPUs. Otherwise a dictionary: `clock`, in Hz; `stages`, by name
+      (`draft`, `verify`, `absorb`, the update of a drafter's own state, and `beside`, the rest of a round); `round`,
+      their sum; `draft_step`, one trip of a draft's loop (None without one); `loops`, by name, the `trips` and the
+      `cycles` per trip of every inner loop; `exchanged_bytes`, the size of the results of collectives in a round, for
+      which the compiler estimates no cycles. The stages, `round` and `draft_step` have the keys of `_figures`. The
+      compiler overestimates products on the vector unit several times (`benchmarks.schedule`); the programs of this
+      library have none, see `rounds.vector_products`.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
@@ -112,10 +113,11 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
 def _figures(
     cycles: collections.Counter[tuple[str, str]], stage: str, read: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Of a stage: `cycles`, the compiler's estimate or the floor if that is more; `split`, these by part.
+    """Returns the figures of a stage.
 
     Returns:
-      also `floor`, the cycles in which the published bandwidth reads the `bytes`, and `of_floor`, floor ÷ cycles.
+      `cycles`, the larger of the compiler's estimate and the floor; `split`, these cycles by part; `bytes`, which the
+      stage reads; `floor`, the cycles for reading them at the published bandwidth; `of_floor`, floor ÷ cycles.
     """
     split = {part: cycles[stage, part] for part in PARTS}
     floor = round(read / accelerator.bandwidth * accelerator.clock)
@@ -124,7 +126,7 @@ def _figures(
 
 
 def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same of several stages, one after the other."""
+    """Returns the figures of several stages that run one after the other."""
     total: dict[str, Any] = {
         key: sum(stage[key] for stage in stages.values()) for key in ("cycles", "floor", "bytes")
     }
@@ -137,11 +139,11 @@ def _with_fraction(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _product_scope(module: Module, computation: str) -> str:
-    """The scope of the product within a fusion; "" where it has none."""
+    """Returns the scope of the product within a fusion; "" if it has none."""
     found = (one.scope for one in module.computations[computation] if one.scope.endswith("dot_general"))
     return next(found, "")
 
 
 def _runs_a_model(module: Module, loop: Instruction) -> bool:
-    """Whether a loop multiplies by weights, as that of a draft does and that of a filter does not."""
+    """Returns whether a loop multiplies by weights; a draft's loop does, a filter's does not."""
     return any(one.scope.endswith("dot_general") for _, one in executed(module, *loop.called["body"]))

@@ -1,4 +1,4 @@
-"""What steps of a model cost on a TPU by its compiler's cycles: a few programs of one and two layers, compiled once."""
+"""Estimates the costs of a model's steps on a TPU from its compiler's cycles for a few programs of 1 and 3 layers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 
-# Rows of a step that are compiled; between them costs lie on straight lines.
+# Numbers of rows for which a step is compiled; costs between them are interpolated linearly.
 ROWS = (1, 9, 65, 1024)
-# Fewer layers than a model has: what two add is twice what each of a model's layers takes.
+# Numbers of layers that are compiled. Half of the difference of the two costs is the cost of one layer.
 _FEW, _MORE = 1, 3
 
 
@@ -37,18 +37,19 @@ def estimated(
     name: str,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> StepCosts | None:
-    """The steps of a model in bfloat16 on one TPU chip, as `roofline` gives them, by its compiler's estimates.
+    """Returns the costs of a model's steps in bfloat16 on one TPU chip, from its compiler's estimates.
 
-    Compiling takes a minute; the costs are kept in the user's cache for this compiler and this version of the code.
+    Compiling takes a minute. The user's cache keeps the costs for this compiler and this version of the code.
 
     Args:
       accelerator: the chip.
       config: the model's shape.
-      name: of the shape.
-      on_progress: called with what is being done.
+      name: the shape's name.
+      on_progress: receives a line about each program that is compiled.
 
     Returns:
-      the costs; None for a GPU, where the compiler is not installed, and where three layers do not fit.
+      The costs, in the form that `roofline` returns; None for a GPU, if the compiler is not installed, or if three
+      layers do not fit the chip's memory.
     """
     try:
         require("aot", "libtpu")
@@ -65,7 +66,7 @@ def estimated(
         try:
             return cost_files.read(path, key)
         except (OSError, ValueError):
-            pass  # damaged: estimated again
+            pass  # The file is damaged: estimate again.
     compile_only()
     chip = programs.devices(Topology(accelerator, (1,) * accelerator.axes))
     ms: dict[int, tuple[float, float]] = {}
@@ -85,7 +86,7 @@ def estimated(
 
 
 def step_cycles(place: programs.Place, config: LlamaConfig, rows: int, layers: int) -> int | None:
-    """The compiler's estimate of a step of one text through some layers and the head; None where it does not fit."""
+    """Returns the estimated cycles of one text's step through these layers and the head; None if it does not fit."""
     text = build(functools.partial(lowered_step, place, config.truncated(layers), rows)).text
     if not text:
         return None
@@ -96,7 +97,7 @@ def step_cycles(place: programs.Place, config: LlamaConfig, rows: int, layers: i
 
 
 def lowered_step(place: programs.Place, config: LlamaConfig, rows: int) -> Any:
-    """A greedy step of one text in bfloat16, lowered: rows of tokens, all layers, the head."""
+    """Returns the lowered greedy step of one text in bfloat16, with this number of tokens."""
 
     def step(
         params: llama.Params, tokens: jax.Array, start: jax.Array, cache: kv.KVCache

@@ -1,7 +1,7 @@
 """Optimised HLO as text, read: its computations and their instructions. Pure functions; nothing is compiled here.
 
-Only what `rounds`, `reads` and `cycles` ask is read: of each instruction its name, its results, its operands, the
-computations that it calls, the name of the operation that it came from, and the cycles that a TPU's compiler expects.
+Reads only the fields that `rounds`, `reads` and `cycles` use: the name of each instruction, its results, its operands,
+the computations that it calls, the name of its source operation, and the cycles that a TPU's compiler estimates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Buffer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its numbers, without padding."""
+        """Returns the bytes of its elements, without padding."""
         bits = re.search(r"\d+", self.dtype)
         return -(-math.prod(self.dims) * (int(bits[0]) if bits else 8) // 8)
 
@@ -59,7 +59,7 @@ class Instruction:
       target: of a custom call, what is called.
       root: whether the computation gives its result back.
       index: of a parameter its number, of a get-tuple-element which part it takes; of others None.
-      cycles: that the compiler expects it to take; None where it does not say, as for transfers and exchanges.
+      cycles: the compiler's estimate; None if there is none, for example for transfers and exchanges.
     """
 
     name: str

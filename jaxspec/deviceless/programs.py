@@ -147,7 +147,7 @@ class Programs:
 
     @property
     def options(self) -> dict[str, str] | None:
-        """What generation tells the compiler of these programs."""
+        """Returns the compiler options that generation uses for these programs."""
         return compiler_options(self.weights)
 
     def prefill(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which bytes a part of a compiled program must read from a device's main memory: each array from outside it, once."""
+"""Counts the bytes that a part of a compiled program must read from main memory: each outer array once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from jaxspec.deviceless.hlo import Buffer, Instruction, Module
 from jaxspec.deviceless.rounds import HANDED_ON, WRITES, entered, moved, trips
 
-# Where an array comes from: the computation and the instruction that has it, and which of its results.
+# The source of an array: its computation, its instruction, and the number of the instruction's result.
 _Origin = tuple[str, str, int | None]
-# What passes its first operand on, whole or in parts; a loop's results lie where its operands do.
+# Opcodes that pass on their first operand, whole or in part; a loop's results share the buffers of its operands.
 _PASSES = ("bitcast", "while", "optimization-barrier", "copy-start", "slice-start", *WRITES)
 _TAKES_A_PART = ("dynamic-slice", "slice", "gather")
 
@@ -18,15 +18,16 @@ _TAKES_A_PART = ("dynamic-slice", "slice", "gather")
 def bytes_read(
     module: Module, loop: Instruction, stage: Callable[[Instruction], str]
 ) -> collections.Counter[str]:
-    """Bytes that one round of a loop reads of what was there before it, by stage.
+    """Returns the bytes, by stage, that one round of a loop reads from arrays that existed before the round.
 
-    A stage reads each array once, however often it is used, and of an array of which parts are taken only these. A loop
-    of a known number of trips reads its arrays once a trip. Intermediate results and writes do not count.
+    A stage reads each array once, even if several instructions use it. If instructions take only slices of an array,
+    only the slices count. A loop with a known number of trips reads its arrays once per trip. Intermediate results and
+    writes do not count.
 
     Args:
       module: the program.
       loop: one of its `while` instructions.
-      stage: names the stage of an instruction.
+      stage: returns the name of an instruction's stage.
 
     Examples:
       >>> from jaxspec.deviceless.hlo import parse
@@ -54,20 +55,20 @@ def bytes_read(
 
 
 class _Reads:
-    """Finds what is read; `callers` fills as computations are entered, from the outermost."""
+    """Finds the arrays that are read; entering a computation, outermost first, adds it to `_callers`."""
 
     def __init__(self, module: Module, stage: Callable[[Instruction], str]) -> None:
         self._module, self._stage = module, stage
         self._named = {name: {one.name: one for one in body} for name, body in module.computations.items()}
-        # By computation: the one around it, and which operand of it its parameters are.
+        # By computation: the calling computation, and the operands that it passes as parameters.
         self._callers: dict[str, tuple[str, list[str]]] = {}
 
     def of(self, at: str, count: int = 1) -> dict[tuple[str, int, _Origin], int]:
-        """Bytes by stage, by how often they are read, and by origin."""
+        """Returns bytes by stage, number of reads and origin."""
         found: dict[tuple[str, int, _Origin], int] = {}
         for one in self._module.computations[at]:
             within = [self._within(at, one, index, name, count) for index, name in enumerate(entered(one))]
-            if one.opcode == "conditional":  # one of its branches runs
+            if one.opcode == "conditional":  # only one branch runs
                 within = [max(within, key=lambda reads: sum(reads.values()))]
             for reads in within:
                 for key, size in reads.items():
@@ -85,13 +86,13 @@ class _Reads:
     def _within(
         self, at: str, one: Instruction, index: int, name: str, count: int
     ) -> dict[tuple[str, int, _Origin], int]:
-        """The same of a computation that an instruction enters; of a condition, `index` says which branch it is."""
+        """Returns the same for a computation that an instruction enters; `index` is the branch of a condition."""
         branch = one.opcode == "conditional"
         self._callers[name] = (at, [one.operands[index + 1]] if branch else list(one.operands))
         return self.of(name, count * (trips(one) or 1) if one.opcode == "while" else count)
 
     def _taken(self, at: str, one: Instruction, number: int) -> tuple[int, int]:
-        """Bytes that an instruction takes from main memory of an operand, and the bytes of all of it."""
+        """Returns the bytes of an operand that an instruction reads from main memory, and the operand's size."""
         results = self._named[at][one.operands[number]].results
         if len(results) != 1 or results[0].space:
             return 0, 0
@@ -105,7 +106,7 @@ class _Reads:
         return (whole if move is None else move[1].size_bytes), whole
 
     def _used(self, inside: str, number: int, whole: int) -> int:
-        """Bytes that a fusion reads of a parameter: of slices that it takes, or all; none where it writes to it."""
+        """Returns the bytes of a parameter that a fusion reads: its slices or all of it; 0 if it only writes to it."""
         body = self._module.computations[inside]
         (given,) = (one for one in body if one.opcode == "parameter" and one.index == number)
         names, size = {given.name}, 0
@@ -126,7 +127,7 @@ class _Reads:
         return min(size, whole)
 
     def _origin(self, at: str, name: str, part: int | None) -> _Origin | None:
-        """Where an array from outside the loop comes from; None for what was made in it."""
+        """Returns the origin of an array from outside the loop; None for an array made within it."""
         one = self._named[at][name]
         if one.opcode == "parameter":
             if at not in self._callers:
@@ -144,7 +145,7 @@ class _Reads:
         return None
 
     def _written(self, fusion: Instruction, part: int | None) -> int | None:
-        """The number of the parameter into which a fusion writes a result in place, if it does."""
+        """Returns the number of the parameter that a fusion updates in place to form a result; None without one."""
         inside = self._named[fusion.called["calls"][0]]
         (one,) = (inner for inner in inside.values() if inner.root)
         if one.opcode == "tuple":

@@ -25,7 +25,7 @@ from jaxspec.deviceless.rounds import (
     write_backs,
 )
 
-# Of the program of rounds; unknown where it does not fit, and the last two where the device is no GPU.
+# Keys that describe the rounds' program; None if it does not fit. Those of `_OF_A_GPU` are None on other devices too.
 _OF_ROUNDS = (
     "cache_copies",
     "cache_write_backs",
@@ -46,7 +46,7 @@ class Program:
       text: its optimised HLO; "" where it does not fit.
       argument_bytes, temporary_bytes, other_bytes: a device; `other_bytes` is results that take no argument's place,
         and the program itself. None where it does not fit.
-      flops: as the compiler counts them, with each inner loop gone around once. None where it does not say.
+      flops: operations by the compiler's count, which counts each inner loop once; None if it gives no count.
       refusal: what the compiler says where it does not fit.
       processor_seconds: what this process spent on it on all cores: what others do on the machine is not in it.
     """
@@ -66,7 +66,7 @@ def build(lower: Callable[[], Any], options: dict[str, str] | None = None) -> Pr
 
     Args:
       lower: makes the `jax.stages.Lowered`.
-      options: of the compiler, see `Programs.options`.
+      options: the compiler's options, see `Programs.options`.
     """
     began, spent = time.perf_counter(), time.process_time()
     try:
@@ -110,16 +110,17 @@ def report(
       `cache_copies`, `weight_copies`: of whole ones in a round, see `rounds.copies`.
       `dequantised_weights`: quantised weights that the rounds' program writes as floats, see `rounds.dequantised`.
       `cache_write_backs`: caches that a round moves whole from fast memory to main memory, see `rounds.write_backs`.
-      `vector_products`: weights and caches that a round multiplies number by number, see `rounds.vector_products`.
+      `vector_products`: weights and caches that a round multiplies element by element, see `rounds.vector_products`.
       `collectives`: exchanges between devices in a round by kind, see `rounds.collectives`.
       `kernels_per_round`, `kernels_per_layer`: of a GPU, see `rounds.kernels` and `rounds.kernels_per_layer`; of others
         None.
-      `cycles`: of a TPU, what its compiler expects of a round, see `cycles.estimate`; of others None.
+      `cycles`: the TPU compiler's estimate of a round, see `cycles.estimate`; None for other devices.
       `compile_seconds`: of the rounds, traced and compiled; `compile_processor_seconds`: of all cores.
-      `prefill`: the same first three, `compile_seconds` and `cycles` (of a chunk of the prompts) of the prefill; None
-        where it was not compiled.
-      `predicted_tokens_per_second`: of plain decoding, all rows together. Of a TPU by `cycles` at its clock, of
-        others from published figures, see `predicted`; None where it does not fit, and of a TPU with other methods.
+      `prefill`: the prefill's `fits`, memory, `compile_seconds` and `cycles` (of a chunk of the prompts); None if it
+        was not compiled.
+      `predicted_tokens_per_second`: a prediction for plain decoding, all rows together: for a TPU from `cycles` and its
+        clock, for other devices from published figures, see `predicted`. None if the program does not fit, and for
+        other methods on a TPU.
     """
     shared = programs.shared_bytes
     given = (programs.weights, programs.parts, programs.state)
@@ -165,7 +166,7 @@ def report(
 
 
 def _cycles(program: Program, accelerator: Accelerator) -> dict[str, Any] | None:
-    """What a TPU's compiler expects of one trip of a program's main loop; None where it does not say."""
+    """Returns the TPU compiler's estimate of one trip of a program's main loop; None if it gives none."""
     if accelerator.is_gpu or not program.text:
         return None
     module = hlo.parse(program.text)

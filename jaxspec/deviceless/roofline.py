@@ -2,7 +2,7 @@
 
 A prediction, and a bound: a device reads each weight once a step at its published bandwidth, or multiplies by it at its
 published peak, whichever is longer, and each operation costs one launch. Real devices reach .6 to .9 of it. The ratios
-of such steps are nearer to the truth than the steps. A TPU's compiler expects more than the bound, see `estimates`.
+of such steps are nearer to the truth than the steps. A TPU's compiler estimates more than the bound, see `estimates`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LIVE = 512
 # Of bfloat16.
 _BYTES = 2
-# Gives the costs of a device's steps by a shape and its name; None where it cannot.
+# Returns the costs of a device's steps for a shape and its name; None if it has none.
 Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
 # Which shape drafts for which.
 _DRAFTS = {"1b": "134m", "7b": "1b", "8b": "1.2b", "13b": "1b", "70b": "7b"}
@@ -57,8 +57,8 @@ def roofline(
       config: the model's shape.
       name: of the shape.
       launch_us: of one operation; None for that of the device.
-      steps_ms: by numbers of rows, rising, what a layer takes and what a step takes beside its layers, if the device's
-        compiler estimates it. In place of launches; reading and multiplying still bound it below.
+      steps_ms: by number of rows, in ascending order: the milliseconds of a layer and those of the rest of a step, as
+        the device's compiler estimates them. They replace the launches; reading and multiplying remain lower bounds.
 
     Examples:
       >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
@@ -111,9 +111,9 @@ def usual(
     layers have, which are more than its share of the weights.
 
     Args:
-      accelerator, launch_us: as of `roofline`.
+      accelerator, launch_us: see `roofline`.
       shape: a name in `SHAPES`.
-      steps: gives the costs of a shape by its config and name, or None; in place of `roofline`.
+      steps: replaces `roofline`: returns the costs of a shape for its config and name, or None.
     """
 
     def steps_of(name: str) -> StepCosts:
@@ -142,13 +142,13 @@ def report(
       shape: a name in `SHAPES`.
       batch: texts at once.
       launch_us: as for `roofline`.
-      steps: as for `usual`, such as `estimates.estimated`.
+      steps: see `usual`; for example `estimates.estimated`.
 
     Returns:
-      `prediction` (True, as nothing was measured), `estimated` (whether by the compiler's cycles), `device`, `shape`,
-      `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether the weights
-      fit its memory), `plain_ms` (a step of plain decoding), `drafts` (what each kind runs), `speedups` (see
-      `speedup_table`: each with its draft length).
+      `prediction` (True, as nothing was measured), `estimated` (whether steps take the compiler's cycles), `device`,
+      `shape`, `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether
+      the weights fit its memory), `plain_ms` (a step of plain decoding), `drafts` (the layers and heads that each kind
+      runs), `speedups` (see `speedup_table`: each with its draft length).
 
     Raises:
       ValueError: no such device or shape, or a number out of range; one line.

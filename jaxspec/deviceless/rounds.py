@@ -64,7 +64,7 @@ def executed(module: Module, *names: str) -> Iterator[tuple[str, Instruction]]:
 
 
 def entered(one: Instruction) -> list[str]:
-    """The computations that an instruction runs step by step; none of a fusion."""
+    """Returns the computations that an instruction runs step by step; [] for a fusion."""
     if one.opcode == "fusion":
         return []
     return [
@@ -209,10 +209,10 @@ def write_backs(module: Module, loop: Instruction, shapes: Iterable[tuple[int, .
 
 
 def vector_products(module: Module, loop: Instruction, shapes: Iterable[tuple[int, ...]]) -> int:
-    """How many arrays of these shapes a round multiplies number by number, as a TPU's vector unit does.
+    """Returns how many arrays of these shapes a round multiplies element by element, as a TPU's vector unit does.
 
-    A product with a weight is such a multiplication, and a sum, where its compiler does not take the matrix unit: as it
-    does not for a single row. The arguments are those of `copies`.
+    The compiler turns a product with a weight into an elementwise multiplication and a sum if it does not use the
+    matrix unit, for example for a single row. The arguments are those of `copies`.
 
     Examples:
       >>> from jaxspec.deviceless.hlo import parse
@@ -243,7 +243,7 @@ def vector_products(module: Module, loop: Instruction, shapes: Iterable[tuple[in
     wanted, count = {_squeezed(shape) for shape in shapes}, 0
     for _, one in executed(module, *loop.called["body"]):
         inside = list(_within(module, one))
-        # What the matrix unit made, as scores of attention are, may have such a shape too.
+        # Results of the matrix unit, such as attention scores, may have such a shape too: skip them.
         if not any(inner.opcode in ("dot", "convolution") for inner in inside):
             count += sum(
                 inner.opcode == "multiply" and _squeezed(inner.results[0].dims) in wanted for inner in inside
@@ -252,7 +252,7 @@ def vector_products(module: Module, loop: Instruction, shapes: Iterable[tuple[in
 
 
 def _within(module: Module, one: Instruction) -> Iterator[Instruction]:
-    """An instruction, and those that are fused into it."""
+    """Yields an instruction, and the instructions that are fused into it."""
     yield one
     if one.opcode == "fusion":
         for inner in module.computations[one.called["calls"][0]]:
@@ -260,7 +260,7 @@ def _within(module: Module, one: Instruction) -> Iterator[Instruction]:
 
 
 def moved(module: Module, computation: str, one: Instruction) -> tuple[Buffer, Buffer] | None:
-    """What a copy, or the start of a transfer, is made of, and what it makes; None for other instructions."""
+    """Returns the source and the result of a copy or of the start of a transfer; None for other instructions."""
     if one.opcode == "copy-start":  # its results are (what is made, what it is made of, …)
         return one.results[1], one.results[0]
     if one.opcode.endswith("-start") and len(one.results) > 1:  # (what it is made of, what is made, …)
@@ -344,7 +344,12 @@ def kernels_per_layer(module: Module, loop: Instruction) -> float | None:
 
 
 def scope_of(module: Module, *names: str) -> Callable[[Instruction], str]:
-    """The scope of each instruction that runs where these computations do; of one without, that of its first user."""
+    """Returns a function that gives an instruction's scope, or its first user's scope if it has none.
+
+    Args:
+      module: the program.
+      names: the computations whose instructions are looked up, with those that they run.
+    """
     used: dict[str, Instruction] = {}
     for _, one in executed(module, *names):
         for operand in one.operands:
@@ -368,13 +373,13 @@ def counted(
     weigh: Callable[[Instruction], tuple[_Kind, int] | None],
     drafting: bool = True,
 ) -> collections.Counter[_Kind]:
-    """The instructions of a computation that run, summed by kind as `collectives` says.
+    """Returns the sum, by kind, of the weights of a computation's instructions, with loops as in `collectives`.
 
     Args:
       module: the program.
-      computation: the name of one, such as a loop's body.
-      weigh: gives an instruction's kind and its weight in the sum; None where it does not count.
-      drafting: whether loops of a known number of trips count.
+      computation: the name of a computation, such as a loop's body.
+      weigh: returns an instruction's kind and its weight in the sum; None if it does not count.
+      drafting: whether loops with a known number of trips count.
     """
     total: collections.Counter[_Kind] = collections.Counter()
     verified: dict[int, collections.Counter[_Kind]] = {}
@@ -402,11 +407,11 @@ def counted(
 
 
 def trips(loop: Instruction) -> int | None:
-    """How often a loop goes around at most, by the scope `trips_NUMBER` of its name; None where that is unknown."""
+    """Returns a loop's maximum number of trips, from the scope `trips_NUMBER` in its name; None if it is unknown."""
     found = _TRIPS.fullmatch(_innermost(loop))
     return int(found[1]) if found else None
 
 
 def _innermost(loop: Instruction) -> str:
-    """The scope that a loop is in."""
+    """Returns the innermost scope that contains a loop."""
     return "".join(loop.scope.split("/")[-2:-1])

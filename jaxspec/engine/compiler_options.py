@@ -1,4 +1,4 @@
-"""What a compiler is told of a program beside the program itself."""
+"""Chooses the options with which a program is compiled."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import jax
 
 from jaxspec.model.quantised import is_quantised
 
-# KiB of fast memory that one fusion may take, and the chips for which the compiler expects to gain by it: v5e and v5p.
+# The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
 _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
 
 
 def compiler_options(args: Any) -> dict[str, str] | None:
-    """The options for a program that takes such arguments; None for the compiler's own.
+    """Returns the compiler options for a program with these arguments; None for the compiler's defaults.
 
-    On a TPU a product with an int8 weight makes bfloat16 of it in fast memory, and within the compiler's own limit it
-    takes small parts of the weight at a time. With more memory it is expected to take fewer cycles. A program of
-    bfloat16 weights is expected to take more, as less memory remains for weights that are read ahead; so is one of int8
-    on a v6e (docs/measurements.md).
+    On a TPU, a product converts an int8 weight to bfloat16 in fast memory, and the default limit allows only small
+    parts of the weight at a time. The compiler estimates fewer cycles with a higher limit. It estimates more cycles for
+    bfloat16 weights, because less memory remains for weights that are read ahead, and for int8 weights on a v6e
+    (docs/measurements.md).
 
     Args:
-      args: a tree of arrays, or of `jax.ShapeDtypeStruct`s; without a sharding they are on the default device.
+      args: a tree of arrays or `jax.ShapeDtypeStruct`s. Leaves without a sharding are on the default device.
     """
     leaves = jax.tree.leaves(args, is_leaf=is_quantised)
     if not any(map(is_quantised, leaves)):

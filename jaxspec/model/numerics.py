@@ -14,7 +14,7 @@ from jaxspec.model.quantised import Quantised
 
 # Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
 FEW_ROWS = 32
-# A single row is filled up to this many on a TPU, see `filled`: the rows of a register. Two rows cost as much.
+# On a TPU a single row is padded to this many rows, see `filled`: the rows of a register. Two rows cost as much.
 TPU_ROWS = 8
 # Numbers in a matrix below which calling the library costs more than streaming it again for a row.
 SMALL_WEIGHT = 2**18
@@ -65,7 +65,7 @@ def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array
 
 
 def _alone(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """The same product of one row on a TPU, see `filled`."""
+    """Returns the same product of one row on a TPU, see `filled`."""
     y = filled(functools.partial(_product, out_dtype=out_dtype), x.reshape(1, -1), weight)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
@@ -73,13 +73,13 @@ def _alone(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
 def filled(
     product: Callable[[jax.Array, jax.Array], jax.Array], row: jax.Array, other: jax.Array
 ) -> jax.Array:
-    """product(row, other) of one row [..., 1, I] on a TPU, with rows of zeros below it: [..., 1, *O].
+    """Returns product(row, other), [..., 1, *O], for one row [..., 1, I] that is padded with rows of zeros.
 
-    XLA computes a product of one row on the vector unit there and one of several rows on the matrix unit. By the
-    compiler's estimate the vector unit takes three to four times as long as reading the weight does; by its final
-    schedule both units keep up with the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA
-    fuses the zeros into the product. Equal rows would be an array of their own, and need a barrier, without which XLA
-    would see that they are one row.
+    On a TPU, XLA computes a product of one row on the vector unit, and a product of several rows on the matrix unit. By
+    the compiler's estimate the vector unit takes three to four times as long as reading the weight; by its final
+    schedule both units are as fast as the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA
+    fuses the zeros into the product. Copies of the row would need an array of their own, and a barrier to keep XLA from
+    replacing them by one row.
     """
     axis = row.ndim - 2
     spare = [(0, 0)] * axis + [(0, TPU_ROWS - 1), (0, 0)]
