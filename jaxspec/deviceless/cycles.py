@@ -34,7 +34,6 @@ _PART = re.compile(rf"(?:^|[/(])({'|'.join(_PARTS)})(?=[/)])")
 STAGES = ("draft", "verify", "absorb")
 _STAGE = re.compile(rf"/({'|'.join(STAGES)})/")
 BESIDE = "beside"
-# Of arrays that exchanges make; a start's results hold its operands too.
 _EXCHANGES = {name + suffix for name in COLLECTIVES for suffix in ("", "-start")}
 
 
@@ -54,9 +53,10 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
       None where the compiler gives no estimates, as on GPUs. Else `clock` in Hz; `stages` (of a round: `draft`,
       `verify`, `absorb`, what a drafter's own state takes up after it, and `beside`), `round`, their sum, and
       `draft_step` (one trip of a draft's loop; None without one), each as `_figures` gives them; `loops`, by name,
-      every loop within with its `trips` and `cycles` a trip; `exchanged_bytes`, the results of collectives in a round,
-      whose cycles the compiler does not estimate. The compiler puts products on the vector unit several times too high
-      (`benchmarks.schedule`): see `rounds.vector_products`, of which there are none in the programs of this library.
+      every loop within with its `trips` and `cycles` a trip (where several have one name, with the instruction's);
+      `exchanged_bytes`, the results of collectives in a round, whose cycles the compiler does not estimate. The
+      compiler puts products on the vector unit several times too high (`benchmarks.schedule`): see
+      `rounds.vector_products`. The programs of this library have them only where a mesh gives each chip a single row.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
@@ -82,27 +82,31 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
         return None if one.cycles is None else ((stage(one), part(one)), one.cycles)
 
     def exchanged(one: Instruction) -> tuple[str, int] | None:
-        return (EXCHANGES, one.results[-1].size_bytes) if one.opcode in _EXCHANGES else None
+        return (EXCHANGES, _exchanged_bytes(one)) if one.opcode in _EXCHANGES else None
 
     def stages(within: Instruction) -> dict[str, dict[str, Any]]:
         cycles = counted(module, within.called["body"][0], weigh)
         read = bytes_read(module, within, stage)
-        names = sorted({name for name, _ in cycles} | read.keys())
-        return {name: _figures(cycles, name, read[name], accelerator) for name in names}
+        names = {name for name, _ in cycles} | read.keys()
+        ordered = [name for name in (*STAGES, BESIDE) if name in names]
+        return {name: _figures(cycles, name, read[name], accelerator) for name in ordered}
 
     inner = [one for _, one in executed(module, body) if one.opcode == "while"]
     drafting = [
         one for one in inner if stage(one) == "draft" and (trips(one) or 0) > 1 and _runs_a_model(module, one)
     ]
     step = max(drafting, key=lambda one: counted(module, one.called["body"][0], weigh).total(), default=None)
-    of_round = stages(loop)
+    of_round, named = stages(loop), collections.Counter(one.scope for one in inner)
     return {
         "clock": accelerator.clock,
         "round": _sum(of_round),
         "stages": of_round,
         "draft_step": None if step is None else {"trips": trips(step)} | _sum(stages(step)),
         "loops": {
-            one.scope: {"trips": trips(one), "cycles": counted(module, one.called["body"][0], weigh).total()}
+            one.scope if named[one.scope] == 1 else f"{one.scope} ({one.name})": {
+                "trips": trips(one),
+                "cycles": counted(module, one.called["body"][0], weigh).total(),
+            }
             for one in inner
         },
         "exchanged_bytes": counted(module, body, exchanged)[EXCHANGES],
@@ -134,6 +138,14 @@ def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _with_fraction(figures: dict[str, Any]) -> dict[str, Any]:
     return figures | {"of_floor": figures["floor"] / figures["cycles"] if figures["cycles"] else 1.0}
+
+
+def _exchanged_bytes(one: Instruction) -> int:
+    """Bytes of all arrays that an exchange makes; the results of a start may be its operands, these, and others."""
+    made, count = one.results, len(one.operands)
+    if one.opcode.endswith("-start") and len(made) > count:
+        made = made[count : 2 * count]
+    return sum(result.size_bytes for result in made)
 
 
 def _product_scope(module: Module, computation: str) -> str:
