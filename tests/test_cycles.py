@@ -261,7 +261,14 @@ def test_products_of_the_vector_unit_are_shown_of_a_tpu(capsys, cycles, shown):
     record = dict.fromkeys(("cache_copies", "cache_write_backs", "weight_copies", "vector_products"), 7)
     record |= dict.fromkeys(("weights", "refusal", "prefill", "collectives", "kernels_per_round"))
     record |= {"predicted_tokens_per_second": None, "dequantised_weights": 0, "mesh": {}, "fits": True}
-    record |= {"model": "m", "dtype": "bfloat16", "topology": "t", "method": "ngram", "batch": 1, "capacity": 8}
+    record |= {
+        "model": "m",
+        "dtype": "bfloat16",
+        "topology": "t",
+        "method": "ngram",
+        "batch": 1,
+        "capacity": 8,
+    }
     record |= {"argument_bytes_per_device": 1, "temporary_bytes_per_device": 1, "compile_seconds": 1.0}
     command._print(record | {"cycles": cycles}, "a page")
     assert ("multiplied by the vector unit" in capsys.readouterr().out) == shown

@@ -58,7 +58,8 @@ def roofline(
       name: of the shape.
       launch_us: of one operation; None for that of the device.
       steps_ms: by numbers of rows, rising, what a layer takes (with the cache of one text of `LIVE` tokens) and what a
-        step takes beside its layers, if the device's compiler estimates it. In place of launches; reading and multiplying still bound it below.
+        step takes beside its layers, if the device's compiler estimates it. In place of launches; reading and
+        multiplying still bound it below.
 
     Examples:
       >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
