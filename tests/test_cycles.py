@@ -154,6 +154,33 @@ def test_exchanges_have_bytes_and_no_cycles():
     assert EXCHANGES not in nonzero(found()["round"])
 
 
+@pytest.mark.parametrize(
+    ("exchange", "size"),
+    [
+        ("(bf16[8,512]{1,0:S(1)}, f32[8]{0}) all-reduce(%scores, %rows)", 2 * 8 * 512 + 4 * 8),
+        ("(bf16[8,512]{1,0}, bf16[16,512]{1,0}) all-gather-start(%scores)", 2 * 16 * 512),
+        ("(bf16[8,512]{1,0}, bf16[8,512]{1,0}, u32[], u32[]) collective-permute-start(%scores)", 2 * 8 * 512),
+    ],
+)
+def test_an_exchange_of_several_arrays_and_one_that_is_started(exchange, size):
+    """Every result counts; of a start, neither its operands nor what it waits by."""
+    text = ROUND.replace("bf16[8,512]{1,0:S(1)} all-reduce(%scores)", exchange)
+    text = text.replace("dot(%everywhere, %b)", "dot(%q, %b)")
+    text = text.replace("  %everywhere", "  %rows = f32[8]{0:S(1)} convert(%i)\n  %everywhere")
+    assert found(text)["exchanged_bytes"] == size
+
+
+def test_loops_of_one_name_are_told_apart():
+    name = "jit(run_rounds)/while/body/draft/trips_3/while"
+    again = "  %again = (s32[], bf16[1024,2048]{1,0}) while(%into), condition=%more, body=%step, "
+    text = ROUND.replace("  %came =", f"{again}{scope('draft/trips_3/while')}\n  %came =")
+    assert found(text)["loops"].keys() == {f"{name} (drafting)", f"{name} (again)"}
+
+
+def test_stages_are_in_the_order_of_a_round():
+    assert list(found()["stages"]) == ["draft", "verify", "beside"]
+
+
 def test_each_stage_reads_each_array_once():
     """%a counts once for a half read ahead and a whole in place; %b counts once for one row and a whole."""
     module = hlo.parse(ROUND)
@@ -226,3 +253,22 @@ def test_a_static_schedule_is_read():
         "use": {"MXU": 0.5, "SALU": 0.25},
     }
     assert schedule._scheduled("fusion.3", written, 3) is None
+
+
+@pytest.mark.parametrize(("cycles", "shown"), [(None, False), (found(), True)])
+def test_products_of_the_vector_unit_are_shown_of_a_tpu(capsys, cycles, shown):
+    """A GPU has no such unit."""
+    record = dict.fromkeys(("cache_copies", "cache_write_backs", "weight_copies", "vector_products"), 7)
+    record |= dict.fromkeys(("weights", "refusal", "prefill", "collectives", "kernels_per_round"))
+    record |= {"predicted_tokens_per_second": None, "dequantised_weights": 0, "mesh": {}, "fits": True}
+    record |= {
+        "model": "m",
+        "dtype": "bfloat16",
+        "topology": "t",
+        "method": "ngram",
+        "batch": 1,
+        "capacity": 8,
+    }
+    record |= {"argument_bytes_per_device": 1, "temporary_bytes_per_device": 1, "compile_seconds": 1.0}
+    command._print(record | {"cycles": cycles}, "a page")
+    assert ("multiplied by the vector unit" in capsys.readouterr().out) == shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import jaxspec
 from jaxspec.engine import loading
+from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.io import huggingface, memory
 from jaxspec.io.line_log import LineLog
 from jaxspec.model import llama
@@ -200,3 +202,15 @@ def test_one_line_for_what_cannot_be(stored, tmp_path):
         small.generate([3, 4], method="quantised", draft_bits=8)
     with pytest.raises(ValueError, match="the parameters are quantised; give those they were made of"):
         huggingface.save(tmp_path / "out", small.config, small.params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [("TPU v5 lite", True), ("TPU v5p", True), ("TPU v6 lite", False), ("cpu", False)]
+)
+def test_more_fast_memory_is_asked_for_on_v5_alone(monkeypatch, kind, given):
+    """And only for programs with int8 weights: an unknown option would be refused elsewhere."""
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+    weight = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    small = jax.eval_shape(quantised, weight)
+    assert (compiler_options({"a": small}) is not None) == given
+    assert compiler_options({"a": weight}) is None

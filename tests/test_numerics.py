@@ -1,7 +1,8 @@
-"""Products in bfloat16 on a CPU: the same numbers, both gradients, and no second array of a weight."""
+"""Products in bfloat16 on a CPU: the same numbers, both gradients, and no second array of a weight; rows on a TPU."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.model.numerics import linear
+from jaxspec.model.numerics import TPU_ROWS, _alone, _product, linear
 
 ROWS = (1, 2, 5, 40)
 OUTPUTS = ((24,), (2, 12), (3, 2, 4))
@@ -63,3 +64,25 @@ def test_no_second_array_of_a_bfloat16_weight_is_made(rows, outputs):
     made = re.findall(r"= \w+\[([\d,]+)\]\S* (\w+)\(", text)
     of_its_size = {op for shape, op in made if np.prod([int(n) for n in shape.split(",")]) == weight.size}
     assert of_its_size <= {"parameter", "bitcast"}, text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("row", "weight"), [((16,), (5, 16)), ((1, 1, 16), (3, 5, 16))])
+def test_a_row_that_is_filled_up_for_a_tpu_is_the_same_row(dtype, row, weight):
+    """And its gradient; a number of the weight that is not finite reaches its own result alone."""
+    given = drawn(*row).astype(dtype), drawn(*weight).astype(dtype).at[..., 0, 0].set(jnp.inf)
+    filled, plain = (functools.partial(one, out_dtype=jnp.float32) for one in (_alone, _product))
+    np.testing.assert_allclose(filled(*given), plain(*given), rtol=1e-5)
+    grads = [jax.grad(lambda *args, one=one: one(*args).sum(), (0, 1))(*given) for one in (filled, plain)]
+    for mine, expected in zip(*grads, strict=True):
+        assert mine.dtype == expected.dtype
+        np.testing.assert_allclose(
+            mine.astype(jnp.float32), expected.astype(jnp.float32), rtol=2e-2, atol=2e-2
+        )
+
+
+@pytest.mark.parametrize(("platform", "rows"), [("tpu", {TPU_ROWS}), ("cuda", {1})])
+def test_a_lone_row_is_filled_up_on_a_tpu_alone(platform, rows):
+    lowered = jax.jit(linear).trace(drawn(1, 48), drawn(64, 48)).lower(lowering_platforms=(platform,))
+    products = re.findall(r"stablehlo\.dot_general.*: \(tensor<(\d+)x48xbf16>", lowered.as_text())
+    assert {int(found) for found in products} == rows

@@ -141,10 +141,11 @@ def _print(record: dict[str, Any], source: str) -> None:
     table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
     table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
     table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
-    table.add_row("weights and caches multiplied by the vector unit", _number(record["vector_products"]))
     table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
     for kind, count in (record["collectives"] or {}).items():
         table.add_row(f"{kind} in a round", _number(count))
+    if record["cycles"] is not None:
+        table.add_row("weights and caches multiplied by the vector unit", _number(record["vector_products"]))
     if record["kernels_per_round"] is not None:
         table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
         per_layer = record["kernels_per_layer"]

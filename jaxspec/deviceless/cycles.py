@@ -34,7 +34,6 @@ _PART = re.compile(rf"(?:^|[/(])({'|'.join(_PARTS)})(?=[/)])")
 STAGES = ("draft", "verify", "absorb")
 _STAGE = re.compile(rf"/({'|'.join(STAGES)})/")
 BESIDE = "beside"
-# Opcodes of exchanges; the results of a `-start` include its operands.
 _EXCHANGES = {name + suffix for name in COLLECTIVES for suffix in ("", "-start")}
 
 
@@ -54,10 +53,10 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
       None if the program has no estimates, as on GPUs. Otherwise a dictionary: `clock`, in Hz; `stages`, by name
       (`draft`, `verify`, `absorb`, the update of a drafter's own state, and `beside`, the rest of a round); `round`,
       their sum; `draft_step`, one trip of a draft's loop (None without one); `loops`, by name, the `trips` and the
-      `cycles` per trip of every inner loop; `exchanged_bytes`, the size of the results of collectives in a round, for
+      `cycles` per trip of every inner loop (loops with the same name have the instruction's name appended); `exchanged_bytes`, the size of the results of collectives in a round, for
       which the compiler estimates no cycles. The stages, `round` and `draft_step` have the keys of `_figures`. The
       compiler overestimates products on the vector unit several times (`benchmarks.schedule`); the programs of this
-      library have none, see `rounds.vector_products`.
+      library have them only if a mesh gives each chip a single row, see `rounds.vector_products`.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
@@ -83,27 +82,31 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
         return None if one.cycles is None else ((stage(one), part(one)), one.cycles)
 
     def exchanged(one: Instruction) -> tuple[str, int] | None:
-        return (EXCHANGES, one.results[-1].size_bytes) if one.opcode in _EXCHANGES else None
+        return (EXCHANGES, _exchanged_bytes(one)) if one.opcode in _EXCHANGES else None
 
     def stages(within: Instruction) -> dict[str, dict[str, Any]]:
         cycles = counted(module, within.called["body"][0], weigh)
         read = bytes_read(module, within, stage)
-        names = sorted({name for name, _ in cycles} | read.keys())
-        return {name: _figures(cycles, name, read[name], accelerator) for name in names}
+        names = {name for name, _ in cycles} | read.keys()
+        ordered = [name for name in (*STAGES, BESIDE) if name in names]
+        return {name: _figures(cycles, name, read[name], accelerator) for name in ordered}
 
     inner = [one for _, one in executed(module, body) if one.opcode == "while"]
     drafting = [
         one for one in inner if stage(one) == "draft" and (trips(one) or 0) > 1 and _runs_a_model(module, one)
     ]
     step = max(drafting, key=lambda one: counted(module, one.called["body"][0], weigh).total(), default=None)
-    of_round = stages(loop)
+    of_round, named = stages(loop), collections.Counter(one.scope for one in inner)
     return {
         "clock": accelerator.clock,
         "round": _sum(of_round),
         "stages": of_round,
         "draft_step": None if step is None else {"trips": trips(step)} | _sum(stages(step)),
         "loops": {
-            one.scope: {"trips": trips(one), "cycles": counted(module, one.called["body"][0], weigh).total()}
+            one.scope if named[one.scope] == 1 else f"{one.scope} ({one.name})": {
+                "trips": trips(one),
+                "cycles": counted(module, one.called["body"][0], weigh).total(),
+            }
             for one in inner
         },
         "exchanged_bytes": counted(module, body, exchanged)[EXCHANGES],
@@ -136,6 +139,14 @@ def _sum(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _with_fraction(figures: dict[str, Any]) -> dict[str, Any]:
     return figures | {"of_floor": figures["floor"] / figures["cycles"] if figures["cycles"] else 1.0}
+
+
+def _exchanged_bytes(one: Instruction) -> int:
+    """Bytes of all arrays that an exchange makes; the results of a start may be its operands, these, and others."""
+    made, count = one.results, len(one.operands)
+    if one.opcode.endswith("-start") and len(made) > count:
+        made = made[count : 2 * count]
+    return sum(result.size_bytes for result in made)
 
 
 def _product_scope(module: Module, computation: str) -> str:

@@ -57,8 +57,9 @@ def roofline(
       config: the model's shape.
       name: of the shape.
       launch_us: of one operation; None for that of the device.
-      steps_ms: by number of rows, in ascending order: the milliseconds of a layer and those of the rest of a step, as
-        the device's compiler estimates them. They replace the launches; reading and multiplying remain lower bounds.
+      steps_ms: by number of rows, in ascending order: the milliseconds of a layer (with the cache of one text of `LIVE`
+        tokens) and those of the rest of a step, as the device's compiler estimates them. They replace the launches;
+        reading and multiplying remain lower bounds.
 
     Examples:
       >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
@@ -73,16 +74,17 @@ def roofline(
     def product_ms(numbers: int, rows: int) -> float:
         return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
 
-    def part_ms(numbers: int, rows: int, operations: int, part: int) -> float:
-        bound = product_ms(numbers, rows)
+    def part_ms(numbers: int, rows: int, operations: int, part: int, read_ms: float = 0.0) -> float:
+        bound = product_ms(numbers, rows) + read_ms
         if steps_ms is None:
             return bound + operations * launch_ms
         return max(bound, on_line(rows, list(steps_ms), [parts[part] for parts in steps_ms.values()]))
 
     def step_ms(rows: int, batch: int, layers: int) -> float:
-        read = batch * LIVE * live_ms * layers / config.num_layers
-        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0)
-        return layers * of_layer + part_ms(head, rows * batch, OTHER_OPERATIONS, 1) + read
+        # An estimate of a layer includes the cache of one text.
+        text_ms = LIVE * live_ms / config.num_layers
+        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0, text_ms) + (batch - 1) * text_ms
+        return layers * of_layer + part_ms(head, rows * batch, OTHER_OPERATIONS, 1)
 
     cut = max(0, config.num_layers // 4)
     return StepCosts(
