@@ -53,10 +53,11 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
       None if the program has no estimates, as on GPUs. Otherwise a dictionary: `clock`, in Hz; `stages`, by name
       (`draft`, `verify`, `absorb`, the update of a drafter's own state, and `beside`, the rest of a round); `round`,
       their sum; `draft_step`, one trip of a draft's loop (None without one); `loops`, by name, the `trips` and the
-      `cycles` per trip of every inner loop (loops with the same name have the instruction's name appended); `exchanged_bytes`, the size of the results of collectives in a round, for
-      which the compiler estimates no cycles. The stages, `round` and `draft_step` have the keys of `_figures`. The
-      compiler overestimates products on the vector unit several times (`benchmarks.schedule`); the programs of this
-      library have them only if a mesh gives each chip a single row, see `rounds.vector_products`.
+      `cycles` per trip of every inner loop (with the instruction's name if two loops have one name); `exchanged_bytes`,
+      the size of the results of collectives in a round, for which the compiler estimates no cycles. The stages, `round`
+      and `draft_step` have the keys of `_figures`. The compiler overestimates products on the vector unit several times
+      (`benchmarks.schedule`); programs of this library have them only if a mesh gives each chip a single row, see
+      `rounds.vector_products`.
     """
     (body, *_) = loop.called["body"]
     if all(one.cycles is None for _, one in executed(module, body)):
