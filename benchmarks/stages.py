@@ -16,7 +16,7 @@ from benchmarks.cases import START, Case, dial_cases, only_layers, rounds_of
 from benchmarks.dialed import Dial
 from benchmarks.parts import Record
 from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.profile import floor_bytes, stream
+from jaxspec.bench.profile import stream
 from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved, measure_runs, median_ratio
@@ -28,6 +28,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.drafting.tree import Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
+from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 
 # K of drafts of constant length, and of those with a stop rule: their verifications have 4 and 8 rows.

@@ -14,7 +14,6 @@ import pytest
 
 from jaxspec import methods
 from jaxspec.bench import charts, free_rows, peers, prompts, suite
-from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.prompt_files import Task
 from jaxspec.bench.records import Record
 from jaxspec.bench.suite import Suite, plan
@@ -30,6 +29,7 @@ from jaxspec.drafting.ngram import NGram
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.io import extras
 from jaxspec.io.line_log import LineLog
+from jaxspec.model.llama import floor_bytes
 from jaxspec.testing import language_model
 from tests import tiny
 from tests.commands import called, write_tiny

@@ -5,32 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
-from jaxspec.bench.profile import floor_bytes
-from jaxspec.choosing.costs import DraftCost
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
+from jaxspec.methods.base import share_of_step
 from jaxspec.protocol import Drafter
-
-
-def share(lm: LanguageModel, draft: DraftCost) -> float:
-    """The bytes of weights that one pass of a draft reads, as a part of those of a step of plain decoding.
-
-    Args:
-      lm: the target.
-      draft: what a pass runs.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> share(language_model(), DraftCost(lookup=True)), share(language_model(), DraftCost(layers=2))
-      (0.0, 1.0)
-    """
-    if not draft.layers:
-        return 0.0
-    layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
-    rest = floor_bytes(lm.config, lm.params) - layers
-    return draft.share(layers / lm.config.num_layers, rest, lm.config.num_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +16,7 @@ class Passes:
     """What a run's drafts read.
 
     Attributes:
-      share: of each pass, see `share`.
+      share: of each pass, see `methods.base.share_of_step`.
       each_round: passes of a round, where that does not depend on how many tokens are drafted; None elsewhere.
 
     Examples:
@@ -79,4 +57,4 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
     if draft is None:
         return None
     each = 1 if draft.once else drafter.num_draft_tokens if drafter.drafts_trees else None
-    return Passes(share(lm, draft), each)
+    return Passes(share_of_step(draft, lm.loaded), each)

@@ -21,6 +21,7 @@ from jaxspec.io.memory import check_fits
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantised import quantise
 from jaxspec.model.sharding import param_shardings
@@ -47,13 +48,6 @@ SHAPES: dict[str, LlamaConfig] = {
     "70b": LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 4096),
     "405b": LlamaConfig(128256, 16384, 53248, 126, 128, 8, 128, 8192),
 }
-
-
-def floor_bytes(config: LlamaConfig, params: llama.Params) -> int:
-    """Bytes that one token must read: every weight, of an untied input embedding only one row."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    size: int = total if config.tie_embeddings else total - params["embed"].nbytes
-    return size
 
 
 def stream(lm: LanguageModel) -> Callable[[], Any]:

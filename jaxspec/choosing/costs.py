@@ -186,22 +186,6 @@ class DraftCost:
             verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms
 
-    def share(self, layer: float, head: float, num_layers: int) -> float:
-        """Returns the size of the weights that one pass of the draft reads, relative to a step of the target.
-
-        Args:
-          layer: size of one of the target's layers, in any unit.
-          head: size of everything else that a step reads, such as the output head, in the same unit.
-          num_layers: number of the target's layers.
-
-        Examples:
-          >>> DraftCost(layers=2).share(layer=1.0, head=2.0, num_layers=8), DraftCost(lookup=True).share(1.0, 2.0, 8)
-          (0.4, 0.0)
-        """
-        if not self.layers:
-            return 0.0
-        return (self.layers * layer + (head if self.head else 0.0)) / (num_layers * layer + head)
-
     @property
     def copies(self) -> bool:
         """Whether a search is all that drafts: not of a hybrid, which has layers to run too."""

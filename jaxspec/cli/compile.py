@@ -165,6 +165,8 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
     """Prints the compiler's estimates in thousands of cycles, one column for each part of a round."""
     from rich.table import Table
 
+    from jaxspec.deviceless.cycles import EXCHANGES
+
     columns = {"round": cycles["round"], **cycles["stages"]}
     if cycles["draft_step"] is not None:
         columns["draft step"] = cycles["draft_step"]
@@ -175,7 +177,8 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
         column.justify = "right"
     rows = [{**part["split"], "all": part["cycles"], "floor": part["floor"]} for part in columns.values()]
     for name in rows[0]:
-        table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
+        if name != EXCHANGES:  # the compiler does not estimate their cycles; their bytes are printed below
+            table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
     table.add_row("floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values()))
     console.print(table)
     for name, loop in cycles["loops"].items():

@@ -75,7 +75,7 @@ class Guard:
                 raise
             said = in_options(one_line(error), self.options)
             if is_full(error):
-                return self._say(f"error: {said[:400]}; make room and give the same command again", FAILED)
+                return self._say(f"error: {said}; make room and give the same command again", FAILED)
             if isinstance(error, (ValueError, OSError)):
                 return self._say(f"error: {said}", WRONG)
             # For example a device out of memory, a backend that does not start, or a bug.

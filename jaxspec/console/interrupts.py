@@ -82,7 +82,8 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        if _in_main_thread():
+        # Windows wakes only sockets; there a signal is handled between two bytecode instructions, as usual in Python.
+        if _in_main_thread() and sys.platform != "win32":
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
             self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache as jax_cache  # the public API does not give the key of a failing entry
 
 from jaxspec.io.user_cache import user_cache
 
@@ -48,7 +47,13 @@ def enable() -> None:
 @functools.cache  # once per process
 def _heal() -> None:
     """Makes JAX remove an entry that it cannot read or could not write completely."""
-    read, write = jax_cache.get_executable_and_time, jax_cache.put_executable_and_time
+    try:
+        # The public API does not give the key of a failing entry.
+        from jax._src import compilation_cache as jax_cache
+
+        read, write = jax_cache.get_executable_and_time, jax_cache.put_executable_and_time
+    except (ImportError, AttributeError):  # another version of JAX: its entries are used, and not healed
+        return
 
     @functools.wraps(read)
     def read_or_remove(cache_key: str, *args: Any, **more: Any) -> Any:

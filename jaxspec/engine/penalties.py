@@ -52,7 +52,7 @@ class Settings:
             for name in self._numbers
         }
         if self._num_banned:
-            banned = _filled(requests, lambda request: _banned(request), (self._num_banned, 2))
+            banned = _filled(requests, _banned, (self._num_banned, 2))
             arrays |= {"banned": banned[..., 0], "until": banned[..., 1]}
         if self._words[0]:
             arrays["words"] = _filled(requests, lambda request: request.rules.longer_words, self._words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
@@ -11,6 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxspec.io import files
+
+try:
+    import fcntl
+except ImportError:  # a system without such locks
+    fcntl = None  # type: ignore[assignment]
 
 FILE = "lock"
 
@@ -27,7 +31,7 @@ def exclusive(
 
     Args:
       directory: the directory.
-      report: is called with a line if the file system does not support locks; the command continues without one.
+      report: is called with a line if the system or the file system has no locks; the command continues without one.
       option: the parameter by which the user chose the directory, for the message.
       file_name: name of the lock file, for a command whose output is one file of the directory.
 
@@ -38,6 +42,10 @@ def exclusive(
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        report(f"no lock on {directory}: this system has none; do not start a second command there")
+        yield
+        return
     with (directory / file_name).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -177,8 +177,8 @@ class Auto(DraftingMethod):
         longest = self.length(_USUAL)
         method = method.limited(longest)
         drafter, params = method.build(target, resources)
-        kind = method.cost(target, drafter, params)
-        if kind is None or drafter.drafts_trees:
+        cost = method.cost(target, drafter, params)
+        if cost is None or drafter.drafts_trees:
             raise ValueError(
                 f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"
             )
@@ -190,7 +190,7 @@ class Auto(DraftingMethod):
             )
         layers = getattr(drafter, "exit_layer", None)
         name = method.name if layers is None else f"{method.name} {layers}"
-        return Candidate(name, drafter, params, kind, method.expectation(target, resources))
+        return Candidate(name, drafter, params, cost, method.expectation(target, resources))
 
 
 def _of_any_length(method: Method) -> Method:

@@ -284,6 +284,28 @@ def layers_of(params: Any, target: LoadedModel) -> float:
     return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
 
 
+def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
+    """Returns the bytes of weights that one pass of a draft reads, relative to those of a step of the target.
+
+    Examples:
+      >>> from jaxspec.choosing.costs import DraftCost
+      >>> from jaxspec.testing import language_model
+      >>> target = language_model().loaded
+      >>> share_of_step(DraftCost(lookup=True), target), share_of_step(DraftCost(layers=2), target)
+      (0.0, 1.0)
+    """
+    if not cost.layers:
+        return 0.0
+    import jax
+
+    from jaxspec.model.llama import floor_bytes
+
+    whole = floor_bytes(target.config, target.params)
+    layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params["layers"]))
+    read = cost.layers * layers / target.config.num_layers + (whole - layers if cost.head else 0)
+    return read / whole
+
+
 def plain_type(hint: Any) -> Any:
     """Returns the type of an option as a command line reads it: of a union the first type that can be typed.
 

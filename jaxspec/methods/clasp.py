@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.io.messages import shown
 from jaxspec.methods.base import option
@@ -13,6 +13,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.clasp import CLaSp as Drafting
     from jaxspec.protocol import Drafter
 
 # It is counted in int32.
@@ -70,6 +71,5 @@ class CLaSp(ChainMethod):
         """Returns the cost of the kept layers, without the search for them; the target runs over a text once more."""
         from jaxspec.choosing.costs import DraftCost
 
-        depth = target.config.num_layers
-        skipped = depth // 2 if self.skip_layers is None else self.skip_layers
+        depth, skipped = target.config.num_layers, cast("Drafting", drafter).num_skipped
         return DraftCost(layers=depth - skipped, head=params is None, absorb_layers=depth)

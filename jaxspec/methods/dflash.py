@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import layers_of
 from jaxspec.methods.heads import HeadMethod
 from jaxspec.methods.resources import LoadedModel
 
@@ -47,9 +46,5 @@ class DFlash(HeadMethod):
         return Drafting(target.config, head, rule, length)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of one pass of the head per block; to absorb a text the target runs over it once more."""
-        from jaxspec.choosing.costs import DraftCost
-
-        layers = layers_of(params, target)
-        own = "head" in params or "vocabulary" in params
-        return DraftCost(layers, head=not own, once=True, absorb_layers=target.config.num_layers + layers)
+        """Returns the cost of one pass of the head for a whole block."""
+        return dataclasses.replace(super().cost(target, drafter, params), once=True)

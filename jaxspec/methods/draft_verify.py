@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import Method, option, size_of
 from jaxspec.methods.chain import StopName
@@ -14,6 +14,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import DraftCost
+    from jaxspec.drafting.draft_verify import DraftVerify as Drafting
     from jaxspec.protocol import Drafter
 
 
@@ -69,7 +70,7 @@ class DraftVerify(MaskedMethod):
 
         from jaxspec.choosing.costs import DraftCost
 
-        runs = np.asarray(getattr(drafter, "plan"))  # noqa: B009
+        runs = np.asarray(cast("Drafting", drafter).plan)
         layers = target.params["layers"]
         sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())

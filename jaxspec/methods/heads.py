@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import Method, option
+from jaxspec.methods.base import Method, layers_of, option
 from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.acceptance import Expectation
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
@@ -55,6 +56,14 @@ class HeadMethod(ChainMethod):
         head = self._head(target, resources)
         drafter = self.drafter(target, head.config)
         return drafter, self._params(head, target, resources)
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
+        from jaxspec.choosing.costs import DraftCost
+
+        layers = layers_of(params, target)
+        own = "vocabulary" in params or any("head" in one for one in (params, *params.get("heads", ())))
+        return DraftCost(layers=layers, head=not own, absorb_layers=target.config.num_layers + layers)
 
     @classmethod
     def beside(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import Method, option, size_of
+from jaxspec.methods.base import Method, option, share_of_step
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ class Hybrid(Method):
             raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
         second = second.taking_turns()
         declared = parts["second"].cost(target, second, own)
-        usual = _UNKNOWN if declared is None else _in_steps(declared, target, second.num_draft_tokens)
+        usual = _UNKNOWN if declared is None else share_of_step(declared, target)
+        if declared is not None and declared.once:  # one pass gives all tokens
+            usual /= second.num_draft_tokens
         cost = usual if self.draft_cost is None else self.draft_cost
         row = guessed_row(resources.platform)
         numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
@@ -189,13 +191,3 @@ def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
     """Returns the methods that are given by their names, or not at all: flat options are theirs."""
     names = {role: given.get(role) or usual for role, usual in _USUAL.items()}
     return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}
-
-
-def _in_steps(cost: DraftCost, target: LoadedModel, length: int) -> float:
-    """Returns the cost of a draft token in steps of the target, computed from the weights that it reads."""
-    layers = size_of(target.params["layers"])
-    read = {name: leaf for name, leaf in target.params.items() if name != "layers"}
-    if not target.config.tie_embeddings:
-        del read["embed"]  # a step reads only one row of it
-    share = cost.share(layers / target.config.num_layers, size_of(read), target.config.num_layers)
-    return share / length if cost.once else share

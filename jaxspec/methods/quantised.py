@@ -53,7 +53,7 @@ class Quantised(ChainMethod):
         """
         from jaxspec.drafting.draft_model import DraftModel
 
-        bits = self.draft_bits or (8 if target.bits is None else 4)
+        bits = self._bits(target)
         if target.bits is not None and bits >= target.bits:
             raise ValueError(
                 f"draft_bits is {bits}, and the weights of {target.name or 'the model'} are int{target.bits} already; "
@@ -67,6 +67,7 @@ class Quantised(ChainMethod):
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of the target's own layers and head at the draft's bits, with a cache of its own."""
         held = target.bits or 8 * target.params["norm"].dtype.itemsize
-        return own_model_cost(
-            target, params, bits=(self.draft_bits or (8 if target.bits is None else 4)) / held
-        )
+        return own_model_cost(target, params, bits=self._bits(target) / held)
+
+    def _bits(self, target: LoadedModel) -> int:
+        return self.draft_bits or (8 if target.bits is None else 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.methods import base
 from jaxspec.methods.heads import HeadMethod
 from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod, grown, size_of
@@ -47,15 +46,6 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
     def usual(cls) -> dict[str, str]:
         """Returns what is done where an option is left out, by option."""
         return {**super().usual(), "tree": "a chain"}
-
-    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
-        from jaxspec.choosing.costs import DraftCost
-
-        depth = target.config.num_layers
-        layers = base.layers_of(params, target)
-        own = "vocabulary" in params or any("head" in one for one in (params, *params.get("heads", ())))
-        return DraftCost(layers=layers, head=not own, absorb_layers=depth + layers)
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are the head's."""

@@ -80,6 +80,13 @@ def is_shape(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
+def floor_bytes(config: LlamaConfig, params: Params) -> int:
+    """Returns the bytes that a step must read: every weight, but of an untied input embedding only one row."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    size: int = total if config.tie_embeddings else total - params["embed"].nbytes
+    return size
+
+
 def num_params(config: LlamaConfig) -> int:
     """How many numbers the parameters hold."""
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxspec.bench import free_rows, rules
+from jaxspec.bench import rules
 from jaxspec.bench.prices import fixed_length, round_prices
 from jaxspec.bench.rules import Case, Rounds
 from jaxspec.choosing.costs import DraftCost
 from jaxspec.drafting.layerskip import LayerSkip as EarlyExit
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.methods.base import share_of_step
 from jaxspec.papers.tables import Cell
 from jaxspec.papers.workbench import Workbench
 
@@ -88,7 +89,7 @@ def count(bench: Workbench, exits: Sequence[int]) -> Counted:
         rounds,
         {layer: {n: priced[_name("rule", layer, n)] for n in LENGTHS} for layer in exits},
         {layer: {n: priced[_name("constant", layer, n)] for n in CONSTANT_LENGTHS} for layer in exits},
-        {layer: free_rows.share(lm, DraftCost(layers=layer)) for layer in exits},
+        {layer: share_of_step(DraftCost(layers=layer), lm.loaded) for layer in exits},
     )
 
 

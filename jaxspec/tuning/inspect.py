@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.bench import prompts as prompt_set
-from jaxspec.bench.profile import floor_bytes
 from jaxspec.bench.steps import SubmodelSteps
 from jaxspec.bench.timing import OnProgress, interleaved
 from jaxspec.drafting.asd import admg
@@ -23,7 +22,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import Prompt
 from jaxspec.io.asd_numbers import ASDNumbers
 from jaxspec.model import cache as kv
-from jaxspec.model.llama import Params
+from jaxspec.model.llama import Params, floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
