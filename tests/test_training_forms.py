@@ -11,6 +11,7 @@ from training.data import conversations, formats, reading, sources
 
 ASKED, ANSWERED = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
 TURNS = [ASKED, ANSWERED]
+PARTS = [{"type": "text", "text": text} for text in ("Hi", "you")]
 TALK = "USER: Hi ASSISTANT: Hello.</s>"
 SUM = "USER: Add\n\n1 2 ASSISTANT: 3</s>"
 RECORDS = b'{"text": "x"}\n{"text": "y"}\n'
@@ -42,6 +43,8 @@ def said(*turns, who="from", what="value"):
         ({"messages": TURNS, "text": None, "code": None}, TALK),
         ({"messages": said(("USER", "Hi"), ("Assistant", "Hello."), who="role", what="content")}, TALK),
         ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}]}, TALK),
+        # As in inference, a line end joins the parts.
+        ({"messages": [{"role": "user", "content": PARTS}, ANSWERED]}, TALK.replace("Hi", "Hi\nyou")),
         ({"messages": [{"role": "developer", "content": "Go."}, *TURNS]}, "Go. " + TALK),
         ({"conversations": TURNS}, TALK),
         ({"conversation": TURNS}, TALK),

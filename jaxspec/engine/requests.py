@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.io.arguments import listed, real, whole
+from jaxspec.io.chat import text_of
 from jaxspec.io.hf_generation import NO_RULES, Rules
 from jaxspec.io.messages import shown
 from jaxspec.model.config import LlamaConfig
@@ -265,29 +266,15 @@ def _prompt(name: str, prompt: Any, wanted: str) -> Any:
 def _message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise ValueError(f"{name} is {shown(message)}; give a message with `role` and `content`")
-    found = {**message, "content": _content(name, message["content"])}
+    try:
+        found = {**message, "content": text_of(message["content"])}
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
     for key in ("role", "content"):
         if not isinstance(found[key], str):
             raise ValueError(f"{name} has the {key} {shown(found[key])}; give a text")
         check_text(f"{name}, {key}", found[key])
     return found
-
-
-def _content(name: str, content: Any) -> Any:
-    """Returns the content of a message; the texts of several parts are joined by line ends, as in llama.cpp."""
-    parts = listed(content)
-    if not parts:
-        return content
-    for part in parts:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise ValueError(
-                f'{name} has the part {shown(part)}; give a text, or parts such as {{"type": "text", "text": "Hi"}}'
-            )
-    return "\n".join(part["text"] for part in parts)
 
 
 def check_text(name: str, text: str) -> None:

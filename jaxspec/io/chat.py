@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.io.files import read_json, read_text
+from jaxspec.io.messages import shown
 
 # The files that transformers reads, the one with precedence first; the last belongs to its processors.
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
@@ -91,6 +92,26 @@ class ChatTemplate:
         if "error" in reply:
             raise ValueError(f"the chat template cannot render the conversation: {_line(reply['error'])}")
         return Rendered(reply["text"], tuple((begin, end) for begin, end in reply["answers"]))
+
+
+def text_of(content: Any) -> Any:
+    """Returns the content of a message; the texts of several parts are joined by line ends, as in llama.cpp.
+
+    Args:
+      content: a list of parts, or anything else, which is returned unchanged.
+
+    Raises:
+      ValueError: a part is not text; the caller puts the name of the message before the line.
+    """
+    if not isinstance(content, (list, tuple)) or not content:
+        return content
+    for part in content:
+        texts = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not texts:
+            raise ValueError(
+                f'has the part {shown(part)}; give a text, or parts such as {{"type": "text", "text": "Hi"}}'
+            )
+    return "\n".join(part["text"] for part in content)
 
 
 def stored_template(directory: Path) -> Any:

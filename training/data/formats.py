@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+from jaxspec.io.chat import text_of
 from jaxspec.io.messages import shown
 from training.data import copy_edit
 from training.data.conversations import Chat
@@ -158,19 +159,15 @@ def _messages(turns: list[Any]) -> list[dict[str, str]]:
             raise ValueError(f"a turn of {shown(name)} belongs to tool calls, which are not learned")
         if not isinstance(known, str) or known not in _ROLES:
             raise ValueError(f"a turn is not from user, assistant or system, but from {shown(name)}")
-        content = _content(turn, "content" if "content" in turn or "value" not in turn else "value")
-        messages.append({"role": _ROLES[known], "content": content})
+        key = "content" if "content" in turn or "value" not in turn else "value"
+        try:
+            content = text_of(turn.get(key))
+        except ValueError as error:
+            raise ValueError(f"`{key}` {error}") from None
+        messages.append(
+            {"role": _ROLES[known], "content": _string({**turn, key: content} if key in turn else turn, key)}
+        )
     return messages
-
-
-def _content(turn: Mapping[str, Any], key: str) -> str:
-    """Returns the text of a turn, which may be divided into parts."""
-    parts = turn.get(key)
-    if not isinstance(parts, list):
-        return _string(turn, key)
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        raise ValueError(f"`{key}` has parts that are not text")
-    return "".join(_string(part, "text") for part in parts)
 
 
 def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
