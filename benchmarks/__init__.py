@@ -1,1 +1,1 @@
-"""Research scripts that measure what the README and the model cards state; no part of the wheel."""
+"""Research scripts for the measurements in the README and the model cards; not a part of the wheel."""

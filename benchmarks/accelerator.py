@@ -1,7 +1,7 @@
-"""What an accelerator makes of decoding, in minutes: `python -m benchmarks.accelerator` prints a line of JSON per part.
+"""Measures decoding on an accelerator in minutes: `python -m benchmarks.accelerator` prints a line of JSON per part.
 
-Parts come in the order of their worth: floor, rows and prefill of each shape first, then masks, methods and trees. They
-run on random weights that are made on the device, while there is time; the last line says what was left out, and why.
+The most important parts come first: floor, rows and prefill of each shape, then masks, methods and trees. They run on
+random weights, made on the device, while there is time. The last line lists the parts that were left out, and why.
 """
 
 from __future__ import annotations
@@ -23,38 +23,36 @@ from benchmarks.cases import CASES
 from benchmarks.dialed import Dial
 from benchmarks.parts import LeftOutError, Part, Parts, Record
 from benchmarks.stages import FORMS, Stages
-from jaxspec.bench.profile import SHAPES
+from jaxspec.bench.device_profile import SHAPES
 from jaxspec.bench.suite_options import check_budget, check_count
-from jaxspec.bench.timing import OnProgress
 from jaxspec.cli.options import Placement
-from jaxspec.console.errors import Guard, option_names
+from jaxspec.console import frame
 from jaxspec.console.output import writable
-from jaxspec.console.parsing import parse_as
-from jaxspec.console.terminal import Progress
 from jaxspec.engine.loading import resolve_placement
-from jaxspec.io.files import write_atomic
-from jaxspec.io.memory import check_fits
+from jaxspec.engine.memory import check_fits
+from jaxspec.host.files import write_atomic
+from jaxspec.host.progress import OnProgress, Progress
 
-# Numbers of rows of a step; those of every verification that is measured are among them.
+# Numbers of rows of a step; they include those of every measured verification.
 ROWS = (1, 8, 4, 2, 16, 32, 64)
 # Rates at which the draft agrees with the model.
 RATES = (0.8, 0.6, 0.9)
-# Slots of the largest cache that a measurement has.
+# Slots of the largest cache of a measurement.
 CAPACITY = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How fast an accelerator decodes, part by part; random weights of named shapes.
+    """Measures an accelerator's decoding speed, part by part, on random weights of named shapes.
 
     Attributes:
-      shapes: some of profile's shapes, with commas between; the most important first.
-      methods: which ones, with commas between. Default: all.
-      rows: most rows of a step.
-      budget: seconds for everything. No part begins that would not end in them, and what still runs then is cut off.
-      max_new_tokens: of each generation.
-      repeats: interleaved turns.
-      output: write the records to this file too, after each part.
+      shapes: shapes of `profile`, separated by commas, the most important first.
+      methods: methods, separated by commas. Default: all.
+      rows: largest number of rows of a step.
+      budget: seconds for everything. A part is not started if it would not end in time, and is stopped at the end.
+      max_new_tokens: new tokens per generation.
+      repeats: interleaved repetitions.
+      output: also write the records to this file, after each part.
     """
 
     shapes: str = "7b,1b"
@@ -74,10 +72,10 @@ class Options:
             raise ValueError(f"budget is {self.budget}; give seconds above 0")
 
     def named(self, given: str, known: Sequence[str], what: str) -> list[str]:
-        """The names in a list with commas.
+        """Splits a list with commas into names.
 
         Raises:
-          ValueError: one of them is not known.
+          ValueError: a name is unknown.
         """
         names = [name.strip() for name in given.split(",")]
         if unknown := [name for name in names if name not in known]:
@@ -86,12 +84,12 @@ class Options:
 
 
 def plan(options: Options) -> list[Part]:
-    """The parts of a measurement, in their order.
+    """Returns the parts of a measurement, in order.
 
-    One model is on the device at a time: the first part of a shape after those of another makes it.
+    Only one model is on the device at a time. The first part of a shape creates it.
 
     Raises:
-      ValueError: an unknown shape, method, device or dtype; one line.
+      ValueError: an unknown shape, method, device or dtype.
     """
     shapes = options.named(options.shapes, list(SHAPES), "shape")
     all_methods = [*CASES, *FORMS]
@@ -113,7 +111,7 @@ def plan(options: Options) -> list[Part]:
     for shape in shapes:
         parts += [part("floor", shape, Stages.floor), part("prefill", shape, Stages.prefill)]
         parts += [part(f"rows {count}", shape, Stages.rows, count, kind="rows") for count in rows[1:]]
-    # The shape that is on the device comes first.
+    # Begin with the last shape: it is still on the device.
     for shape in reversed(shapes):
         if any(name in ("draft-verify", "draft-verify static", "asd") for name in methods):
             parts.append(part("masks", shape, Stages.masks))
@@ -124,20 +122,20 @@ def plan(options: Options) -> list[Part]:
 
 
 class _Held:
-    """The one model that is on the device."""
+    """Holds the one model that is on the device."""
 
     def __init__(self, options: Options, device: jax.Device, dtype: np.dtype) -> None:
         self._options, self._device, self._dtype = options, device, dtype
         self._name = ""
         self._stages: Stages | None = None
-        # Measured costs outlive the model.
+        # The measured costs are kept when the model is replaced.
         self._costs: dict[str, dict[str, float]] = {}
 
     def stages(self, shape: str, on_progress: OnProgress) -> Stages:
-        """What measures a shape; makes its weights, in place of those of another.
+        """Returns the measurements of a shape; creates its weights in place of those of another.
 
         Raises:
-          LeftOutError: they do not fit.
+          LeftOutError: the weights do not fit the device.
         """
         if self._stages is None or self._name != shape:
             self._stages = None
@@ -157,7 +155,7 @@ class _Held:
 
 
 def device_record(device: jax.Device, on_progress: OnProgress) -> Record:
-    """What there is, and how fast it reads its memory."""
+    """Describes the device and measures its memory bandwidth."""
     from benchmarks.stages import bandwidth, published_figures
 
     stats = device.memory_stats() or {}
@@ -175,7 +173,7 @@ def device_record(device: jax.Device, on_progress: OnProgress) -> Record:
 
 
 def measure(options: Options, emit: Callable[[Record], None], on_progress: OnProgress, began: float) -> None:
-    """Measures what there is time for; `emit` is given each record."""
+    """Measures as many parts as there is time for; `emit` receives each record."""
     records: list[Record] = []
     output = None if options.output is None else writable(options.output, "output")
 
@@ -192,13 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the records as lines of JSON; returns the exit status."""
     began = time.monotonic()
 
-    def work() -> int:
-        given = parse_as(Options, "python -m benchmarks.accelerator", sys.argv[1:] if argv is None else argv)
+    def work(given: Options) -> None:
         with Progress() as progress:
             measure(given, lambda record: print(json.dumps(record), flush=True), progress, began)
-        return 0
 
-    return Guard("jaxspec", option_names(Options))(work)
+    return frame.run("benchmarks.accelerator", Options, work, argv)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Does the chooser find the best candidate? A simulation: `python -m benchmarks.choosing` prints a table and JSON.
+"""Does the policy of `auto` find the best candidate? `python -m benchmarks.choosing` prints a table and JSON.
 
-Nothing is decoded. A synthetic text says at each of its places, for each candidate, whether the draft token for it
-would be right, given the right ones before, and whether a draft would be found at all; so any candidate can be played
-on it from any place on, and all policies are played on the same texts. What rounds cost comes from a device on paper,
-or from `jaxspec profile --costs --json`. Rows are independent texts of a batch of one.
+Nothing is decoded. A synthetic text has, at each of its places and for each candidate, the number of draft tokens in a
+row that would be accepted, and whether a draft would be found. So any candidate can be played from any place, and all
+policies are played on the same texts. `auto` is `choosing.policy.Policy`, the class that the engine plays. The price of
+a round comes from a device on paper, or from `jaxspec profile --costs --json`. A batch is one text.
 
 Kinds of texts: `stationary` (each text has acceptances of its own, all along), `drifting` (they walk), `adversarial`
 (after 24 to 64 tokens the candidate that was the best becomes the worst, and others change), `hopeless` (no draft is
 right more often than one time in five).
 
-Policies: each candidate alone, with the length that is the best one for the prior; `auto`, with the prior fitted on
-other texts; `auto, flat prior`; and the `oracle`, which chooses as `auto` does, as often, and knows the acceptances.
+Policies: each candidate alone, with the length that is best for its expectation; `auto`, with expectations fitted on
+other texts; `auto, no expectations`; and the `oracle`, which is given the true acceptances and chooses every 2 rounds.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench.profile import SHAPES
-from jaxspec.bench.timing import OnProgress
-from jaxspec.choosing import acceptance, chooser
-from jaxspec.choosing.acceptance import Prior
-from jaxspec.choosing.chooser import OFF, Choice, Chooser, Prices
+from jaxspec.aot.accelerators import ACCELERATORS
+from jaxspec.aot.roofline import usual
+from jaxspec.bench.device_profile import SHAPES
+from jaxspec.choosing import beliefs, policy, prices
+from jaxspec.choosing.beliefs import Expectation
 from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
-from jaxspec.deviceless.accelerators import ACCELERATORS
-from jaxspec.deviceless.roofline import usual
-from jaxspec.io.cost_files import parse
-from jaxspec.io.files import read_json
+from jaxspec.choosing.lookup import ReplayedLookup
+from jaxspec.choosing.policy import Choice, Policy, Times
+from jaxspec.choosing.prices import OFF
+from jaxspec.host.files import read_json
+from jaxspec.host.progress import OnProgress
+from jaxspec.io.methods.cost_files import parse
 
 KINDS = ("stationary", "drifting", "adversarial", "hopeless")
-# The draft lengths that may be chosen.
-LENGTHS = (1, 2, 3, 4, 6, 8, 10)
+# The longest draft.
+LONGEST = 10
 # Acceptance of each kind of draft over texts, as Beta counts; a lookup is right where a text repeats, else hardly ever.
 _USUAL = {"early exit": (6, 4), "half the layers": (8, 3), "one layer": (8, 3), "draft model": (8, 3)}
 _COPIES, _COPYING, _ELSEWHERE = 0.3, (9, 1), (1, 6)
@@ -46,14 +48,14 @@ _COPIES, _COPYING, _ELSEWHERE = 0.3, (9, 1), (1, 6)
 _FOUND = {True: 0.9, False: 0.3}
 _WALK = 0.08
 _BLOCK = (24, 64)
-_HELD_OUT = 400
+_HELD_OUT = 100
 # Tokens of the prompt, which a draft's own state has not absorbed.
 _PROMPT = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The chooser alone on synthetic texts, beside an oracle and beside each candidate.
+    """The policy alone on synthetic texts, beside an oracle and beside each candidate.
 
     Attributes:
       texts: of each kind.
@@ -61,20 +63,14 @@ class Options:
       device_model: on paper, see `jaxspec profile`.
       shape: of the target.
       costs: a file with what `jaxspec profile --costs --json` printed, instead of a device on paper.
-      rounds_per_choice: between two choices.
-      forgetting: what is left of a count after a round.
-      exploration: 1 draws acceptances from the whole of their law, 0 takes its mean.
-      seed: of texts and choices.
+      seed: of texts.
     """
 
-    texts: int = 10_000
+    texts: int = 200
     tokens: int = 256
     device_model: str = "h100"
     shape: str = "8b"
     costs: Path | None = None
-    rounds_per_choice: int = 2
-    forgetting: float = 0.995
-    exploration: float = 0.5
     seed: int = 0
 
 
@@ -110,39 +106,30 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     _check(options)
     began = time.perf_counter()
     costs, drafts = _costs(options)
-    table = chooser.prices(costs, drafts, LENGTHS, live=costs.live)
-    names, longest = [name for name, _ in drafts], max(LENGTHS)
-    on_progress("fitting the prior")
-    other = make_texts("stationary", names, _HELD_OUT, options.tokens, options.seed + 1)
-    prior = _prior(table, other, options)
-    accept, drafted = acceptance.mean(prior, acceptance.nothing_seen(prior, 1))
-    fixed = _lengths(table, accept, drafted)
+    names, prices = [name for name, _ in drafts], [cost for _, cost in drafts]
+    on_progress("fitting expectations")
+    known = _expectations(make_texts("stationary", names, _HELD_OUT, options.tokens, options.seed + 1))
+    game = Game(costs, tuple(names), tuple(prices), known)
+    fixed = game.lengths()
     report: dict[str, Any] = {
         "device": costs.device,
         "shape": costs.model,
         "texts": options.texts,
         "tokens": options.tokens,
         "seed": options.seed,
-        "candidates": list(table.names),
-        "lengths": {name: int(fixed[at]) for at, name in enumerate(table.names)},
+        "candidates": ["off", *names],
+        "lengths": dict(zip(("off", *names), fixed, strict=True)),
         "kinds": {},
     }
     for kind in KINDS:
         on_progress(f"making {kind} texts")
         texts = make_texts(kind, names, options.texts, options.tokens, options.seed)
-        policies = {name: _alone(at, int(fixed[at])) for at, name in enumerate(table.names)}
-        flat = acceptance.flat_prior(len(table.names), longest)
-        policies |= {
-            "auto": _auto(table, prior, options),
-            "auto, flat prior": _auto(table, flat, options),
-            "oracle": _oracle(table, texts, options),
-        }
+        policies = ("off", *names, "auto", "auto, no expectations", "oracle")
         played = {}
-        for name, policy in policies.items():
+        for name in policies:
             on_progress(f"playing {name} on {kind} texts")
-            learns = {"auto": prior, "auto, flat prior": flat}.get(name)
-            played[name] = play(table, texts, policy, options, learns or prior, learning=learns is not None)
-        report["kinds"][kind] = _row(played, table, options)
+            played[name] = np.array([game.play(name, texts, text) for text in range(options.texts)])
+        report["kinds"][kind] = _row(played, game, options)
     return report | {"seconds": time.perf_counter() - began}
 
 
@@ -156,7 +143,7 @@ def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: i
       seed: with the same, the same texts.
     """
     rng = np.random.default_rng([seed, KINDS.index(kind)])
-    longest = max(LENGTHS)
+    longest = LONGEST
     shape = (count, 1 + len(names))
     level, found = np.zeros(shape, np.float32), np.ones(shape, np.float32)
     for at, name in enumerate(names, 1):
@@ -207,145 +194,183 @@ def _adversarial(rng: np.random.Generator, level: np.ndarray, places: int) -> np
     return right
 
 
+class Player(Protocol):
+    """The part of `Policy` that a game needs."""
+
+    def next(self, lengths: Any, remaining: Any, most_rounds: int, held: int | None, ready: Any) -> Any:
+        """Returns a choice, and whether it is new."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Played:
-    """What a policy took.
+class Alone:
+    """One candidate and length, all along."""
+
+    candidate: int
+    length: int
+
+    def next(
+        self, lengths: Any, remaining: Any, most_rounds: int, held: int | None, ready: Any
+    ) -> tuple[Choice, bool]:
+        """Returns the choice."""
+        return Choice(self.candidate, self.length, most_rounds), True
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """The best choice for the next two rounds, with the true acceptances of one text."""
+
+    game: Game
+    right: np.ndarray
+    found: np.ndarray
+
+    def next(
+        self, lengths: np.ndarray, remaining: np.ndarray, most_rounds: int, held: int | None, ready: Any
+    ) -> tuple[Choice, bool]:
+        """Returns the choice."""
+        table = self.game.table(lengths)
+        accept = np.repeat(self.right[:, int(lengths[0]) - _PROMPT][:, None], LONGEST, axis=1)
+        accept[:, 0] *= self.found
+        drafted = np.repeat(self.found[:, None], LONGEST, axis=1)
+        state_ms = table.state_ms(float(lengths[0]))
+        if held is not None:
+            state_ms[held] = 0.0
+        per_token = prices.times_of_rounds(table, drafted) / prices.tokens_of_rounds(accept)
+        needed = state_ms[:, None] + remaining[0] * per_token
+        candidate, length = np.unravel_index(needed.argmin(), needed.shape)
+        return Choice(int(candidate), int(length), 2), True
+
+
+class TextLookup:
+    """Stands in for `choosing.lookup.ReplayedLookup` on a synthetic text: finds the drafts of its first candidate."""
+
+    def __init__(self, texts: Texts, text: int, candidate: int) -> None:
+        self._run, self._drafts = texts.run[text, candidate], texts.drafts[text, candidate]
+        self._at, self._known = 0, 0
+
+    def played(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns (drafted, accepted) of the rounds that more tokens decide."""
+        self._known += len(tokens)
+        rounds: list[tuple[int, int]] = []
+        while self._at < self._known:
+            drafted = LONGEST if self._drafts[self._at] else 0
+            accepted = min(int(self._run[self._at]), drafted)
+            if self._at + accepted >= self._known:
+                break
+            rounds.append((drafted, accepted))
+            self._at += accepted + 1
+        return rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Game:
+    """Prices and expectations with which all policies are played.
 
     Attributes:
-      ms: float[T, P], the time at which a text had as many tokens as each of P marks, the last of which is all.
-      counts: the chooser at the end.
+      costs: of steps.
+      names, drafts: of the candidates without plain decoding.
+      known: their expectations.
     """
 
-    ms: np.ndarray
-    counts: Chooser
+    costs: StepCosts
+    names: tuple[str, ...]
+    drafts: tuple[DraftCost, ...]
+    known: list[Expectation]
 
+    def table(self, lengths: np.ndarray) -> prices.Prices:
+        """Returns the prices at a live length."""
+        live = 1 << int(lengths.mean()).bit_length()
+        return prices.price_table(self.costs, self.drafts, (LONGEST,) * len(self.drafts), live, 1)
 
-# (where each text is, the chooser) → the choice, and the chooser after it.
-Policy = Callable[[np.ndarray, Chooser], tuple[Choice, Chooser]]
+    def lengths(self) -> list[int]:
+        """Returns the best length of each candidate for its expectation."""
+        prior = beliefs.prior_of([beliefs.UNKNOWN, *self.known], LONGEST)
+        nothing = beliefs.no_counts(1, 1 + len(self.names), LONGEST)
+        found: list[int] = prices.outlook(self.table(np.array([_PROMPT])), prior, nothing).length.tolist()
+        return found
 
+    def play(self, name: str, texts: Texts, text: int) -> np.ndarray:
+        """Plays a policy on a text; returns milliseconds at each of `_marks`."""
+        if name in ("off", *self.names):
+            at = ("off", *self.names).index(name)
+            return self.run(Alone(at, self.lengths()[at]), texts, text)
+        if name == "oracle":
+            return self.run(Oracle(self, texts.right[text], texts.found[text]), texts, text)
+        known = self.known if name == "auto" else None
 
-def play(
-    table: Prices, texts: Texts, policy: Policy, options: Options, prior: Prior, *, learning: bool
-) -> Played:
-    """Plays a policy on all texts.
+        def lookup(longest: int, tokens: Sequence[int]) -> ReplayedLookup:
+            return cast("ReplayedLookup", TextLookup(texts, text, 1 + self.names.index("lookup")))
 
-    Args:
-      table: prices.
-      texts: T of them.
-      policy: what chooses.
-      options: says how often, and what is forgotten.
-      prior: of the chooser.
-      learning: whether the chooser learns from rounds.
-    """
-    count, num_tokens = len(texts.run), texts.run.shape[2]
-    marks, rows = _marks(num_tokens), np.arange(count)
-    state = chooser.begin(prior, np.full(count, _PROMPT), options.seed)
-    place, ms = np.zeros(count, int), np.zeros(count)
-    reached = np.full((count, len(marks)), np.nan)
-    while (place < num_tokens).any():
-        choice, state = policy(place, state)
-        candidate, length = choice.candidate, choice.length
-        behind = state.behind[rows, candidate]
-        start = np.where(behind > 0, table.start_ms[candidate] + behind * table.absorb_ms[candidate], 0.0)
-        ms += np.where(place < num_tokens, start, 0.0)
-        for _ in range(options.rounds_per_choice):
-            live = place < num_tokens
-            if not live.any():
-                break
-            here = np.minimum(place, num_tokens - 1)
-            drafted = np.where(texts.drafts[rows, candidate, here], length, 0)
-            accepted = np.minimum(texts.run[rows, candidate, here], drafted)
-            committed = np.where(live, np.minimum(accepted + 1, num_tokens - place), 0)
-            ms += np.where(live, table.round_ms[candidate, drafted], 0.0)
-            place += committed
-            new = (place[:, None] >= marks) & np.isnan(reached)
-            reached = np.where(new, ms[:, None], reached)
-            if learning:
-                state = chooser.after_round(
-                    state, table, choice, drafted, accepted, committed, options.forgetting
+        longest, times = [LONGEST] * len(self.names), Times(ratios={("off", 1): 1.0})
+        given = self.names, self.drafts, longest, self.costs, 1
+        return self.run(Policy(*given, times=times, expectations=known, lookup=lookup), texts, text)
+
+    def run(self, player: Player, texts: Texts, text: int) -> np.ndarray:
+        """As `play`, by a policy that is given."""
+        num_tokens = texts.run.shape[2]
+        marks = _marks(num_tokens)
+        reached = np.full(len(marks), np.nan)
+        place, ms, held = 0, 0.0, None
+        if isinstance(player, Policy):
+            held = player.begin(np.array([_PROMPT]), np.array([num_tokens]), lambda at: True)[0] or None
+            player.begin_row(0, range(_PROMPT))
+        while place < num_tokens:
+            lengths, remaining = np.array([_PROMPT + place]), np.array([num_tokens - place])
+            (at, length, count), _ = player.next(
+                lengths, remaining, policy.MOST_ROUNDS, held, lambda at: True
+            )
+            table, began, start = self.table(lengths), ms, place
+            taken_up = at not in (OFF, held) and table.start_ms[at] > 0
+            ms += table.state_ms(float(lengths[0]))[at] if taken_up else 0.0
+            held = at or None
+            rounds: list[tuple[int, int]] = []
+            while place < num_tokens and len(rounds) < count:
+                drafted = min(length if texts.drafts[text, at, place] else 0, num_tokens - place)
+                accepted = min(int(texts.run[text, at, place]), drafted)
+                ms += table.round_ms[at, drafted]
+                place = min(place + accepted + 1, num_tokens)
+                reached = np.where((place >= marks) & np.isnan(reached), ms, reached)
+                rounds.append((drafted, accepted))
+            if isinstance(player, Policy):
+                gained = range(place - start)
+                player.learn(
+                    (at, length), [rounds], [gained], lengths, ms - began, not taken_up, bool(taken_up)
                 )
-            else:
-                state.behind[...] += committed[:, None]
-                state.behind[rows[live], candidate[live]] = 0
-    return Played(reached, state)
+        return reached
 
 
 def _marks(num_tokens: int) -> np.ndarray:
     return np.unique(np.linspace(1, num_tokens, 17).round().astype(int)[1:])
 
 
-def _alone(candidate: int, length: int) -> Policy:
-    def policy(place: np.ndarray, state: Chooser) -> tuple[Choice, Chooser]:
-        return Choice(np.full(len(place), candidate), np.full(len(place), length)), state
-
-    return policy
-
-
-def _auto(table: Prices, prior: Prior, options: Options) -> Policy:
-    memory = 1 / max(1 - options.forgetting, 1e-6)
-    return lambda place, state: chooser.choose(
-        state,
-        table,
-        prior,
-        options.tokens - place,
-        memory,
-        options.exploration,
-        rounds=options.rounds_per_choice,
-    )
+def _expectations(texts: Texts) -> list[Expectation]:
+    """Returns the expected acceptances for other texts; each candidate is played alone, with its longest draft."""
+    found = []
+    for at in range(1, texts.run.shape[1]):
+        rounds = []
+        for text in range(len(texts.run)):
+            whole = TextLookup(texts, text, at)
+            rounds.append(whole.played(range(texts.run.shape[2])))
+        counts = beliefs.no_counts(len(rounds), 1, LONGEST)
+        found += beliefs.fitted(beliefs.with_rounds(counts, 0, rounds, asked=LONGEST))
+    return found
 
 
-def _oracle(table: Prices, texts: Texts, options: Options) -> Policy:
-    rows, longest = np.arange(len(texts.run)), table.round_ms.shape[1] - 1
-
-    def policy(place: np.ndarray, state: Chooser) -> tuple[Choice, Chooser]:
-        right = texts.right[rows, :, np.minimum(place, options.tokens - 1)]
-        accept = np.repeat(right[:, :, None], longest, axis=2)
-        accept[:, :, 0] *= texts.found
-        remaining = np.maximum(options.tokens - place, 1)
-        drafted = np.repeat(texts.found[:, :, None], longest, axis=2)
-        return chooser.best(table, accept, drafted, state.behind, remaining), state
-
-    return policy
-
-
-def _prior(table: Prices, texts: Texts, options: Options) -> Prior:
-    """The prior that these texts suggest: each candidate is played alone, with its longest draft."""
-    longest, candidates = table.round_ms.shape[1] - 1, len(table.names)
-    flat = acceptance.flat_prior(candidates, longest)
-    counts = acceptance.nothing_seen(flat, len(texts.run))
-    remember = dataclasses.replace(options, forgetting=1.0)
-    for at in range(1, candidates):
-        played = play(table, texts, _alone(at, longest), remember, flat, learning=True).counts.estimate
-        counts.accept[:, at], counts.draft[:, at] = played.accept[:, at], played.draft[:, at]
-    fitted = acceptance.fitted_prior(counts)
-    kin = np.array([name not in ("off", "lookup") for name in table.names])
-    return dataclasses.replace(fitted, strength=np.minimum(fitted.strength, 5.0), kin=kin)
-
-
-def _lengths(table: Prices, accept: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-    """The best length of each candidate, int[M]."""
-    speed = chooser.tokens_of_rounds(accept)[0] / chooser.times_of_rounds(table, drafted)[0]
-    speed[1:, 0] = 0
-    best: np.ndarray = speed.argmax(axis=1)
-    return best
-
-
-def _row(played: dict[str, Played], table: Prices, options: Options) -> dict[str, Any]:
-    """What there is to say of one kind of texts."""
-    total = {name: one.ms[:, -1] for name, one in played.items()}
+def _row(played: dict[str, np.ndarray], game: Game, options: Options) -> dict[str, Any]:
+    """Returns the figures of one kind of texts, from milliseconds float[T, P] by policy."""
+    total = {name: ms[:, -1] for name, ms in played.items()}
     speed = {name: float(total["off"].sum() / ms.sum()) for name, ms in total.items()}
-    fixed = max(speed[name] for name in table.names)
-    oracle = played["oracle"].ms
-    step = table.round_ms[OFF, 0]
+    fixed = max(speed[name] for name in ("off", *game.names))
+    step = game.table(np.array([_PROMPT])).round_ms[OFF, 0]
     return {
         "speedup": speed,
         "auto_over_best_fixed": speed["auto"] / fixed,
         "auto_over_oracle": speed["auto"] / speed["oracle"],
         "slower_than_off": float((total["auto"] > 1.03 * total["off"]).mean()),
+        "slowest": float((total["auto"] / total["off"]).max()),
         "at": _marks(options.tokens).tolist(),
         "regret": {
-            name: [float(at) for at in ((one.ms - oracle).mean(axis=0) / step).round(3)]
-            for name, one in played.items()
+            name: [float(at) for at in ((ms - played["oracle"]).mean(axis=0) / step).round(3)]
+            for name, ms in played.items()
             if name != "oracle"
         },
     }
@@ -366,11 +391,9 @@ def _check(options: Options) -> None:
         )
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
-    for name in ("texts", "tokens", "rounds_per_choice"):
+    for name in ("texts", "tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} is {getattr(options, name)}; give at least 1")
-    if not 0 < options.forgetting <= 1:
-        raise ValueError(f"forgetting is {options.forgetting}; give a number above 0, at most 1")
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -388,13 +411,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table to standard error and the report as JSON; returns the exit status."""
-
-    def measured(options: Options, on_progress: OnProgress) -> dict[str, Any]:
-        report = measure(options, on_progress)
-        _print(report)
-        return report
-
-    return command.run("benchmarks.choosing", Options, measured, argv=argv)
+    return command.run("benchmarks.choosing", Options, measure, argv, _print)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""What each benchmark's command line is: options are read, measured with progress, and the report printed as JSON."""
+"""The command line of the benchmarks: reads options, measures with progress, and prints the report as JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from jaxspec.bench.timing import OnProgress
-from jaxspec.console.errors import Guard, option_names
-from jaxspec.console.parsing import parse_as
-from jaxspec.console.terminal import Progress
+from jaxspec.console import frame
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.host.progress import OnProgress, Progress
 
 Options = TypeVar("Options")
 Report = dict[str, Any]
@@ -21,24 +19,27 @@ def run(
     options: type[Options],
     measure: Callable[[Options, OnProgress], Report],
     argv: Sequence[str] | None = None,
+    show: Callable[[Report], None] = lambda report: None,
 ) -> int:
     """Runs the command line of a benchmark.
 
     Args:
-      module: its full name, as `python -m` wants it.
+      module: full name of the module, for `python -m`.
       options: the dataclass of its options.
-      measure: what it does, given the options and where to say what goes on.
-      argv: by default the arguments of the process.
+      measure: the measurement, given the options and a function that shows the progress.
+      argv: default: the arguments of the process.
+      show: prints the report as tables, to standard error.
 
     Returns:
-      the exit status, see `jaxspec.console.errors.Guard`.
+      the exit status, see `jaxspec.console.frame.run`; that of an interrupted process if the report's entry
+      `interrupted` is true.
     """
 
-    def work() -> int:
-        given = parse_as(options, f"python -m {module}", sys.argv[1:] if argv is None else argv)
+    def work(given: Options) -> int:
         with Progress() as progress:
             report = measure(given, progress)
+        show(report)
         print(json.dumps(report, indent=2))
-        return 0
+        return INTERRUPTED if report.get("interrupted") else 0
 
-    return Guard("jaxspec", option_names(options))(work)
+    return frame.run(module, options, work, argv)

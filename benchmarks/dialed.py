@@ -1,4 +1,4 @@
-"""A random model on a dial that is turned in place, and a head of EAGLE that predicts it."""
+"""A random model whose synthetic acceptance can be changed in place, and an EAGLE head that predicts it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from benchmarks.cases import START
-from jaxspec.bench.dial import dial_model, turned
+from benchmarks.synthetic_acceptance import dial_model, turned
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.eagle import HeadConfig
 from jaxspec.sampling import seed_key
 
-# Settings of the dial that are tried first; agreement falls from one to the next. And how often the setting for a rate
-# is corrected after that.
+# The first settings to try, with falling agreement; then the number of corrections for each rate.
 SETTINGS = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8)
 CORRECTIONS = 2
 
 
 class Dial:
-    """A model whose first layers agree with all of them as often as is asked for; see `bench.dial`.
+    """A model whose first layers agree with the whole model at a chosen rate; see `benchmarks.synthetic_acceptance`.
 
-    There is one set of weights, which each turn changes in place.
+    There is one set of weights, which each change of the rate modifies in place.
 
     Args:
-      name: of the shape.
+      name: name of the shape.
       config: the shape; its head becomes untied.
-      dtype: of weights and cache.
-      device: where they are.
-      length: tokens of the texts that agreement is measured on.
+      dtype: dtype of weights and cache.
+      device: device of the weights.
+      length: tokens of the texts on which agreement is measured.
 
     Attributes:
       lm: the model.
@@ -53,22 +52,22 @@ class Dial:
         self._chosen: dict[tuple[int, float], float] = {}
 
     def turn(self, depth: int, scale: float) -> None:
-        """Turns down the layers from number `depth` on; those before it are at full strength."""
+        """Scales the residual branches of the layers from `depth` on; the earlier ones are at full strength."""
         wanted = np.where(np.arange(self.lm.config.num_layers) < depth, 1.0, scale)
         self.lm.params = turned(self.lm.params, tuple(map(float, wanted / self._factors)))
         self._factors = wanted
 
     def agreement(self, depth: int) -> float:
-        """Of the tokens of a greedy text, the share that the first `depth` layers would have said."""
+        """Returns the share of the tokens of a greedy text that the first `depth` layers predict."""
         result = self.lm.generate(
             START, method="autoregressive", max_new_tokens=self._length, ignore_eos=True
         )
         text = jnp.asarray([*START, *result.tokens])[None]
-        said = _said(self.lm.config, depth, llama.truncate(self.lm.params, depth), text[:, :-1])
-        return float(jnp.mean((said == text[:, 1:])[:, len(START) - 1 :]))
+        predicted = _predicted(self.lm.config, depth, llama.truncate(self.lm.params, depth), text[:, :-1])
+        return float(jnp.mean((predicted == text[:, 1:])[:, len(START) - 1 :]))
 
     def turn_to(self, depth: int, rate: float) -> float:
-        """Turns to where the first `depth` layers agree at about this rate; returns how often they do there."""
+        """Sets a scale at which the first `depth` layers agree at about this rate; returns the measured rate."""
         tried = self._tried.setdefault(depth, {})
         if (depth, rate) in self._chosen:
             scale = self._chosen[depth, rate]
@@ -90,12 +89,12 @@ class Dial:
         return self.agreement(depth)
 
     @functools.cached_property
-    def eagle(self) -> tuple[HeadConfig, Any]:
-        """A head of EAGLE that says what follows from the last token alone, as the model does turned down altogether.
+    def eagle(self) -> tuple[EagleConfig, Any]:
+        """Makes an EAGLE head that predicts the next token from the last one, as the model does at scale 0.
 
-        It hands the token's embedding to the model's head, and adds next to nothing.
+        It passes the token's embedding to the model's head, and adds nearly nothing.
         """
-        head = HeadConfig(self.lm.config.truncated(1))
+        head = EagleConfig(self.lm.config.truncated(1))
         dtype, width = self.lm.params["embed"].dtype, head.block.hidden_size
         with jax.default_device(self.lm.device):
             params = llama.draw(head.shapes, seed_key(1), dtype)
@@ -107,24 +106,24 @@ class Dial:
 
 
 def between(tried: dict[float, float], rate: float) -> float:
-    """The setting for a rate of agreement: straight lines between those that were tried, over the log of the setting.
+    """Interpolates the setting for a rate of agreement linearly in the logarithm of the setting.
 
     Args:
-      tried: the rate by setting.
-      rate: that is wanted; outside of those tried, the nearest of them.
+      tried: measured rate by setting.
+      rate: the wanted rate; beyond the measured ones, the nearest setting is returned.
 
     Examples:
       >>> round(between({0.01: 0.9, 0.1: 0.7, 1.0: 0.1}, 0.8), 3)
       0.032
     """
     scales = sorted(tried, reverse=True)
-    # Measured rates are not quite monotone.
+    # Measured rates are not always monotone.
     rates = np.maximum.accumulate([tried[scale] for scale in scales])
     return math.exp(float(np.interp(rate, rates, np.log(scales))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _said(config: LlamaConfig, depth: int, params: llama.Params, text: jax.Array) -> jax.Array:
+def _predicted(config: LlamaConfig, depth: int, params: llama.Params, text: jax.Array) -> jax.Array:
     batch, length = text.shape
     start = jnp.zeros(batch, jnp.int32)
     cache = kv.create(config.truncated(max(depth, 1)), batch, length, params["embed"].dtype)

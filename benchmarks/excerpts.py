@@ -1,8 +1,8 @@
-"""Prompts that hand a model a long text: `python -m benchmarks.excerpts --text books.txt > summaries.jsonl`.
+"""Prompts with a long text: `python -m benchmarks.excerpts --text books.txt > summaries.jsonl`.
 
-A summary quotes what it is of, so that copying drafts should pay; and with a text of thousands of tokens before it,
-a step spends its time on attention, which is what drafts without attention leave out. The lines are in the form that
-`jaxspec bench --prompt-file` reads.
+A summary quotes its text, so that copying drafts should be accepted. With thousands of tokens of context, attention
+takes most of a step, so that drafts without attention should be cheap. The lines are in the form of
+`jaxspec bench --prompt-file`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxspec.console.errors import Guard, option_names
-from jaxspec.console.parsing import parse_as
+from jaxspec.console import frame
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,11 +22,11 @@ class Options:
     """Writes questions about passages of a text, one JSON record per line.
 
     Attributes:
-      text: a file of running text in UTF-8, paragraphs apart by empty lines.
-      words: at least so many in each passage, which ends with its paragraph.
-      count: passages, spread evenly over the text.
-      category: the kind of work that reports name.
-      question: what is asked, before the passage.
+      text: a file of running text in UTF-8, with empty lines between paragraphs.
+      words: least number of words of a passage, which ends with its paragraph.
+      count: number of passages, spread evenly over the text.
+      category: task type, for reports.
+      question: the question before the passage.
     """
 
     text: Path
@@ -43,12 +42,12 @@ class Options:
 
 
 def passages(text: str, words: int, count: int) -> Iterator[str]:
-    """Passages of whole paragraphs that do not overlap.
+    """Yields passages of whole paragraphs that do not overlap.
 
     Args:
-      text: paragraphs apart by empty lines.
-      words: the least number of words of each.
-      count: how many, each from an equal part of the text.
+      text: paragraphs separated by empty lines.
+      words: least number of words of each passage.
+      count: number of passages, each from an equal part of the text.
 
     Raises:
       ValueError: a part of the text has too few words.
@@ -76,15 +75,13 @@ def passages(text: str, words: int, count: int) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
-    def work() -> int:
-        options = parse_as(Options, "python -m benchmarks.excerpts", sys.argv[1:] if argv is None else argv)
+    def work(options: Options) -> None:
         found = passages(options.text.read_text(encoding="utf-8"), options.words, options.count)
         for number, passage in enumerate(list(found), 1):
             turns = [f"{options.question}\n\n{passage}"]
             print(json.dumps({"question_id": number, "category": options.category, "turns": turns}))
-        return 0
 
-    return Guard("jaxspec", option_names(Options))(work)
+    return frame.run("benchmarks.excerpts", Options, work, argv)
 
 
 if __name__ == "__main__":

@@ -1,71 +1,87 @@
-"""llama.cpp on the prompts of `jaxspec bench`: `python -m benchmarks.llama_cpp FILE.gguf` prints JSON.
-
-What a user of a CPU would otherwise take, through the Python package xllamacpp, whose wheels hold llama.cpp. Its
-speed is counted as ours is: new tokens after the first, divided by the time that they took; greedy, one text at a
-time, nothing kept of the text before. Without `float32` the file runs as it is, so a file of four bits is compared
-with decoding in four bits.
-"""
+"""Generates with llama.cpp through the Python package xllamacpp, whose wheels contain llama.cpp."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import statistics
-import sys
-import tempfile
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import functools
+import http.client
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from urllib.parse import urlsplit
 
 import gguf
 import numpy as np
-from tyro.conf import Positional
+from gguf import GGMLQuantizationType
 
-from benchmarks import command
-from jaxspec.bench import prompts
-from jaxspec.bench.timing import OnProgress
-from jaxspec.io.gguf_file import is_gguf
+from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.host.progress import OnProgress
 
-# What goes before a tensor's data in a file: the writer says these itself.
+# Types of weights besides that of the given file. The file is the source of both, so all runs have the same model.
+CONVERTED = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.F32)
+# llama.cpp's own drafts from the text so far, with its default options.
+_LOOKUP = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
+# Keys that the writer writes itself.
 _WRITTEN = ("general.architecture", "general.file_type")
+# (token ids of a prompt, number of new tokens) → the text.
+Generate = Callable[[Sequence[int], int], Result]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """llama.cpp's speed on chats, by category and over all.
+def llama_cpp_runs(
+    file: Path, folder: Path, context: int, threads: int, on_progress: OnProgress
+) -> dict[str, Generate]:
+    """Loads a file into llama.cpp as it is, in Q8_0 and in float32, each without and with llama.cpp's lookup.
 
-    Attributes:
+    Decoding is greedy, one text at a time, without reuse of prefixes. End tokens are suppressed, so each text has the
+    asked number of tokens.
+
+    Args:
       file: a GGUF file.
-      float32: with the same weights in float32, as jaxspec computes on a CPU.
-      speculation: llama.cpp's own drafts from the text so far (`simple`: its ngram-simple), or none.
-      max_new_tokens: of each text.
-      limit: prompts of each kind.
-      threads: by default one for each processor.
+      folder: a directory for the files in Q8_0 and float32.
+      context: the largest number of tokens of a prompt and its text.
+      threads: number of threads.
+      on_progress: called with the current step.
+
+    Returns:
+      Functions (token ids of a prompt, number of new tokens) → `Result`, by the name of their run.
+
+    Raises:
+      ValueError: xllamacpp is not installed.
     """
+    try:
+        import xllamacpp
+    except ImportError:
+        raise ValueError("it needs the package xllamacpp: pip install xllamacpp") from None
+    files = {file_type(file): file}
+    for wanted in CONVERTED:
+        if wanted.name not in files:
+            on_progress(f"writing the weights in {wanted.name}")
+            files[wanted.name] = folder / f"{wanted.name}.gguf"
+            convert(file, files[wanted.name], wanted)
+    runs: dict[str, Generate] = {}
+    for name, path in files.items():
+        for suffix, lookup in {"": False, " lookup": True}.items():
+            on_progress(f"loading {name} into llama.cpp")
+            server = xllamacpp.Server(_params(xllamacpp, path, context, threads, lookup))
+            runs[f"llama.cpp {name}{suffix}"] = functools.partial(_generate, server)
+    return runs
 
-    file: Positional[Path]
-    float32: bool = False
-    speculation: Literal["none", "simple"] = "none"
-    max_new_tokens: int = 128
-    limit: int | None = None
-    threads: int | None = None
 
-    def __post_init__(self):
-        for name in ("max_new_tokens", "limit", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; give a whole number of at least 1")
-        if not self.file.is_file() or not is_gguf(self.file):
-            raise ValueError(f"{self.file} is no GGUF file; give one, such as model.Q8_0.gguf")
+def file_type(file: Path) -> str:
+    """The type of most weights of a GGUF file, such as "Q4_1"."""
+    field = gguf.GGUFReader(file).fields.get("general.file_type")
+    if field is None:
+        return file.stem
+    return gguf.LlamaFileType(int(field.contents())).name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-def in_float32(source: Path, target: Path) -> None:
-    """Writes a GGUF file again with all of its tensors in float32.
+def convert(source: Path, target: Path, wanted: GGMLQuantizationType) -> None:
+    """Copies a GGUF file with its matrices in another type; vectors, and rows that do not fit into blocks, in float32.
 
     Args:
       source: a GGUF file.
       target: the file to write.
+      wanted: F32, or a type that the package gguf can quantise, such as Q8_0.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
@@ -74,98 +90,77 @@ def in_float32(source: Path, target: Path) -> None:
             continue
         inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    block, _ = gguf.GGML_QUANT_SIZES[wanted]
     for tensor in reader.tensors:
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        writer.add_tensor(
-            tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
-        )
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
+        if len(shape) > 1 and shape[-1] % block == 0 and wanted != GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, gguf.quantize(values, wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.add_file_type(
+        gguf.LlamaFileType[f"{'ALL' if wanted == GGMLQuantizationType.F32 else 'MOSTLY'}_{wanted.name}"]
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def measure(options: Options, on_progress: OnProgress) -> dict[str, Any]:
-    """Runs every prompt once.
+def result_of(answer: dict[str, Any]) -> Result:
+    """The text and counts of an answer of llama.cpp's server.
 
-    Args:
-      options: which file, and how.
-      on_progress: is told which prompt runs.
-
-    Returns:
-      `tokens_per_second` by kind of prompt and of all; `first_token_ms`, the median; the file's name and the options.
-
-    Raises:
-      ValueError: xllamacpp is not installed.
-    """
-    try:
-        import xllamacpp
-    except ImportError as error:
-        raise ValueError("this needs xllamacpp, which brings llama.cpp: pip install xllamacpp") from error
-    threads = options.threads or os.cpu_count() or 1
-    with tempfile.TemporaryDirectory() as folder:
-        file = options.file
-        if options.float32:
-            on_progress("writing the weights in float32")
-            file = Path(folder) / "float32.gguf"
-            in_float32(options.file, file)
-        server = xllamacpp.Server(_params(xllamacpp, file, options.speculation, threads))
-        chosen = {kind: texts[: options.limit] for kind, texts in prompts.load().items()}
-        timings: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-        for kind, texts in chosen.items():
-            for number, text in enumerate(texts, 1):
-                on_progress(f"{kind}, prompt {number} of {len(texts)}")
-                answer = server.handle_chat_completions(
-                    {
-                        "messages": [{"role": "user", "content": text}],
-                        "max_tokens": options.max_new_tokens,
-                        "temperature": 0,
-                        "cache_prompt": False,
-                    }
-                )
-                timings[kind].append(answer["timings"])
-    every = [timing for some in timings.values() for timing in some]
-    return {
-        "file": options.file.name,
-        "float32": options.float32,
-        "speculation": options.speculation,
-        "threads": threads,
-        "tokens_per_second": {kind: speed(some) for kind, some in {**timings, "all": every}.items()},
-        "first_token_ms": statistics.median(timing["prompt_ms"] for timing in every),
-    }
-
-
-def speed(timings: Sequence[Mapping[str, float]]) -> float:
-    """Tokens after the first of each text per second.
-
-    Args:
-      timings: of texts, as llama.cpp's server reports them: `predicted_n` tokens, the first of which comes from the
-        prompt's pass, in `predicted_ms`.
+    The first token comes from the prompt's pass. Its time is `prompt_ms`, and `predicted_ms` is the time of the others.
 
     Examples:
-      >>> speed([{"predicted_n": 11, "predicted_ms": 100.0}, {"predicted_n": 21, "predicted_ms": 200.0}])
+      >>> timings = {"prompt_ms": 20.0, "predicted_n": 11, "predicted_ms": 100.0}
+      >>> result_of({"content": "a", "tokens": [3] * 11, "timings": timings}).statistics.tokens_per_second
       100.0
     """
-    tokens = sum(timing["predicted_n"] - 1 for timing in timings)
-    return 1000 * tokens / sum(timing["predicted_ms"] for timing in timings)
+    timings = answer["timings"]
+    count, drafted, accepted = (
+        timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted")
+    )
+    spent = Statistics(
+        num_tokens=count,
+        num_rounds=count - 1 - accepted,
+        num_drafts=0,  # not reported
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+        acceptance_histogram=(),
+        elapsed_ms=timings["prompt_ms"] + timings["predicted_ms"],
+        decode_ms=timings["predicted_ms"],
+        compile_ms=0.0,
+    )
+    return Result(answer["content"], list(map(Token, answer["tokens"])), "length", spent)
 
 
-def _params(xllamacpp: Any, file: Path, speculation: str, threads: int) -> Any:
+def _generate(server: Any, prompt: Sequence[int], max_new_tokens: int) -> Result:
+    request = {
+        "prompt": list(prompt),
+        "n_predict": max_new_tokens,
+        "temperature": 0,
+        "samplers": ["temperature"],
+        "ignore_eos": True,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    # Only this request returns token ids. The times in the answer do not include the transfer.
+    connection = http.client.HTTPConnection(urlsplit(server.listening_address).netloc)
+    connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    if "timings" not in answer:
+        raise ValueError(f"llama.cpp answers {str(answer)[:200]}; leave it out of `peers`")
+    return result_of(answer)
+
+
+def _params(xllamacpp: Any, file: Path, context: int, threads: int, lookup: bool) -> Any:
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
-    params.n_ctx, params.n_parallel, params.verbosity = 2048, 1, 0
+    params.n_ctx, params.n_parallel, params.verbosity = context, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_prompt = False
-    if speculation == "simple":
-        kinds = xllamacpp.common_speculative_type
-        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    if lookup:
+        params.speculative.types = [getattr(xllamacpp.common_speculative_type, _LOOKUP)]
     return params
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    return command.run("benchmarks.llama_cpp", Options, measure, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

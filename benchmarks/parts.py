@@ -1,4 +1,4 @@
-"""A long measurement in parts, within a budget of time: each part's result is out as soon as it is done."""
+"""Runs a long measurement in parts, within a time budget: each part's result is output when it is done."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxspec.bench.timing import OnProgress
 from jaxspec.console.errors import one_line
+from jaxspec.host.progress import OnProgress
 
 Record = dict[str, Any]
-# The share of the budget below which no part is begun.
+# No part starts when less than this share of the budget is left.
 RESERVE = 0.03
 
 
 class LeftOutError(Exception):
-    """What a part raises where it cannot be measured, with the reason; those of its shape that follow are left out."""
+    """Raised by a part that cannot be measured, with the reason; later parts of the shape are left out too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Part:
     """One measurement.
 
     Attributes:
-      name: what is measured.
-      shape: of which model; "" for the device itself.
-      run: measures; returns what there is to report, given where to say what goes on.
-      kind: parts of one kind take about as long; by default the name.
+      name: name of the measurement.
+      shape: the model's shape; "" for the device itself.
+      run: runs the measurement, given a function that shows the progress; returns the record.
+      kind: parts of one kind take about the same time. Default: the name.
     """
 
     name: str
@@ -41,21 +41,21 @@ class Part:
 
     @property
     def words(self) -> Record:
-        """What names the part in a report."""
+        """The entries that identify the part in a report."""
         return {"part": self.name, "shape": self.shape}
 
 
 class Parts:
     """Runs parts one after another until the time is up.
 
-    A part is begun only where the slowest of its kind so far would still end in time. One that is running when the time
-    is up ends the process, after the last record: an accelerator's compiler cannot be interrupted.
+    A part starts only if the slowest part of its kind so far would still end in time. When the time is up, the process
+    ends after the last record, also during a part, because an accelerator's compiler cannot be interrupted.
 
     Args:
       budget_s: seconds for everything, from `began` on.
-      emit: is given each record when it is complete; the last one says what was left out, and why.
-      began: by `clock`.
-      clock: seconds.
+      emit: receives each complete record; the last one lists the parts that were left out, and why.
+      began: start time, from `clock`.
+      clock: returns seconds.
       end: ends the process.
 
     Examples:
@@ -80,7 +80,7 @@ class Parts:
         self._lock, self._over = threading.Lock(), False
 
     def run(self, parts: Iterable[Part], on_progress: OnProgress) -> None:
-        """Runs what there is time for; a part that fails has its error for a result, and the others go on."""
+        """Runs as many parts as there is time for. A failing part gives a record of its error; the others go on."""
         waiting = list(parts)
         slowest: dict[str, float] = {}
         impossible: dict[str, str] = {}
@@ -135,7 +135,7 @@ class Parts:
                 self._leave_out(
                     part, "it was running when the time was up" if not number else "the time was up"
                 )
-            with contextlib.suppress(OSError):  # whoever reads may be gone, or the disk full
+            with contextlib.suppress(OSError):  # a closed pipe or a full disk
                 self._emit(self._last())
             self._end()
 

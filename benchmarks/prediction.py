@@ -1,12 +1,11 @@
-"""Is a method as fast as its acceptance allows? `python -m benchmarks.prediction` prints JSON.
+"""Compares speed-ups with those that acceptance predicts: `python -m benchmarks.prediction` prints JSON.
 
-A method's speed-up over plain decoding is predicted from what its rounds drafted and accepted, and from the
-cost of their parts, measured apart in the same run:
+The speed-up of a method over plain decoding is predicted from the drafted and accepted tokens of its rounds, and from
+the cost of their parts, measured separately in the same run:
 
     predicted = tokens × step(1 row) ÷ Σ over rounds (drafted × draft step + last pass + verification(width))
 
-The loop's own overhead, wasted copies, recompilations and mischosen widths all show as obtained ÷ predicted
-below 1.
+Overhead of the loop, needless copies, recompilations and badly chosen widths appear as obtained ÷ predicted below 1.
 """
 
 from __future__ import annotations
@@ -21,35 +20,36 @@ import jax
 
 from benchmarks import command
 from benchmarks.cases import Case, dial_cases
-from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.dial import dial_model, walk_model
-from jaxspec.bench.profile import SHAPES
+from benchmarks.synthetic_acceptance import dial_model, walk_model
+from jaxspec.bench.comparison import BASELINE
+from jaxspec.bench.device_profile import SHAPES
 from jaxspec.bench.speed import speed_ratio
 from jaxspec.bench.steps import Steps
 from jaxspec.bench.suite_options import check_budget
-from jaxspec.bench.timing import OnProgress, interleaved, measure_runs, median_ratio
+from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.cli.options import Placement
-from jaxspec.drafting.asd import ASD
-from jaxspec.drafting.autoregressive import Autoregressive
-from jaxspec.drafting.ngram import NGram
+from jaxspec.drafting.asd_drafter import ASD
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import resolve_placement
+from jaxspec.host.progress import OnProgress
 from jaxspec.protocol import Weights
 from jaxspec.sampling import seed_key
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Speed-up obtained against speed-up predicted, on a random model of a named shape.
+    """Compares obtained with predicted speed-ups, on a random model of a named shape.
 
     Attributes:
       shape: one of profile's shapes.
-      scale: the dial: how far the later layers are turned down, see `bench.dial`.
-      exit_layer: layers of the early exits and of the draft model; by default a quarter of the target's.
-      num_draft_tokens: K of constant drafts; those with a stop rule have 12, ngram 10.
-      max_new_tokens: of each generation.
-      repeats: interleaved turns.
-      methods: which ones, with commas between; by default all.
+      scale: scale of the later layers' residual branches, see `benchmarks.synthetic_acceptance`.
+      exit_layer: layers of the early exits and of the draft model. Default: a quarter of the target's.
+      num_draft_tokens: K of drafts of constant length; those with a stop rule have 12, ngram 10.
+      max_new_tokens: new tokens per generation.
+      repeats: interleaved repetitions.
+      methods: methods, separated by commas. Default: all.
     """
 
     shape: str = "134m"
@@ -63,17 +63,17 @@ class Options:
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Runs each method beside plain decoding, and then the parts of its rounds; see the module.
+    """Runs each method and plain decoding in turns, then the parts of their rounds; see the module.
 
-    `ngram` runs on a `walk_model`, whose text repeats; the others on a `dial_model`. `draft-verify` skips
-    every other one of the later layers, with a traced and with a static mask.
+    `ngram` runs on a `walk_model`, whose text repeats; the others on a `dial_model`. `draft-verify` skips every other
+    one of the later layers, with a traced and with a static mask.
 
     Returns:
-      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup` (see
-      `bench.speed`), `predicted`, `obtained_over_predicted`, what `speed.acceptance` gives, `draft_step_ms`,
-      `identical_to_autoregressive`; where both ran, `traced_over_static`: the speed with a
-      static mask ÷ that with a traced one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256
-      tokens that gathers similarities ÷ that of one that does not.
+      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup` (see `bench.speed`),
+      `predicted`, `obtained_over_predicted`, the figures of `speed.acceptance`, `draft_step_ms`,
+      `identical_to_autoregressive`; if both ran, `traced_over_static`: the speed with a static mask ÷ that with a
+      traced one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256 tokens with measured similarities
+      ÷ that of one without.
     """
     if options.shape not in SHAPES:
         raise ValueError(f"unknown shape {options.shape!r}; give one of {', '.join(SHAPES)}")
@@ -86,7 +86,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
         _, walk = walk_model(shape, seed_key(0), dtype)
     lm = LanguageModel(config, params, name=options.shape, device=place)
     walker = LanguageModel(config, walk, name=options.shape, device=place)
-    # The walk's own continuation, then its first token again: what follows has been there before.
+    # The walk's own text, then its first token again, so that the continuation repeats the prompt.
     walked = walker.generate(
         [[3]], method="autoregressive", max_new_tokens=options.max_new_tokens, ignore_eos=True
     )
@@ -137,7 +137,7 @@ def _done(function: Callable[[], Any]) -> Callable[[], Any]:
 def _cases(
     options: Options, lm: LanguageModel, walker: LanguageModel, again: list[int], depth: int
 ) -> dict[str, Case]:
-    """Every method to be measured."""
+    """Returns every method to measure."""
     most, budget = options.num_draft_tokens, options.max_new_tokens
     cases = {"ngram": Case(walker, again, NGram(), None, budget)} | dial_cases(lm, depth, most, budget)
     if options.methods is None:

@@ -1,11 +1,12 @@
-"""What methods should gain on chips that are not there, from bytes and exchanges alone: `python -m benchmarks.scaling`.
+"""Predicts speed-ups on any chips from bytes and exchanges alone: `python -m benchmarks.scaling`.
 
-A prediction, not a measurement. A pass of some of a model's layers over R rows takes
+This is a prediction, not a measurement. A pass of some layers over R rows takes
 
     max(bytes ÷ bandwidth, R × FLOPs ÷ peak) + exchanges × their latency
 
-on each chip, its bytes the weights that the pass reads; caches and everything else take no time. A draft of K tokens,
-each right with probability a, gives (1 − a^(K+1)) ÷ (1 − a) tokens (Leviathan et al. 2023); of all K the best is taken.
+on each chip. The bytes are the weights that the pass reads; caches and all other costs are ignored. A draft of K
+tokens,
+each accepted with probability a, gives (1 − a^(K+1)) ÷ (1 − a) tokens (Leviathan et al. 2023). The best K is chosen.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command
-from jaxspec.bench.profile import SHAPES
-from jaxspec.bench.timing import OnProgress
+from jaxspec.aot import roofline
+from jaxspec.aot.accelerators import Topology, parse_topology
+from jaxspec.bench.device_profile import SHAPES
 from jaxspec.choosing.costs import tokens_per_round
-from jaxspec.deviceless import roofline
-from jaxspec.deviceless.accelerators import Topology, parse_topology
+from jaxspec.host.progress import OnProgress
 from jaxspec.model.config import LlamaConfig
 
-# Exchanges of a pass: two in each layer, and those of embedding and head; see `jaxspec compile`.
+# Exchanges of a pass: two per layer, and four for embedding and head; see `jaxspec compile`.
 A_LAYER, BESIDE = 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Speed-ups over plain decoding that bytes and exchanges allow: predictions.
+    """Predicts speed-ups over plain decoding from bytes and exchanges.
 
     Attributes:
-      topology: as in `jaxspec compile`; the model is spread over all chips.
+      topology: as in `jaxspec compile`; the model is divided over all chips.
       shape: one of profile's shapes.
-      draft: another, of the draft model; "" for none.
-      agreement: the probability that a draft token is the model's.
-      num_draft_tokens: the largest K that is considered.
-      exchange_us: microseconds that one exchange between the chips takes. An assumption: measure yours.
+      draft: the draft model's shape; "" for none.
+      agreement: probability that a draft token is accepted.
+      num_draft_tokens: largest K.
+      exchange_us: assumed microseconds of an exchange between the chips; measure yours.
     """
 
     topology: str = "v5e:2x2"
@@ -50,11 +51,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A part of a model that runs as one.
+    """A part of a model that runs in one pass.
 
     Attributes:
-      weights: numbers that it reads, two bytes each.
-      layers: how many it runs, which exchange.
+      weights: number of weights that it reads, two bytes each.
+      layers: number of its layers, with exchanges in each.
       beside: its other exchanges.
     """
 
@@ -63,7 +64,7 @@ class Pass:
     beside: int = BESIDE
 
     def seconds(self, topology: Topology, rows: int, exchange_s: float) -> float:
-        """The time of `rows` rows on all chips."""
+        """Returns the seconds for `rows` rows on all chips."""
         chips, kind = topology.num_devices, topology.accelerator
         reading, working = 2 / kind.bandwidth, 2 * rows / kind.flops
         exchanged = (A_LAYER * self.layers + self.beside) * exchange_s if chips > 1 else 0.0
@@ -71,22 +72,22 @@ class Pass:
 
 
 def of_model(config: LlamaConfig, share: float = 1.0, head: bool = True) -> Pass:
-    """A share of a model's layers, and its head."""
+    """Returns the pass of a share of a model's layers, with or without its head."""
     of_layer, of_head = roofline.weights(config)
     layers = share * config.num_layers
     return Pass(layers * of_layer + (of_head if head else 0), layers, BESIDE if head else 0)
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Predicts; nothing is measured.
+    """Predicts the figures of the methods; measures nothing.
 
     Returns:
-      `plain_ms`, the step of plain decoding; `exchange_share` of it; `free_rows`: how many rows a pass may have before
-      it is no longer its bytes that take the time; and by method `speedup`, the `num_draft_tokens` that give it,
-      `tokens_per_round`, and `draft_share`, the draft's part of a round.
+      `plain_ms`, the step of plain decoding; `exchange_share` of it; `free_rows`, the rows up to which the bytes
+      determine the time of a pass; and by method `speedup`, its best `num_draft_tokens`, `tokens_per_round`, and
+      `draft_share`, the draft's share of a round.
 
     Raises:
-      ValueError: an unknown shape or topology, or an agreement that is none; one line.
+      ValueError: an unknown shape or topology, or an agreement outside 0 to 1.
     """
     for name in filter(None, (options.shape, options.draft)):
         if name not in SHAPES:
@@ -103,11 +104,11 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
 
     whole, quarter = of_model(config), of_model(config, 0.25)
     plain = seconds(whole)
-    # Of an EAGLE-3 head: a layer that reads twice its width, what joins three streams, 32,000 tokens.
+    # An EAGLE-3 head: a layer that reads twice its width, the projection of three streams, 32,000 tokens.
     layer = of_model(config, 1 / config.num_layers, head=False)
     width, rows = config.hidden_size, 2 * config.num_kv_heads + config.num_heads
     eagle3 = Pass(layer.weights + width * (rows * config.head_dim + 3 * width + 32_000), 1)
-    # What a draft step runs, and what verification does: early exits have run their layers, but for the last token.
+    # The passes of draft step and verification. An early exit has run its layers for all tokens but the last.
     last, rest = of_model(config, 0.25, head=False), of_model(config, 0.75)
     drafts: dict[str, tuple[Pass | None, list[Pass]]] = {
         "ngram": (None, [whole]),

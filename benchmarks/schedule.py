@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
-from jaxspec.bench.profile import SHAPES
-from jaxspec.bench.timing import OnProgress
+from jaxspec.aot.accelerators import parse_topology
+from jaxspec.bench.device_profile import SHAPES
 from jaxspec.console.environment import compile_only
-from jaxspec.deviceless.accelerators import parse_topology
+from jaxspec.host.progress import OnProgress
 
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _GRID = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
@@ -69,12 +69,12 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             f"--xla_jf_dump_llo_pass_label_regex={_LABELS}"
         )
         compile_only()
-        from jaxspec.deviceless import estimates, hlo, programs
+        from jaxspec.aot import cost_estimates, hlo, programs
 
         on_progress(f"compiling a step of {options.rows} rows")
         place = programs.Place(programs.devices(topology), None)
         config = SHAPES[options.shape].truncated(options.layers)
-        text = estimates.lowered_step(place, config, options.rows).compile().as_text()
+        text = cost_estimates.lowered_step(place, config, options.rows).compile().as_text()
         dumped = {file.name: file.read_text() for file in Path(directory).glob("*final_*.txt")}
     grids = {
         line.split()[0].lstrip("%"): math.prod(int(bound) for bound in re.findall(r"\d+", found[1]))

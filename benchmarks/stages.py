@@ -1,4 +1,4 @@
-"""What is measured of one model on one device, each by itself: floor, prefill, rows, masks, methods and trees."""
+"""Measurements of one model on one device: floor, prefill, rows, masks, methods and trees."""
 
 from __future__ import annotations
 
@@ -15,44 +15,45 @@ import numpy as np
 from benchmarks.cases import START, Case, dial_cases, only_layers, rounds_of
 from benchmarks.dialed import Dial
 from benchmarks.parts import Record
-from jaxspec.bench.compare import BASELINE
-from jaxspec.bench.profile import stream
+from jaxspec.aot import cycles, hlo
+from jaxspec.aot.accelerators import published
+from jaxspec.aot.compiled_rounds import main_loop
+from jaxspec.bench.comparison import BASELINE
+from jaxspec.bench.device_profile import stream
 from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
-from jaxspec.bench.timing import OnProgress, interleaved, measure_runs, median_ratio
-from jaxspec.deviceless import cycles, hlo
-from jaxspec.deviceless.accelerators import published
-from jaxspec.deviceless.rounds import main_loop
-from jaxspec.drafting.eagle import Eagle
-from jaxspec.drafting.ngram import NGram
-from jaxspec.drafting.tree import Dynamic
+from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
+from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
+from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.host.progress import OnProgress
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 
-# K of drafts of constant length, and of those with a stop rule: their verifications have 4 and 8 rows.
+# K of drafts of constant length, and of drafts with a stop rule: their verifications have 4 and 8 rows.
 CONSTANT, LONGEST = 3, 7
-# Drafts of an EAGLE head: a chain of K tokens, or a tree of N tokens, at most so many one after the other.
+# Drafts of an EAGLE head, (depth, tree tokens): a chain of K tokens, or a tree of N tokens.
 FORMS: dict[str, tuple[int, int | None]] = {
     "eagle chain 3": (3, None),
     "eagle chain 7": (7, None),
     "eagle tree 15x4": (4, 15),
     "eagle tree 63x6": (6, 63),
 }
-# Nodes of a level that the head runs, and tokens that are tried after each, as in EAGLE-2.
+# As in EAGLE-2: number of nodes per level that the head runs, and of tokens that it tries after each.
 WIDTH = 10
-# Bytes that are read to measure the bandwidth: more than any cache holds.
+# Bytes of the array for the bandwidth measurement: larger than any cache.
 STREAMED = {"cpu": 2**27, "gpu": 2**31, "tpu": 2**30}
 
 
 def published_figures(device: jax.Device) -> Any:
-    """The published figures of a device, or None; see `deviceless.accelerators.published`."""
+    """The published figures of a device, or None; see `aot.accelerators.published`."""
     return published(device.device_kind)
 
 
 def estimated_ms(device: jax.Device, one: Loop) -> float | None:
-    """Returns a round's milliseconds by the TPU compiler's cycles, see `deviceless.cycles`; None on other devices."""
+    """Returns a round's milliseconds by the TPU compiler's cycles, see `aot.cycles`; None on other devices."""
     figures = published(device.device_kind)
     if figures is None or figures.is_gpu:
         return None
@@ -62,7 +63,7 @@ def estimated_ms(device: jax.Device, one: Loop) -> float | None:
 
 
 def bandwidth(device: jax.Device, repeats: int = 10) -> float:
-    """Bytes a second at which the device reads one large array, the fastest of several times."""
+    """Returns the bandwidth of reading one large array, bytes per second, the fastest of several repetitions."""
     size = STREAMED.get(device.platform, 2**27) // 2
     with jax.default_device(device):
         array = jnp.ones((size // 4096, 4096), jnp.bfloat16)
@@ -81,9 +82,9 @@ class Stages:
 
     Args:
       dial: the model.
-      costs: of the parts of rounds, by name, in milliseconds; filled as they are measured.
-      repeats: interleaved turns.
-      max_new_tokens: of each generation.
+      costs: costs of the parts of rounds, by name, in milliseconds; filled by the measurements.
+      repeats: interleaved repetitions.
+      max_new_tokens: new tokens per generation.
     """
 
     def __init__(self, dial: Dial, costs: dict[str, float], repeats: int, max_new_tokens: int) -> None:
@@ -92,7 +93,7 @@ class Stages:
         self._one: tuple[Any, Steps] | None = None
 
     def floor(self, on_progress: OnProgress) -> Record:
-        """A step of plain decoding against the time in which its weights are read.
+        """Compares a step of plain decoding with the time to read its weights.
 
         Returns:
           `floor_bytes`, `floor_measured_ms` (every weight read once, the fastest turn), `floor_published_ms` (at the
@@ -127,7 +128,7 @@ class Stages:
         }
 
     def prefill(self, on_progress: OnProgress) -> Record:
-        """A prompt of `PREFILL` tokens; `flops_fraction` of the published peak, None where that is unknown."""
+        """Measures a prompt of `PREFILL` tokens; `flops_fraction` of the published peak, None if that is unknown."""
         one = self._plain()
         began = time.perf_counter()
         jax.block_until_ready(one.prefill())
@@ -146,7 +147,7 @@ class Stages:
         }
 
     def rows(self, count: int, on_progress: OnProgress) -> Record:
-        """A step of several rows, in turns with one of one row; `over_one_row` is the median of their ratios."""
+        """Measures a step of several rows, in turns with one of one row; `over_one_row` is the median ratio."""
         on_progress("compiling")
         one = self._plain()
         began = time.perf_counter()
@@ -160,7 +161,7 @@ class Stages:
         return {"rows": count, "step_ms": step, "over_one_row": ratio, "compile_seconds": compile_seconds}
 
     def masks(self, on_progress: OnProgress) -> Record:
-        """A draft token under a mask that is data, and under the same one compiled: every other later layer skipped."""
+        """Measures a draft token with a traced and with a static mask that skips every other later layer."""
         num_layers = self._lm.config.num_layers
         skipped = range(self._depth, num_layers - 1, 2)
         mask = LayerPlan.skipping(num_layers, skipped, skipped)
@@ -179,18 +180,17 @@ class Stages:
         return {**steps, "traced_over_static": ratio, "compile_seconds": compile_seconds}
 
     def method(self, name: str, rates: Sequence[float], on_progress: OnProgress) -> Record:
-        """A method beside plain decoding where its draft agrees with the model at several rates; `ngram` on a text that
-        repeats.
+        """Compares a method with plain decoding at several rates of agreement; `ngram` on a repetitive text.
 
         Returns:
           `compile_seconds` of its programs (and, if it comes first, of plain decoding's), and `results`: `agreement` of
-          the first layers with all, and what `cases.Case.report` gives.
+          the first layers with all, and the figures of `cases.Case.report`.
         """
         if name == "ngram":
             return self._measured([self._copying(on_progress)], name, on_progress)
         depth, cases = self._depth, []
         for rate in rates:
-            on_progress(f"turning the dial to {rate}")
+            on_progress(f"setting the agreement to {rate}")
             agreement = self._dial.turn_to(depth, rate)
             case = dial_cases(self._lm, depth, CONSTANT, self._budget, LONGEST)[name]
             cases.append(self._measured([({"rate": rate, "agreement": agreement}, case)], name, on_progress))
@@ -198,7 +198,7 @@ class Stages:
         return {"compile_seconds": seconds, "results": [row for one in cases for row in one["results"]]}
 
     def _copying(self, on_progress: OnProgress) -> tuple[Record, Case]:
-        """A prompt that holds what follows it."""
+        """Makes a prompt that contains its continuation."""
         on_progress("writing a text that repeats")
         self._dial.turn(0, 1e-3)
         walked = self._lm.generate([3], method="autoregressive", max_new_tokens=self._budget, ignore_eos=True)
@@ -225,13 +225,14 @@ class Stages:
         return taken[name], taken[BASELINE]
 
     def form(self, name: str, rates: Sequence[float], on_progress: OnProgress) -> Record:
-        """A head of EAGLE that drafts a chain or a tree, where its likeliest token is the model's at several rates.
+        """Compares an EAGLE head's chain or tree with plain decoding at several rates of agreement of its top token.
 
-        The prediction counts a round as the verification of its rows, K steps of the head for a chain, and for a tree
-        one step and one of `WIDTH` rows for each level after the first.
+        The predicted time of a round is the verification of its rows, plus K steps of the head for a chain. For a tree
+        it
+        is one step plus one step of `WIDTH` rows for each level after the first.
 
         Returns:
-          As `method`.
+          see `method`.
         """
         depth, nodes = FORMS[name]
         head, params = self._dial.eagle
@@ -240,7 +241,7 @@ class Stages:
             drafter = dataclasses.replace(drafter, tree=Dynamic(nodes, depth, min(nodes, WIDTH)))
         before, results = self._lm.executables.compile_ms, []
         for rate in rates:
-            on_progress(f"turning the dial to {rate}")
+            on_progress(f"setting the agreement to {rate}")
             agreement = self._dial.turn_to(0, rate)
             case = Case(self._lm, START, drafter, params, self._budget)
             mine, plain = self._taken(case, name, on_progress)
@@ -269,7 +270,7 @@ class Stages:
         }
 
     def _head_step(self, rows: int) -> float:
-        """A step of the head's layer over some rows, with the model's head."""
+        """Times a step of the head's layer over some rows, with the model's head."""
         name = f"head over {rows}"
         if name not in self._costs:
             _, params = self._dial.eagle
@@ -281,7 +282,7 @@ class Stages:
         return self._costs[name]
 
     def _over(self, rows: int) -> float:
-        """A step of some rows, by straight lines between those that were measured."""
+        """Returns the cost of a step of some rows, interpolated linearly between the measured ones."""
         known = {
             int(name.split()[-1]): ms for name, ms in self._costs.items() if name.startswith("all over ")
         }
@@ -299,7 +300,7 @@ class Stages:
         return max(1, self._lm.config.num_layers // 4)
 
     def _plain(self) -> Steps:
-        """Steps of plain decoding, compiled; made again where the dial was turned, which gives up the weights."""
+        """Compiles steps of plain decoding; again after the acceptance was changed, which donates the weights."""
         if self._one is None or self._one[0] is not self._lm.params:
             self._one = self._lm.params, rounds_of(self._lm, 1)
             self._one[1]()

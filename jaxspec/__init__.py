@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec import methods
+    from jaxspec.engine.conversation import Conversation
+    from jaxspec.engine.generation_options import GenerationOptions
     from jaxspec.engine.language_model import LanguageModel, load
     from jaxspec.engine.results import Piece, Result, Statistics, Token
     from jaxspec.io.embedded import embedded_model
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "Conversation",
+    "GenerationOptions",
     "LanguageModel",
     "Piece",
     "Result",
@@ -24,6 +28,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "jaxspec.engine.conversation": ("Conversation",),
+    "jaxspec.engine.generation_options": ("GenerationOptions",),
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
     "jaxspec.engine.results": ("Piece", "Result", "Statistics", "Token"),
     "jaxspec.io.embedded": ("embedded_model",),

@@ -2,7 +2,7 @@
 
 They belong to the target's sampling distribution. A draft token is part of the text before the positions after it, so
 verification applies them to the tokens on each row's path, and the text keeps the distribution of plain decoding.
-Definitions are those of transformers' logits processors; presence and frequency penalties are those of the OpenAI API.
+The definitions are those of transformers' logits processors, and for presence and frequency those of the OpenAI API.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxspec.model.tree import Tree
 
 @struct.dataclass
 class Penalties:
-    """The settings of B rows. A part that is None costs nothing; an array may have neutral values in some rows.
+    """Penalties and bans for B rows. A setting of None costs nothing; 1, 0 or −1 disable a setting in single rows.
 
     Attributes:
       begin: int32[B], the length of each prompt.
-      repetition: float32[B]; the logit of each token of the prompt and text is divided by it if positive, else
-        multiplied by it. 1 for none.
+      repetition: float32[B]; the logit of each token of the prompt and text is divided by it if the logit is positive,
+        else multiplied by it. 1 for none.
       presence: float32[B], subtracted from the logit of each token of the text. 0 for none.
       frequency: float32[B], subtracted once for each time that the token occurs in the text. 0 for none.
       banned: int32[B, M], tokens that are impossible; −1 for none.
@@ -56,14 +56,14 @@ class Penalties:
         drafts: jax.Array | None = None,
         branches: Tree | None = None,
     ) -> jax.Array:
-        """Returns the logits float32[B, R, V] with the settings applied: −inf for a token that is impossible.
+        """Returns the logits float32[B, R, V] with all penalties and bans applied; −inf for a banned token.
 
         Args:
           logits: float32[B, R, V], after the pending token and after each draft token.
-          tokens: int32[B, N], prompt and text; only the first length[b] of row b count.
+          tokens: int32[B, N], prompt and text, valid up to length[b].
           length: int32[B].
           drafts: int32[B, R − 1], the draft tokens, −1 for none; None if R is 1.
-          branches: the first R rows of the tree that has the drafts as nodes; None for a chain.
+          branches: the first R rows of the tree whose nodes are the drafts; None for a chain.
         """
         batch, rows, _ = logits.shape
         drafts = jnp.zeros((batch, 0), jnp.int32) if drafts is None else drafts
@@ -73,13 +73,15 @@ class Penalties:
             depth, before = branches.depth, branches.behind[:, :, :rows]
         # The drafts between the committed tokens and each row's next token, bool[B, R, R − 1].
         on_path = before[:, :, 1:] & (drafts >= 0)[:, None]
-        logits = self._weighed(logits, tokens, length, drafts, on_path)
+        logits = self._penalised(logits, tokens, length, drafts, on_path)
+        # The position of each row's next token.
         at = length[:, None] + depth
         if self.banned is not None and self.until is not None:
             early = at[..., None] < self.until[:, None]
             logits = _impossible(logits, self.banned[:, None], early)
         if self.words is None and self.ngram is None:
             return logits
+        # Sequences are compared with the text before each row's next token, including the drafts on its path.
         text = _texts(tokens, length, drafts, on_path, depth)
         if self.words is not None:
             words = self.words[:, None]
@@ -90,7 +92,8 @@ class Penalties:
             logits = _impossible(logits, words[..., -1], match)
         if self.ngram is not None:
             size = self.ngram[:, None, None]
-            # At each position of the text: whether the n − 1 tokens before it equal those before the next token.
+            # For each position of the text, whether the n − 1 tokens before it equal those before the next token. The
+            # token at a matching position is then banned.
             where = jnp.arange(text.shape[-1])
             match = (size > 0) & (where >= size - 1) & (where < at[..., None])
             for back in range(self.longest_ngram - 1):
@@ -101,18 +104,19 @@ class Penalties:
             logits = _impossible(logits, text, match)
         return logits
 
-    def _weighed(
+    def _penalised(
         self, logits: jax.Array, tokens: jax.Array, length: jax.Array, drafts: jax.Array, on_path: jax.Array
     ) -> jax.Array:
-        """Returns the logits after the penalties that depend on how often each token occurred."""
+        """Returns the logits after the repetition, presence and frequency penalties."""
 
         def counts(begin: jax.Array | int) -> jax.Array:
-            """Returns how often each token occurred at positions from `begin` on, float32[B, R, V]."""
+            """Returns the number of occurrences of each token from position `begin` on, float32[B, R, V]."""
             batch, rows, size = logits.shape
             row, place = jnp.arange(batch)[:, None], jnp.arange(tokens.shape[1])[None]
             counted = ((place >= begin) & (place < length[:, None])).astype(jnp.float32)
             committed = jnp.zeros((batch, size)).at[row, tokens].add(counted, mode="drop")
             every = jnp.broadcast_to(committed[:, None], (batch, rows, size))
+            # Each row counts the committed tokens and the drafts on its own path.
             drafted = jnp.maximum(drafts, 0)[:, None]
             return every.at[row[..., None], jnp.arange(rows)[None, :, None], drafted].add(
                 on_path.astype(jnp.float32), mode="drop"
@@ -127,18 +131,19 @@ class Penalties:
             logits = jnp.where(counts(0) > 0, penalised, logits)
         if self.presence is None and self.frequency is None:
             return logits
-        often = counts(self.begin[:, None])
+        # Unlike repetition, presence and frequency do not count the prompt.
+        occurrences = counts(self.begin[:, None])
         if self.frequency is not None:
-            logits = logits - of_row(self.frequency) * often
+            logits = logits - of_row(self.frequency) * occurrences
         if self.presence is not None:
-            logits = logits - of_row(self.presence) * (often > 0)
+            logits = logits - of_row(self.presence) * (occurrences > 0)
         return logits
 
 
 def _impossible(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns logits [B, R, V] with −inf at each of tokens [B, R or 1, M] for which bool[B, R, M] `which` is true."""
+    """Returns logits [B, R, V] with −inf at those of tokens [B, R or 1, M] where `which`, bool[B, R, M], is True."""
     batch, rows, size = logits.shape
-    # JAX drops an index past the end, but would count a negative one from the end.
+    # An index past the end is dropped; a negative one would count from the end.
     index = jnp.where(which & (tokens >= 0), tokens, size)
     row = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
     return logits.at[(*row, index)].set(-jnp.inf, mode="drop")
@@ -152,7 +157,7 @@ def _texts(
     committed = jnp.where(jnp.arange(tokens.shape[1]) < length[:, None], tokens, -1)
     committed = jnp.pad(committed, ((0, 0), (0, rows)), constant_values=-1)
     text = jnp.broadcast_to(committed[:, None], (batch, rows, committed.shape[1]))
-    # Node i, which is in row i + 1, is draft number depth[i + 1] on its path.
+    # Node i, in row i + 1, is draft number depth[i + 1] on its path; drafts off the path are dropped.
     place = (length[:, None] + depth[:, 1:rows] - 1)[:, None]
     place = jnp.where(on_path, place, text.shape[-1])
     row = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]

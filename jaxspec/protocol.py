@@ -1,9 +1,8 @@
-"""The records that pass between the loop and its parts, and what a part must offer.
+"""The interfaces of the parts of a method, and the records that the loop passes to them.
 
-A part (drafter, stop rule, acceptor, law) is a `flax.struct` dataclass whose structure is static and
-value-equal and whose numbers are leaves, scalar or [B]: another number never recompiles. Every state that
-a part carries is a pytree whose leaves lead with the batch axis B (KV caches aside), so that the loop can
-put a new row in place of a finished one without knowing what the state means.
+A part (drafter, stop rule, acceptor, distribution) is a `flax.struct` dataclass. Its structure is static and compared
+by value; its numbers are leaves, scalar or [B]; so that a new value does not recompile. The state of a part is a pytree
+whose leaves have the batch as first axis (except KV caches), so that the loop can replace a finished row in any state.
 
 B rows; K = `num_draft_tokens`, the most tokens drafted in a round; V vocabulary; D width of the model.
 """
@@ -19,22 +18,22 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.model.cache import KVCache
-from jaxspec.model.llama import Params, Tap
+from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Parents
 from jaxspec.penalties import Penalties
-from jaxspec.sampling import Law
+from jaxspec.sampling import Distribution
 
 State = Any
 
 
 class Weights(NamedTuple):
-    """Holds every parameter of a method: arguments of the compiled loop, never closed over.
+    """All parameters of a method. They are arguments of the compiled loop, never constants in it.
 
     Attributes:
       target: the target's.
-      drafter: the drafter's own: a draft model's or heads; of a target that drafts for itself None, or a dict of
-        what it drafts with in place of its own, a `vocabulary`, say (see `model.llama`).
+      drafter: the drafter's own: a draft model or heads. For a target that drafts for itself: None, or a dict of
+        the entries that replace its own, for example a `vocabulary` (see `model.llama`).
 
     Examples:
       >>> weights = Weights(target={"embed": jnp.zeros((4, 2))})
@@ -53,22 +52,22 @@ class Weights(NamedTuple):
 
 @struct.dataclass
 class View:
-    """A record of what a drafter may see.
+    """The inputs of a drafter.
 
     Attributes:
       tokens: int32[B, N], the first length[b] are committed, the rest is meaningless.
       length: int32[B]. Token length − 1 is pending: no cache holds it yet.
-      cache: the target's, holding positions below length − 1. A drafter may borrow its slots from
-        length − 1 on; the committed ones it must leave as they are.
-      room: int32[B], how many draft tokens a row has a use for: what its budget leaves, less the token that
-        verification adds; 0 in a finished row.
+      cache: the target's, holding positions below length − 1. A drafter may write its slots from
+        length − 1 on; it must not change the committed ones.
+      budget: int32[B], the row's budget of draft tokens: the tokens left, minus the one that verification adds;
+        0 in a finished row.
       draws: [B, K + 1], the keys that will draw the target's next tokens, if the acceptor is `coupled`. A draft that is
         drawn by the same keys is accepted more often. None for other acceptors, whose draws the draft must not see.
       penalties: changes of the target's logits that follow from the text before a position; None for none. A draft that
         applies them is accepted more often.
 
     Examples:
-      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
+      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, budget=jnp.array([4]))
       >>> int(view.start[0]), int(view.pending[0])
       (2, 9)
     """
@@ -76,7 +75,7 @@ class View:
     tokens: jax.Array
     length: jax.Array
     cache: KVCache
-    room: jax.Array
+    budget: jax.Array
     draws: jax.Array | None = None
     penalties: Penalties | None = None
 
@@ -93,14 +92,16 @@ class View:
 
 @struct.dataclass
 class Prefill:
-    """A record of what the prompts' forward pass leaves for a drafter.
+    """The results of the prefill that a drafter may use.
 
     Attributes:
       hidden: [B, D] of the last prompt token, before the final norm.
       similarities: float32[B, L, 2], per attention (0) and MLP (1) sublayer the mean cosine between the
         residual stream before and after it, over the prompt; free for a drafter that ignores it.
-      chunk_size: how many positions were fed at once, static: a drafter with a cache of its own does likewise.
-      absorbed: the result of `Drafter.absorb` over the prompts; None for drafters without taps.
+      chunk_size: positions fed at once, static; a drafter with its own cache uses the same size.
+      absorbed: the result of `Drafter.absorb` over the prompts. For drafters without auxiliary layers, the result of
+        `Drafter.absorbed` for earlier texts with the same first `start` tokens; None if there is none.
+      start: int32[B], the positions of the first tokens fed; None for 0.
 
     Examples:
       >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), chunk_size=16)
@@ -112,6 +113,7 @@ class Prefill:
     similarities: jax.Array
     chunk_size: int = struct.field(pytree_node=False)
     absorbed: Any = None
+    start: jax.Array | None = None
 
 
 @struct.dataclass
@@ -119,17 +121,19 @@ class Proposal:
     """A chain of draft tokens per row, or a tree.
 
     Attributes:
-      tokens: int32[B, K]; of a tree [B, N], a node each, in which −1 is none, and none follows it.
-      count: int32[B], how many of them are proposed, at most K; of a tree N.
-      log_probs: float32[B, K, V], the law each token was drawn from given those before it; None where every
-        token is certain (a point mass). Of a tree [B, N, V], given those on its path and its siblings before it.
+      tokens: int32[B, K]; for a tree [B, N], one per node, where −1 marks an empty node without children.
+      count: int32[B], number of proposed tokens, at most K; for a tree N.
+      log_probs: float32[B, K, V], the distribution of each token given the earlier ones; None if every token is
+        deterministic (a point mass). For a tree [B, N, V], given its ancestors and its earlier siblings.
       exit_hidden: [B, K + 1, D], the residual stream of (pending, draft 1, …, draft K) after the target's
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
         runs only the other layers. None where the draft shares no layers.
       exit_layer: E, static.
-      parents: None for a chain. Of a tree what each node follows: a `Shape`, or int32[B, N] with the number of an
-        earlier node, −1 for the pending token. Where tokens are drawn, what was drawn may decide of the nodes after a
-        token alone, never of its siblings.
+      parents: None for a chain. For a tree, the parent of each node: a `Shape`, or int32[B, N] with the number of
+        an earlier node, −1 for the pending token. A drawn token may determine which children it gets, never which
+        siblings.
+      most_siblings: the largest number of siblings in a tree whose `parents` are an array, static; 0 if unknown. Only
+        `log_probs` need it.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -143,17 +147,18 @@ class Proposal:
     exit_hidden: jax.Array | None = None
     exit_layer: int = struct.field(pytree_node=False, default=0)
     parents: Parents | None = None
+    most_siblings: int = struct.field(pytree_node=False, default=0)
 
 
 @struct.dataclass
 class Acceptance:
-    """A record of how many draft tokens verification accepted, and of the token after them.
+    """The accepted draft tokens, and the token after them.
 
     Attributes:
-      count: int32[B], how many draft tokens stand.
-      token: int32[B], the one after them: the bonus if all stand, else the correction.
-      path: int32[B, K + 1], of a tree the rows of the pending token (0) and of those that stand (node + 1), in their
-        order; what lies past count[b] means nothing. None for a chain.
+      count: int32[B], number of accepted draft tokens.
+      token: int32[B], the next token: the bonus token if all drafts were accepted, else the correction.
+      path: int32[B, K + 1], for a tree, the rows of the pending token (0) and of the accepted nodes (node + 1), in
+        text order; entries after count[b] are padding. None for a chain.
 
     Examples:
       >>> acceptance = Acceptance(count=jnp.array([2]), token=jnp.array([9]))
@@ -168,20 +173,21 @@ class Acceptance:
 
 @struct.dataclass
 class Outcome:
-    """A record of what a round committed, after end-of-text and budget cut it.
+    """The tokens that a round committed, after end-of-text and budget were applied.
 
     Attributes:
       tokens: int32[B, K + 1].
       count: int32[B], how many of them were committed; 0 in a finished row.
       drafted: int32[B], draft tokens verified.
       accepted: int32[B], draft tokens committed.
-      features: [B, K + 1, F], the target's hidden states, as the drafter's `taps`, of (pending, draft 1, …, draft K).
-        Entry i belongs to the token before `tokens[:, i]` and is valid below count[b]. None for other drafters.
-      start: int32[B], the position of the pending token that `features` begin with; None without them.
-      fed: int32[B, K + 1], of a tree [B, N + 1]: the tokens that were verified, the pending one first, −1 where there
-        is none. None where nobody wants `likely`.
-      likely: int32[B, K + 1, M] or [B, N + 1, M], the M tokens that the target holds most likely after each of `fed`,
-        for a drafter whose `num_likely` is M; None for others.
+      aux_hidden_states: [B, K + 1, F], the target's hidden states, as the drafter's `aux_layers`, of (pending, draft 1,
+        …, draft K). Entry i belongs to the token before `tokens[:, i]` and is valid below count[b]. None for other
+        drafters.
+      start: int32[B], the position of the pending token that `aux_hidden_states` begin with; None without them.
+      fed: int32[B, K + 1], for a tree [B, N + 1]: the verified tokens, the pending one first, −1 in empty rows.
+        None unless the drafter has `num_top_tokens`.
+      top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`,
+        for a drafter whose `num_top_tokens` is M; None for others.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -194,22 +200,22 @@ class Outcome:
     count: jax.Array
     drafted: jax.Array
     accepted: jax.Array
-    features: jax.Array | None = None
+    aux_hidden_states: jax.Array | None = None
     start: jax.Array | None = None
     fed: jax.Array | None = None
-    likely: jax.Array | None = None
+    top_tokens: jax.Array | None = None
 
 
 @struct.dataclass
 class Signal:
-    """A record of what a stop rule sees after draft token number `step` (from 0).
+    """The inputs of a stop rule after draft token number `step` (from 0).
 
     Attributes:
       step: int32 scalar.
       token: int32[B].
       logits: float32[B, V], the draft's raw logits, with penalties applied; [B, N] for a draft with its own vocabulary.
       hidden: [B, D], the draft's last hidden state before the final norm.
-      index: int32[B], where the token stands in `logits`; None where that is the token itself.
+      index: int32[B], the token's index in `logits`; None if it is the token itself.
 
     Examples:
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), logits=jnp.zeros((1, 4)), hidden=jnp.zeros((1, 8)))
@@ -227,8 +233,8 @@ class Signal:
 class StopRule(Protocol):
     """Decides, after each draft token, whether to draft another.
 
-    A stopping time: having seen draft token i it decides about token i + 1. Withdrawing a sampled token
-    would bias the text, so a rule cannot.
+    A rule is a stopping time: after draft token i it decides on token i + 1. It cannot withdraw a token, because
+    that would bias the text.
 
     Examples:
       >>> from jaxspec.stopping import AdaptiveLength
@@ -254,16 +260,16 @@ class Drafter(abc.ABC):
     member has a default, which suits a drafter that keeps no state, proposes chains and reads nothing of the target.
     All properties are static: they fix the shapes of the compiled loop.
 
-    A drafter that reads the target's auxiliary hidden states (a trained head such as EAGLE's) overrides `taps`, `begin`
-    and `absorb`. One that proposes trees overrides `drafts_trees` and `num_nodes`. One that skips sublayers of the
-    target by a mask that is data overrides `static`, `plans` and `specialised`.
+    A drafter that reads the target's auxiliary hidden states (a trained head such as EAGLE's) overrides `aux_layers`,
+    `begin`, `absorb` and `absorbed`. One that proposes trees overrides `drafts_trees` and `num_nodes`. One that skips
+    sublayers of the target by a mask that is data overrides `static`, `plans` and `specialised`.
 
     Examples:
       >>> class Echo(Drafter):
       ...     num_draft_tokens = 1
-      ...     def propose(self, keys, params, state, view, law):
-      ...         return Proposal(view.pending[:, None], jnp.minimum(view.room, 1)), state, view.cache
-      >>> Echo().reach, Echo().verify_widths, Echo().taps
+      ...     def propose(self, keys, params, state, view, distribution):
+      ...         return Proposal(view.pending[:, None], jnp.minimum(view.budget, 1)), state, view.cache
+      >>> Echo().reach, Echo().verify_widths, Echo().aux_layers
       (2, (2,), ())
     """
 
@@ -299,12 +305,12 @@ class Drafter(abc.ABC):
         return self.num_nodes + 1
 
     @property
-    def taps(self) -> tuple[Tap, ...]:
-        """The target's hidden states that the drafter reads, in this order, see `model.llama.Tap`."""
+    def aux_layers(self) -> tuple[AuxLayer, ...]:
+        """The target's hidden states that the drafter reads, in this order, see `model.llama.AuxLayer`."""
         return ()
 
     @property
-    def num_likely(self) -> int:
+    def num_top_tokens(self) -> int:
         """How many of the target's most likely tokens the drafter reads after each verified token, see `Outcome`."""
         return 0
 
@@ -334,7 +340,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
         """Returns a proposal, the new state, and the target's cache, which the drafter may have used for its drafts.
 
@@ -343,7 +349,7 @@ class Drafter(abc.ABC):
           params: the target's parameters and the drafter's.
           state: the drafter's state.
           view: the committed tokens of the rows.
-          law: the distribution from which draft tokens are drawn.
+          distribution: the distribution from which draft tokens are drawn.
         """
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
@@ -351,7 +357,7 @@ class Drafter(abc.ABC):
         return state
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
-        """Returns the state of a drafter with `taps` before it has absorbed the first token of a prompt.
+        """Returns the state of a drafter with `aux_layers` before it has absorbed the first token of a prompt.
 
         Args:
           params: the target's parameters and the drafter's.
@@ -359,31 +365,45 @@ class Drafter(abc.ABC):
           capacity: slots per row of the drafter's own caches.
           merged: the layout of the caches, see `model.cache`.
         """
-        raise TypeError(f"{type(self).__name__} has taps; it must define begin and absorb")
+        raise TypeError(f"{type(self).__name__} has auxiliary layers; it must define begin and absorb")
 
     def absorb(
         self,
         params: Weights,
         state: State,
-        features: jax.Array,
+        aux_hidden_states: jax.Array,
         tokens: jax.Array,
         start: jax.Array,
         count: jax.Array,
     ) -> State:
-        """Returns the state of a drafter with `taps` after it has absorbed more tokens.
+        """Returns the state of a drafter with `aux_layers` after it has absorbed more tokens.
 
         It is called for each chunk of a prompt, then for the prompt's last token with the first generated token. The
-        last result becomes `Prefill.absorbed`. Afterwards `observe` gets the features of each round in its outcome.
+        last result becomes `Prefill.absorbed`. Afterwards `observe` gets the auxiliary hidden states of each round in
+        its outcome.
 
         Args:
           params: the target's parameters and the drafter's.
           state: the result of the previous call.
-          features: [B, T, F], the tapped hidden states of T tokens, concatenated.
+          aux_hidden_states: [B, T, F], the auxiliary hidden states of T tokens, concatenated.
           tokens: int32[B, T], the token after each of them: a head predicts the token after both.
           start: int32[B], the position of the first of the T tokens.
           count: int32[B], how many of the T tokens are valid.
         """
-        raise TypeError(f"{type(self).__name__} has taps; it must define begin and absorb")
+        raise TypeError(f"{type(self).__name__} has auxiliary layers; it must define begin and absorb")
+
+    def absorbed(self, state: State) -> State:
+        """Returns the part of a state with which a text continues that begins with the same tokens.
+
+        A drafter with a cache of its own overrides it, so that the next turn of a conversation feeds only new tokens.
+        For a drafter with `aux_layers` it is a state of `absorb`; otherwise `init` gets it as `Prefill.absorbed`. The
+        result may have absorbed more tokens than the two texts share; these must not have any effect. With the default,
+        None, the drafter's state starts empty, and one with `aux_layers` needs the whole prompt fed.
+
+        Args:
+          state: the state of a text, after its prefill or after a round.
+        """
+        return None
 
     def plans(self, state: State, live: jax.Array) -> jax.Array:
         """Returns the mask of each row, bool[B, L, 2], from its state and the live rows, bool[B]."""
@@ -440,14 +460,16 @@ class Acceptor(abc.ABC):
     coupled: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def accept(self, keys: jax.Array, proposal: Proposal, logits: jax.Array, law: Law) -> Acceptance:
+    def accept(
+        self, keys: jax.Array, proposal: Proposal, logits: jax.Array, distribution: Distribution
+    ) -> Acceptance:
         """Returns the number of accepted draft tokens and the token after them.
 
         Args:
           keys: [B], a key per row; [B, T] for a `coupled` acceptor.
           proposal: T − 1 draft tokens per row.
           logits: float32[B, T, V], the target's logits after (pending, draft 1, …, draft T − 1).
-          law: the target's sampling distribution.
+          distribution: the target's sampling distribution.
         """
 
 
@@ -465,8 +487,8 @@ def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
 def kinds_of(part: Any) -> tuple[type, ...]:
     """Returns the classes of a part and of the parts in it: static, they keep the programs of two parts apart.
 
-    JAX takes the structures of two dataclasses for equal that have the same fields and only another name, and tells
-    them apart by their hashes; so now and then it would run the program of one for the other.
+    JAX compares the structures of two dataclasses by their fields, not by their names, and separates them only by hash;
+    without the classes it would sometimes run the program of one for the other.
 
     Examples:
       >>> from jaxspec.stopping import ConfidenceBelow, FixedGamma, ProductBelow
@@ -476,7 +498,7 @@ def kinds_of(part: Any) -> tuple[type, ...]:
     """
     if isinstance(part, tuple):
         return tuple(kind for member in part for kind in kinds_of(member))
-    # What JAX puts in a leaf's place is now and then a dataclass too.
+    # JAX sometimes puts dataclass objects in the place of leaves.
     if not dataclasses.is_dataclass(part) or jax.tree_util.all_leaves([part]):
         return ()
     return type(part), *kinds_of(tuple(getattr(part, field.name) for field in dataclasses.fields(part)))

@@ -1,7 +1,7 @@
-"""The law: which distribution over the next token a text is drawn from.
+"""Sampling distributions over the next token.
 
-The loop is given one law and hands the same object to the drafter and the acceptor, so that a draft and
-its verification are warped alike.
+The loop passes the same distribution to the drafter and the acceptor, so that drafts and target logits are warped
+alike.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from flax import struct
 
 
-class Law(Protocol):
-    """Says what logits mean: the distribution over the next token that they stand for.
+class Distribution(Protocol):
+    """The sampling distribution: maps logits to a distribution over the next token.
 
     `log_probs`: logits [B, ..., V] → normalised log-probabilities, float32, −inf where impossible.
     `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
-    drawn from, or None where the token was certain given the logits (a point mass).
+    drawn from, or None if the token is deterministic given the logits (a point mass).
 
     Examples:
-      >>> law: Law = Greedy()
-      >>> law.log_probs(jnp.array([[0.0, 2.0]])).tolist()
+      >>> distribution: Distribution = Greedy()
+      >>> distribution.log_probs(jnp.array([[0.0, 2.0]])).tolist()
       [[-inf, 0.0]]
     """
 
@@ -33,7 +33,7 @@ class Law(Protocol):
 
 @jax.named_scope("sampling")
 def is_finite(logits: jax.Array) -> jax.Array:
-    """Returns whether logits [..., V] are a law, bool[...]: none is NaN or inf, and some token is possible.
+    """Returns whether logits [..., V] define a distribution, bool[...]: no NaN or +inf, and not all −inf.
 
     Examples:
       >>> is_finite(jnp.array([[0.0, 1.0], [jnp.nan, 1.0]])).tolist()
@@ -48,10 +48,10 @@ def _point_mass(logits: jax.Array) -> jax.Array:
 
 
 def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Array:
-    """Returns which tokens stay if those nearer than each of them weigh less than `most` together; bool[..., V].
+    """Returns a mask bool[..., V] of the tokens for which the total weight of all nearer tokens is below `most`.
 
-    The nearest always stays, and equals stay together. The farthest that stays is found bit by bit: as many
-    sums as a float32 has bits below its sign, where a sort of the vocabulary takes many times longer.
+    The nearest token always stays, and ties stay together. The cutoff distance is found bit by bit with 31 sums, which
+    is many times faster than a sort of the vocabulary.
 
     Args:
       distance: float32[..., V], at least +0: read as integers, such numbers keep their order.
@@ -94,10 +94,9 @@ class Greedy:
 
 @struct.dataclass
 class Sampling:
-    """Applies temperature, then top-k, top-p and min-p, each on what the one before left, as in transformers.
+    """Applies temperature, then top-k, top-p and min-p, each on the output of the previous filter, as in transformers.
 
-    Every number is per row; a filter that is None costs nothing, one that is an array may be off in some
-    rows.
+    Every number is per row. A filter that is None is not compiled; an array may disable it in some rows.
 
     Attributes:
       temperature: float32[B]; a row with 0 is greedy.
@@ -106,8 +105,8 @@ class Sampling:
       min_p: float32[B], tokens below this fraction of the largest probability go; 0 for none.
 
     Examples:
-      >>> law = Sampling(temperature=jnp.array([0.8]), top_k=jnp.array([1]))
-      >>> law.log_probs(jnp.array([[0.0, 2.0, 1.0]])).tolist()
+      >>> distribution = Sampling(temperature=jnp.array([0.8]), top_k=jnp.array([1]))
+      >>> distribution.log_probs(jnp.array([[0.0, 2.0, 1.0]])).tolist()
       [[-inf, 0.0, -inf]]
     """
 
@@ -117,7 +116,7 @@ class Sampling:
     min_p: jax.Array | None = None
 
     def log_probs(self, logits: jax.Array) -> jax.Array:
-        """Returns the warped law, float32 [B, ..., V]."""
+        """Returns the warped log-probabilities, float32[B, ..., V]."""
 
         def per_row(number: jax.Array) -> jax.Array:
             return number.reshape(-1, *(1,) * (logits.ndim - 1))
@@ -142,7 +141,7 @@ class Sampling:
         return jnp.where(temperature > 0, jax.nn.log_softmax(warped, axis=-1), _point_mass(logits))
 
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens int32[B] and the law they were drawn from, float32[B, V]."""
+        """Returns tokens int32[B] and the distribution they were drawn from, float32[B, V]."""
         log_probs = self.log_probs(logits)
         return categorical(keys, log_probs), log_probs
 

@@ -1,7 +1,7 @@
-"""Stop rules: when to stop drafting and verify. See `protocol.StopRule`.
+"""Stop rules: after each draft token they decide whether to stop drafting and verify. See `protocol.StopRule`.
 
-A rule that compares an *estimate* (how likely is it that the target accepts?) with a threshold γ takes both as
-parts: the estimate is the draft's own probability or a `Probe`'s, γ a `FixedGamma` or an `AdaptiveGamma`.
+`ConfidenceBelow` and `ProductBelow` compare an estimated acceptance probability with a threshold γ. The estimate is a
+`DraftProbability` or a `Probe`, and γ is a `FixedGamma` or an `AdaptiveGamma`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxspec.protocol import Outcome, Signal, State, StatelessRule, StopRule
 
 @struct.dataclass
 class Constant(StatelessRule):
-    """Never stops by itself: every draft has K tokens (Chen et al. 2023, Leviathan et al. 2023).
+    """Never stops, so every draft has K tokens (Chen et al. 2023, Leviathan et al. 2023).
 
     Examples:
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
@@ -31,7 +31,7 @@ class Constant(StatelessRule):
 
 
 class Estimate(Protocol):
-    """Estimates how likely a draft token is to be accepted, as far as the draft can tell.
+    """Estimates the probability that a draft token is accepted, from the logits or hidden state of its `Signal`.
 
     Examples:
       >>> estimate: Estimate = DraftProbability()
@@ -45,9 +45,9 @@ class Estimate(Protocol):
 
 @struct.dataclass
 class DraftProbability:
-    """The draft's raw probability of its token: before temperature and filters.
+    """The probability of the draft token under the draft model, before temperature and filters.
 
-    A draft with a vocabulary of its own knows the probability among those tokens only, which is a little higher.
+    A draft with a reduced vocabulary normalises over fewer tokens, so its probabilities are slightly higher.
 
     Examples:
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
@@ -64,14 +64,13 @@ class DraftProbability:
 
 @struct.dataclass
 class Probe:
-    """A linear probe σ(v·h + b) of an early exit's state h (AdaSPEED, §II.B).
+    """A linear probe σ(v·h + b) of an early exit's hidden state h after the final norm (AdaSPEED, §II.B).
 
-    h is the state as the head sees it, after the final norm; the norm's weight stands in `direction`. A probe is
-    trained on token-by-token acceptance, min(1, p ÷ q) where tokens are drawn; block verification, the usual acceptor
-    there, accepts a little more, so its estimate is then a little low.
+    A probe is trained on the acceptance probability of single tokens, which is min(1, p ÷ q) for sampled tokens. Block
+    verification, the default acceptor for sampled tokens, accepts slightly more, so the estimate is then slightly low.
 
     Attributes:
-      direction: [D], the probe's v times the weight of the model's final norm.
+      direction: [D], v times the weight of the model's final norm, which is therefore not applied to h.
       bias: scalar, b.
       eps: the final norm's ε.
 
@@ -88,13 +87,14 @@ class Probe:
 
     def log_probability(self, signal: Signal) -> jax.Array:
         """Returns the logarithm of the estimated probability of acceptance, float32[B]."""
+        # The norm's weight is in `direction`, so only its division by the root mean square remains.
         hidden = signal.hidden.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(hidden * hidden, axis=-1) + self.eps)
         return jax.nn.log_sigmoid(jnp.sum(hidden * self.direction, axis=-1) * scale + self.bias)
 
 
 class Gamma(Protocol):
-    """A threshold γ: its value given its state, and how a round moves it.
+    """A threshold γ: its initial state, its value, and its update after a round.
 
     Examples:
       >>> gamma: Gamma = FixedGamma(0.5)
@@ -111,7 +111,7 @@ class Gamma(Protocol):
 
 @struct.dataclass
 class FixedGamma:
-    """A threshold that stays the same for the whole text.
+    """A constant threshold.
 
     Attributes:
       gamma: a number in [0, 1], scalar or [B].
@@ -124,7 +124,7 @@ class FixedGamma:
     gamma: jax.Array | float
 
     def init(self, batch_size: int) -> State:
-        """Returns the state of a threshold without one, ()."""
+        """Returns the empty state, ()."""
         return ()
 
     def value(self, state: State) -> jax.Array:
@@ -132,12 +132,12 @@ class FixedGamma:
         return jnp.asarray(self.gamma, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Returns the state as it was: nothing is learnt."""
+        """Returns the state unchanged."""
         return state
 
 
 class GammaState(NamedTuple):
-    """The state of an `AdaptiveGamma`; the engine finds it in a drafter's state by this type.
+    """The state of an `AdaptiveGamma`; the engine finds it in a drafter's state by its type.
 
     Attributes:
       gamma: float32[B], γ of each row.
@@ -157,22 +157,22 @@ class GammaState(NamedTuple):
 class AdaptiveGamma:
     """A threshold per row that follows the acceptance rate (Draft & Verify, §3.4).
 
-    After each round that drafted: AR ← β1·AR + (1 − β1)·accepted ÷ drafted; γ̃ = γ + ε where AR ≤ α, else
+    After each round that drafted: AR ← β1·AR + (1 − β1)·accepted ÷ drafted; γ̃ = γ + ε if AR ≤ α, else
     γ − ε; γ ← β2·γ + (1 − β2)·γ̃. AR starts at 0 for each text.
 
-    So a round moves γ by (1 − β2)·ε = .001, and γ hardly changes within one short text. Draft & Verify's authors (and
-    so the evaluations of ASD and AdaSPEED that use their rule) go from text to text with one γ; here each text starts
-    from γ0. To do as they do, generate texts one after another, each from the γ that the one before it ended with
-    (`engine.results.Result.gamma`, cut to [0, 1]). As in the paper γ has no bounds within a text: below 0 it stops
-    nothing, above 1 it stops everything, and it takes as many rounds to come back.
+    A round changes γ by (1 − β2)·ε = 0.001, so γ hardly changes within a short text. Here each text starts from γ0. The
+    authors of Draft & Verify, and the evaluations of ASD and AdaSPEED, start each text from the final γ of the text
+    before. To reproduce this, generate the texts one after another, and pass `engine.results.Result.gamma` of one text,
+    clipped to [0, 1], to the next. As in the paper, γ is not bounded within a text: below 0 it never stops a draft, and
+    above 1 it stops every draft after its first token.
 
     Attributes:
       first: γ0, scalar or [B].
-      alpha: α, the acceptance rate aimed at.
-      beta1, beta2: memory of AR and of γ.
+      alpha: α, the target acceptance rate.
+      beta1, beta2: the decay factors of AR and of γ.
       epsilon: ε.
-      full_length: None for the paper's rule. K for that of its authors' code, which tests AR < α, and leaves γ as
-        it is where AR ≥ α and all K tokens were drafted.
+      full_length: None for the rule of the paper. K for the rule of the authors' code, which differs in two points: it
+        tests AR < α, and it leaves γ unchanged if AR ≥ α and all K tokens were drafted.
 
     Examples:
       >>> gamma = AdaptiveGamma(first=0.5)
@@ -198,7 +198,7 @@ class AdaptiveGamma:
         return state.gamma
 
     def observe(self, state: GammaState, outcome: Outcome) -> GammaState:
-        """Moves γ and the acceptance rate after a round that drafted."""
+        """Updates γ and the acceptance rate after a round that drafted."""
         gamma, rate = state
         newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
         moved = self.beta1 * rate + (1 - self.beta1) * newest
@@ -207,22 +207,23 @@ class AdaptiveGamma:
         else:
             lower = jnp.where(outcome.drafted >= self.full_length, gamma, gamma - self.epsilon)
             aim = jnp.where(moved < self.alpha, gamma + self.epsilon, lower)
+        # A round without draft tokens has no acceptance rate.
         drafted = outcome.drafted > 0
         aim = self.beta2 * gamma + (1 - self.beta2) * aim
         return GammaState(jnp.where(drafted, aim, gamma), jnp.where(drafted, moved, rate))
 
 
 class _Threshold(StopRule):
-    """The base of rules with a threshold: their state is γ's, and the log of what they compare, float32[B]."""
+    """The base of rules with a threshold γ. The state is (the state of γ, the compared log-probability float32[B])."""
 
     gamma: Gamma
 
     def init(self, batch_size: int) -> State:
-        """Returns the state of a new text: that of γ, and a product of 1."""
+        """Returns the state of a new text: γ's initial state, and a product of 1."""
         return self.gamma.init(batch_size), jnp.zeros(batch_size, jnp.float32)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Lets γ move after a verification, and starts the next draft's product."""
+        """Updates γ after a verification, and resets the product for the next draft."""
         return self.gamma.observe(state[0], outcome), jnp.zeros_like(state[1])
 
     def _below(self, state: State, seen: jax.Array) -> tuple[jax.Array, State]:
@@ -231,13 +232,11 @@ class _Threshold(StopRule):
 
 @struct.dataclass
 class ConfidenceBelow(_Threshold):
-    """Stops after a token whose estimate is below γ; the token itself is kept.
-
-    The exit of Draft & Verify (Zhang et al. 2023, §3.3).
+    """Stops after a token whose estimate is below γ; the token is kept (Draft & Verify, Zhang et al. 2023, §3.3).
 
     Attributes:
       gamma: a `FixedGamma` or an `AdaptiveGamma`.
-      estimate: of a token's acceptance.
+      estimate: the estimate of a token's acceptance probability.
 
     Examples:
       >>> rule = ConfidenceBelow(FixedGamma(0.6))
@@ -257,14 +256,14 @@ class ConfidenceBelow(_Threshold):
 
 @struct.dataclass
 class ProductBelow(_Threshold):
-    """Stops after the token with which the product of a draft's estimates falls below γ; the token is kept.
+    """Stops after the token at which the product of the draft's estimates falls below γ; the token is kept.
 
-    AdaSPEED (§II.A, Algorithm 2): what counts is whether the whole draft stands, and that becomes less likely
-    with each token, however sure each may be. With a `Probe`, AdaSPEED with linear probes (§II.B).
+    The product estimates the probability that the whole draft is accepted (AdaSPEED, §II.A, Algorithm 2). With a
+    `Probe` as estimate this is AdaSPEED with linear probes (§II.B).
 
     Attributes:
       gamma: a `FixedGamma` or an `AdaptiveGamma`.
-      estimate: of a token's acceptance.
+      estimate: the estimate of a token's acceptance probability.
 
     Examples:
       >>> rule = ProductBelow(FixedGamma(0.2))
@@ -285,15 +284,15 @@ class ProductBelow(_Threshold):
 
 @struct.dataclass
 class AdaptiveLength(StopRule):
-    """A draft length per row that grows after success: + `rise` if all was accepted, else − `fall`.
+    """A draft length per row that grows by `rise` if all draft tokens were accepted, and otherwise shrinks by `fall`.
 
-    The heuristic schedule of transformers' assisted generation (there 5, + 2, − 1), also that of Spec-Bench. S2D
-    (Kavehzadeh et al. 2024), with which it is used here, has a fixed K: `Constant`.
+    This is the heuristic schedule of transformers' assisted generation (5, + 2, − 1) and of Spec-Bench. It is the
+    default of method `s2d`, although the paper of S2D (Kavehzadeh et al. 2024) uses a constant K (`Constant`).
 
     Attributes:
-      first: int32, scalar or [B], the length to start with, at least 1.
-      rise, fall: int32.
-      maximum: int32, where growth ends: K, above which a length means nothing.
+      first: int32, scalar or [B], the initial length, at least 1.
+      rise, fall: int32, tokens.
+      maximum: int32, the maximum length; K, because no draft is longer.
 
     Examples:
       >>> rule = AdaptiveLength(first=5, rise=2)
@@ -312,7 +311,7 @@ class AdaptiveLength(StopRule):
         return jnp.broadcast_to(jnp.asarray(self.first, jnp.int32), (batch_size,))
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
-        """Returns whether a row's draft has its length, bool[B], and the state."""
+        """Returns whether a row's draft has reached its length, bool[B], and the state."""
         return signal.step + 1 >= state, state
 
     def observe(self, state: State, outcome: Outcome) -> State:
@@ -324,10 +323,10 @@ class AdaptiveLength(StopRule):
 
 @struct.dataclass
 class AnyOf(StopRule):
-    """Stops as soon as one of several rules does.
+    """Stops as soon as one of several rules stops.
 
     Attributes:
-      rules: the rules; each sees every token.
+      rules: the rules. Each of them is called after every token, also if another one has stopped.
 
     Examples:
       >>> rule = AnyOf((Constant(), AdaptiveLength(first=1)))
@@ -354,5 +353,5 @@ class AnyOf(StopRule):
         return stopped, tuple(states)
 
     def observe(self, state: State, outcome: Outcome) -> State:
-        """Lets every rule learn."""
+        """Updates every rule."""
         return tuple(rule.observe(s, outcome) for rule, s in zip(self.rules, state, strict=True))

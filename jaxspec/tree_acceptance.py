@@ -1,4 +1,4 @@
-"""What of a tree of drafts stands, by a walk from the pending token on, and the token after it. Both are lossless."""
+"""Acceptance of trees: a walk from the pending token along accepted nodes, then one more token. Both are lossless."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import jax.numpy as jnp
 
 from jaxspec.model.tree import Shape, Tree, along
 from jaxspec.protocol import Acceptance, Proposal
-from jaxspec.sampling import Law, categorical
+from jaxspec.sampling import Distribution, categorical
 
 # number of the step, keys [B], logits float32[B, V] at the row of each walk, that row int32[B]
 #   -> whether there is a node to go on to bool[B], its row int32[B], the token drawn int32[B]
 Step = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def walk(keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array, law: Law) -> Acceptance:
-    """Draws from the target's law at the pending token, goes on to the node that holds what was drawn, draws there, …
+def walk(
+    keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array, distribution: Distribution
+) -> Acceptance:
+    """Draws from the target at each node, starting at the pending token, and follows the child with the drawn token.
 
-    The text is that of plain decoding, whatever the tree: of tokens that are certain given the text before them, no
-    lossless rule accepts more. Where the keys follow from the position alone, as in `decoding.decode_round`, the text
-    is plain decoding's token for token, as far as the logits are.
+    The text follows the target's distribution for any tree. If the draft tokens are deterministic given the text, no
+    lossless rule accepts more. If the keys depend only on the position, as in `decoding.decode_round`, the text equals
+    that of plain decoding token for token, if the logits are equal.
 
     Args:
-      keys: [B, D + 1], for the token at each depth; D the most tokens accepted.
+      keys: [B, D + 1], one for each depth; D is the maximum number of accepted tokens.
       proposal: of R − 1 nodes.
       branches: the tree of R rows.
       logits: float32[B, R, V] at the pending token and at every node.
-      law: the target's.
+      distribution: the target's.
 
     Returns:
       What is accepted, with its path.
@@ -38,41 +40,51 @@ def walk(keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array,
     def step(
         number: jax.Array, key: jax.Array, here: jax.Array, at: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        drawn, _ = law.draw(_stream(key, 1), here)
+        # The draw is final: it is an accepted node's token, or the token that ends the walk.
+        drawn, _ = distribution.draw(_stream(key, 1), here)
         child = (parent == at[:, None]) & (held == drawn[:, None])
         return jnp.any(child, axis=1), jnp.argmax(child, axis=1).astype(jnp.int32), drawn
 
     return _walked(keys, logits, step)
 
 
-def reject(keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array, law: Law) -> Acceptance:
-    """Tries the nodes after the pending token one after the other, goes on to the first that stands, tries those, …
+def reject(
+    keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Array, distribution: Distribution
+) -> Acceptance:
+    """Tries the children of each node in order, starting at the pending token, and follows the first accepted one.
 
     Recursive rejection sampling (SpecInfer, Miao et al. 2024; Sequoia, Chen et al. 2024), see `chances`. The text
-    follows the target's law, whatever the draft's, as long as how many nodes follow another is not decided by what
-    these hold.
+    follows the target's distribution for any draft distribution, provided that the number of a node's children does
+    not depend on the children's tokens.
 
     Args:
-      keys, branches, logits, law: as of `walk`.
+      keys, branches, logits, distribution: as for `walk`.
       proposal: of R − 1 nodes, siblings in the order in which they were drawn; with `log_probs`.
 
     Returns:
       What is accepted, with its path.
     """
     assert proposal.log_probs is not None
-    laws, held, parent = proposal.log_probs, _held(proposal), branches.parent
-    depth, nodes = keys.shape[1] - 1, laws.shape[1]
-    most = proposal.parents.most_siblings if isinstance(proposal.parents, Shape) else nodes
+    distributions, held, parent = proposal.log_probs, _held(proposal), branches.parent
+    depth, nodes = keys.shape[1] - 1, distributions.shape[1]
+    of = proposal.parents
+    most = of.most_siblings if isinstance(of, Shape) else proposal.most_siblings or nodes
+    if not nodes:  # the pending token alone is verified
+        distributions = jnp.zeros_like(logits)
 
     def step(
         number: jax.Array, key: jax.Array, here: jax.Array, at: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         children = (parent == at[:, None]) & (held >= 0) & (number < depth)
+        # Children in the order of drawing, padded to the largest number of siblings.
         order = jnp.where(children, jnp.cumsum(children, axis=1), 0)
         match = order[:, None] == jnp.arange(1, most + 1)[:, None]
         rows = jnp.argmax(match, axis=2).astype(jnp.int32)
         tokens = jnp.where(jnp.any(match, axis=2), along(held, rows), -1)
-        chance, rest = chances(jnp.exp(law.log_probs(here)), tokens, along(laws, jnp.maximum(rows - 1, 0)))
+        # Each rejection changes the distribution for the next sibling, and at last for the final token.
+        chance, rest = chances(
+            jnp.exp(distribution.log_probs(here)), tokens, along(distributions, jnp.maximum(rows - 1, 0))
+        )
         tries = jax.vmap(lambda key: jax.random.uniform(key, (most,)))(_stream(key, 0))
         stands = tries < chance
         first = jnp.argmax(stands, axis=1)[:, None]
@@ -82,23 +94,24 @@ def reject(keys: jax.Array, proposal: Proposal, branches: Tree, logits: jax.Arra
     return _walked(keys, logits, step)
 
 
-def chances(target: jax.Array, tokens: jax.Array, laws: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns how probable each of some siblings stands if those before it do not, and the law where none does.
+def chances(target: jax.Array, tokens: jax.Array, distributions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns each sibling's acceptance probability after the earlier ones failed, and the distribution after all fail.
 
-    Sibling x that was drawn from q stands with probability min(1, p(x) ÷ q(x)), and where it does not, p becomes
-    norm(max(p − q, 0)) for the next one.
+    Sibling x, drawn from q, is accepted with probability min(1, p(x) ÷ q(x)). After a rejection, p becomes
+    norm(max(p − q, 0)) for the next sibling.
 
     Args:
       target: float32[B, V], p.
       tokens: int32[B, C], −1 for none.
-      laws: float32[B, C, V], log-probabilities of the law that each was drawn from, given those before it.
+      distributions: float32[B, C, V], log-probabilities of the distribution that each was drawn from, given those
+        before it.
 
     Returns:
       float32[B, C] and float32[B, V].
 
     Examples:
-      >>> law = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]]))
-      >>> chance, rest = chances(jnp.array([[0.25, 0.75, 0.0]]), jnp.array([[0, 2]]), law)
+      >>> distribution = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]]))
+      >>> chance, rest = chances(jnp.array([[0.25, 0.75, 0.0]]), jnp.array([[0, 2]]), distribution)
       >>> chance.tolist(), rest.tolist()
       ([[0.5, 0.0]], [[0.0, 1.0, 0.0]])
     """
@@ -109,19 +122,19 @@ def chances(target: jax.Array, tokens: jax.Array, laws: jax.Array) -> tuple[jax.
         p_of, q_of = (jnp.take_along_axis(probs, here, axis=1)[:, 0] for probs in (p, q))
         left = jnp.maximum(p - q, 0.0)
         total = jnp.sum(left, axis=1, keepdims=True)
-        # Where nothing is left, the token stands for sure, but for rounding.
+        # The residual is zero only if p = q; then acceptance is certain, except for rounding.
         tried = (token >= 0)[:, None] & (total > 0)
         chance = jnp.where(token >= 0, jnp.minimum(p_of / jnp.maximum(q_of, 1e-38), 1.0), 0.0)
         return jnp.where(tried, left / jnp.where(total > 0, total, 1.0), p), chance
 
-    siblings = jnp.moveaxis(tokens, 1, 0), jnp.moveaxis(laws, 1, 0)
+    siblings = jnp.moveaxis(tokens, 1, 0), jnp.moveaxis(distributions, 1, 0)
     with jax.named_scope(f"trips_{tokens.shape[1]}"):  # for a reader of the compiled program
         rest, chance = jax.lax.scan(step, target, siblings)
     return jnp.moveaxis(chance, 0, 1), rest
 
 
 def _walked(keys: jax.Array, logits: jax.Array, step: Step) -> Acceptance:
-    """Walks from the pending token on, at most D nodes far; keys [B, D + 1]."""
+    """Walks at most D nodes from the pending token; keys [B, D + 1]."""
     batch, depth = logits.shape[0], keys.shape[1] - 1
 
     def go_on(
@@ -148,5 +161,5 @@ def _stream(keys: jax.Array, number: int) -> jax.Array:
 
 
 def _held(proposal: Proposal) -> jax.Array:
-    """The token of each row, int32[B, R]; no token is the pending one's, which follows none."""
+    """Returns the token of each row, int32[B, R]; −1 in the pending token's row, which is the root."""
     return jnp.pad(proposal.tokens, ((0, 0), (1, 0)), constant_values=-1)

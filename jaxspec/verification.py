@@ -1,6 +1,6 @@
-"""One pass of the target over what was drafted, and what it accepts: of a chain by an acceptor, of a tree along a path.
+"""Verifies a proposal with one pass of the target: it accepts a prefix of a chain or a path of a tree.
 
-Every function takes and returns arrays of B rows; K = `num_draft_tokens` of the drafter, the most tokens accepted.
+Every function takes and returns arrays of B rows; K = `drafter.num_draft_tokens`, the most tokens accepted.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from jaxspec.protocol import (
     View,
     Weights,
 )
-from jaxspec.sampling import Law, is_finite
+from jaxspec.sampling import Distribution, is_finite
 from jaxspec.tree_acceptance import reject, walk
 
 
 class Verified(NamedTuple):
-    """What verification finds.
+    """The result of a verification.
 
     Attributes:
       cache: the target's, with the accepted tokens in the slots of their positions.
-      acceptance: which tokens stand.
-      sound: int32[B], at how many places from the first on the logits are finite: no token after them counts.
-      log_probs: float32[B, K + 1] of the accepted tokens and the one after them under the raw law, or None.
-      features: as `Outcome.features`.
-      likely: as `Outcome.likely`.
+      acceptance: the accepted tokens.
+      sound: int32[B], number of leading positions with finite logits; later tokens are invalid.
+      log_probs: float32[B, K + 1] of the accepted tokens and the next one under the unmodified logits, or None.
+      aux_hidden_states: as `Outcome.aux_hidden_states`.
+      top_tokens: as `Outcome.top_tokens`.
     """
 
     cache: KVCache
     acceptance: Acceptance
     sound: jax.Array
     log_probs: jax.Array | None
-    features: jax.Array | None
-    likely: jax.Array | None
+    aux_hidden_states: jax.Array | None
+    top_tokens: jax.Array | None
 
 
 def verify(
@@ -55,76 +55,85 @@ def verify(
     params: Weights,
     drafter: Drafter,
     acceptor: Acceptor,
-    law: Law,
+    distribution: Distribution,
     keys: jax.Array,
     view: View,
     proposal: Proposal,
     widths: tuple[int, ...],
     log_probs: bool,
 ) -> Verified:
-    """Runs the target over pending and drafts, in the narrowest of `widths` that holds the longest live draft.
+    """Runs the target over the pending token and the drafts, in the smallest of `widths` that holds the longest draft.
 
     Args:
-      config, params, drafter, acceptor, law: the method, on the target.
+      config, params, drafter, acceptor, distribution: the method, on the target.
       keys: [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
       view: the rows.
-      proposal: what was drafted, as far as it can be of use, see `trimmed`.
-      widths: those of the drafter, or the last of them alone.
+      proposal: the draft tokens within the budget, see `trimmed`.
+      widths: compiled numbers of rows, rising, static; the last one is the number of nodes + 1.
       log_probs: whether to report them, static.
     """
     pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
     batch, full = pending.shape[0], drafter.num_nodes + 1
-    taps, num_likely = drafter.taps, drafter.num_likely
+    aux_layers, num_top_tokens = drafter.aux_layers, drafter.num_top_tokens
     whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
 
     def run(width: int, cache: KVCache) -> Verified:
+        # Only the rows of this width are fed; the others hold no draft.
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
-        kept = Proposal(proposal.tokens[:, : width - 1], proposal.count, drawn_from, parents=proposal.parents)
+        kept = dataclasses.replace(
+            proposal, tokens=proposal.tokens[:, : width - 1], log_probs=drawn_from, exit_hidden=None
+        )
         branches = None if whole is None else whole.rows(0, width)
+        # An early-exit draft has already run the first layers on these tokens: continue from its hidden states.
         if proposal.exit_hidden is None:
             fed = rows_of(pending, kept.tokens)
             hidden = llama.embed(params.target, fed if branches is None else jnp.maximum(fed, 0))
         else:
             hidden = proposal.exit_hidden[:, :width]
         rest = range(proposal.exit_layer, config.num_layers)
-        hidden, features, cache = llama.run_tapped(
-            config, params.target, hidden, start, cache, taps, layers=rest, tree=branches
+        hidden, aux_hidden_states, cache = llama.run_with_aux(
+            config, params.target, hidden, start, cache, aux_layers, layers=rest, tree=branches
         )
-        if features is not None and branches is None:
-            features = widened(features, full)
+        if aux_hidden_states is not None and branches is None:
+            aux_hidden_states = widened(aux_hidden_states, full)
+        # Penalties change the distribution that is sampled, not the reported log-probabilities.
         raw = judged = llama.logits(config, params.target, hidden)
         if view.penalties is not None:
             judged = view.penalties.apply(raw, view.tokens, view.length, kept.tokens, branches)
         finite = is_finite(judged)
         if branches is None:
             sound = _leading(finite)
-        # Some law in place of none: an acceptor may weigh a token by those after it.
+        # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
         with jax.named_scope("sampling"):
             raw, judged = (jnp.where(finite[..., None], logits, 0.0) for logits in (raw, judged))
-        likely = widened(jax.lax.top_k(raw, num_likely)[1], full) if num_likely else None
+        likely = widened(jax.lax.top_k(raw, num_top_tokens)[1], full) if num_top_tokens else None
         if branches is None:
             with jax.named_scope("sampling"):
-                acceptance = acceptor.accept(keys, kept, judged, law)
+                acceptance = acceptor.accept(keys, kept, judged, distribution)
             tokens, of_path = kept.tokens, raw
         else:
+            # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
             accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
             with jax.named_scope("sampling"):
-                acceptance = accept(keys, kept, branches, judged, law)
+                acceptance = accept(keys, kept, branches, judged, distribution)
             assert acceptance.path is not None
+            # From here on, arrays follow the accepted path instead of the nodes.
             sound = _leading(tree.along(finite, acceptance.path))
-            features = None if features is None else tree.along(features, acceptance.path)
+            aux_hidden_states = (
+                None if aux_hidden_states is None else tree.along(aux_hidden_states, acceptance.path)
+            )
             tokens = accepted_tokens(view, kept.tokens, acceptance)
             of_path = tree.along(raw, acceptance.path) if log_probs else raw
         if not log_probs:
-            return Verified(cache, acceptance, sound, None, features, likely)
+            return Verified(cache, acceptance, sound, None, aux_hidden_states, likely)
         reported = widened(log_probs_of(of_path, with_next(tokens, acceptance)), depth + 1)
-        return Verified(cache, acceptance, sound, reported, features, likely)
+        return Verified(cache, acceptance, sound, reported, aux_hidden_states, likely)
 
     def compacted(verified: Verified) -> Verified:
         if (path := verified.acceptance.path) is None:
             return verified
         place = jnp.arange(depth + 1)
-        # What was rejected stays where it is.
+        # The path's keys and values move to the slots of their positions; rejected slots are overwritten later.
         path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
         return verified._replace(cache=kv.move(verified.cache, start, path, full))
 
@@ -134,35 +143,37 @@ def verify(
     nothing = jnp.zeros(batch, jnp.int32)
     no_path = None if whole is None else jnp.zeros((batch, depth + 1), jnp.int32)
     no_log_probs = jnp.zeros((batch, depth + 1), jnp.float32) if log_probs else None
-    no_features = None
-    if taps:
-        width_of_taps = len(taps) * config.hidden_size
-        no_features = jnp.zeros((batch, depth + 1, width_of_taps), params.target["embed"].dtype)
-    no_likely = jnp.zeros((batch, full, num_likely), jnp.int32) if num_likely else None
+    no_aux_hidden_states = None
+    if aux_layers:
+        width_of_aux_layers = len(aux_layers) * config.hidden_size
+        no_aux_hidden_states = jnp.zeros(
+            (batch, depth + 1, width_of_aux_layers), params.target["embed"].dtype
+        )
+    no_likely = jnp.zeros((batch, full, num_top_tokens), jnp.int32) if num_top_tokens else None
     nowhere = Acceptance(nothing, nothing, no_path)
-    carry = Verified(view.cache, nowhere, nothing, no_log_probs, no_features, no_likely)
+    carry = Verified(view.cache, nowhere, nothing, no_log_probs, no_aux_hidden_states, no_likely)
     verified = narrowest(widths, needed, lambda width, carry: run(width, carry.cache), carry, "verify")
     return compacted(verified)
 
 
-def trimmed(proposal: Proposal, room: jax.Array, depth: int) -> Proposal:
-    """Returns a proposal without the tokens for which a row has no room, int32[B].
+def trimmed(proposal: Proposal, budget: jax.Array, depth: int) -> Proposal:
+    """Removes the draft tokens beyond the budget `budget`, int32[B].
 
-    Of a tree of at most `depth` tokens one after the other, all tokens that are not proposed become −1.
+    In a tree of at most `depth` levels, every node that is not proposed becomes −1.
     """
     if proposal.parents is None:
-        return dataclasses.replace(proposal, count=jnp.minimum(proposal.count, room))
+        return dataclasses.replace(proposal, count=jnp.minimum(proposal.count, budget))
     node = jnp.arange(proposal.tokens.shape[1])[None]
-    useful = Tree.of(proposal.parents, depth).depth[:, 1:] <= room[:, None]
+    useful = Tree.of(proposal.parents, depth).depth[:, 1:] <= budget[:, None]
     there = useful & (node < proposal.count[:, None]) & (proposal.tokens >= 0)
     count = jnp.max(jnp.where(there, node + 1, 0), axis=1, initial=0)
     return dataclasses.replace(proposal, tokens=jnp.where(there, proposal.tokens, -1), count=count)
 
 
 def num_verified(proposal: Proposal, depth: int, count: jax.Array, acceptance: Acceptance) -> jax.Array:
-    """How many draft tokens a round verified, int32[B], of which it committed `count` tokens.
+    """Returns the number of draft tokens that a round verified, int32[B]; `count` is the number it committed.
 
-    Where the end of the text is an accepted draft, what was drafted after it does not count.
+    If an accepted draft ends the text, the drafts after it are not counted.
     """
     cut = count <= acceptance.count
     if proposal.parents is None:
@@ -173,7 +184,7 @@ def num_verified(proposal: Proposal, depth: int, count: jax.Array, acceptance: A
 
 
 def fed(pending: jax.Array, proposal: Proposal) -> jax.Array:
-    """What was verified, as `Outcome.fed`."""
+    """Returns the tokens of the verified rows, in the form of `Outcome.fed`."""
     drafts = proposal.tokens
     if proposal.parents is None:
         drafts = jnp.where(jnp.arange(drafts.shape[1])[None] < proposal.count[:, None], drafts, -1)
@@ -186,7 +197,7 @@ def rows_of(pending: jax.Array, drafts: jax.Array) -> jax.Array:
 
 
 def accepted_tokens(view: View, drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
-    """The drafts one after the other, int32[B, K]: those of a chain, or those on the accepted path of a tree."""
+    """Returns the drafts in text order, int32[B, K]: the chain, or the accepted path of a tree."""
     if acceptance.path is None:
         return drafts
     return tree.along(rows_of(view.pending, drafts), acceptance.path[:, 1:])

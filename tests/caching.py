@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 @contextlib.contextmanager
 def user_cache(directory: Path | str) -> Iterator[None]:
-    """Makes `directory` the user's cache, in a JAX without a cache of its own; undoes all of it afterwards."""
+    """Makes `directory` the user's cache and disables JAX's own cache; restores both afterwards."""
     names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
     before = {name: jax.config.values[name] for name in names}
     with pytest.MonkeyPatch.context() as patch:

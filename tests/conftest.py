@@ -1,4 +1,4 @@
-"""Settings that hold for every test."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import sys
 
 import pytest
 
-# The ordinary tests ask whether the mathematics is right, and compile far more than they compute.
+from jaxspec.methods import registry
+
+# The ordinary and the full tests check the mathematics, and compile far more than they compute.
 FAST_COMPILE = "--xla_backend_optimization_level=0"
-# XLA ends the process at a flag that it does not know, and these come and go.
+# An unknown flag makes XLA end the process, and these flags change between versions.
 KNOWN_IN_0_10 = (
     " --xla_cpu_use_fusion_emitters=false --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
 )
 
 
-# The files that take longest, which begin first, so that no worker is left with one of them at the end: xdist would
-# begin by those of the most tests.
+# The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
+# files with the most tests.
 LONGEST = (
     *("conformance", "notebooks", "mesh", "session", "training_run", "papers", "processes", "docs"),
     *("training_heads", "int8", "eagle", "s2d"),
@@ -28,40 +30,61 @@ LONGEST = (
 
 
 def pytest_configure(config):
-    """Compiles quickly; the slow tier and the peers get what users get."""
-    if "not slow" in config.option.markexpr:
+    """Sets XLA's flags and the environment; the slow tier and the peers compile as users do."""
+    if "not slow" in config.option.markexpr or config.option.markexpr == "full":
         flags = FAST_COMPILE
         if importlib.metadata.version("jaxlib").startswith("0.10."):
             flags += KNOWN_IN_0_10
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    # Tracing makes millions of objects that live, which the collector would walk every few hundred.
+    # Tracing creates millions of live objects, which the collector would traverse too often.
     gc.set_threshold(50_000, 10, 10)
-    # Tests leave nothing in the user's cache; those that try it name a directory.
+    # Tests write nothing to the user's cache; tests of the cache set a directory.
     os.environ["JAXSPEC_CACHE"] = "off"
-    # Nor do they read or write the user's data; those that do name a directory.
+    # They neither read nor write the user's data; tests of it set a directory.
     os.environ["JAXSPEC_DATA"] = os.path.join(os.devnull, "data")
-    # A shell that runs this in its background has it ignore Ctrl-C, and so every process it starts.
+    # Most tests are about plain decoding where they name no method.
+    registry.DEFAULT = "autoregressive"
+    # In the background of a shell, this process and its children would ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Marks as `full` all rows of a test but those that `@pytest.mark.representatives(*ids)` names.
+
+    Raises:
+      pytest.UsageError: a name that is no row's, so that renaming a row cannot remove it from the ordinary tests.
+    """
+    made = yield
+    for item in made if isinstance(made, list) else []:
+        if kept := item.get_closest_marker("representatives"):
+            rows = {one.callspec.id for one in made if one.originalname == item.originalname}
+            if missing := set(kept.args) - rows:
+                raise pytest.UsageError(f"{item.nodeid}: no row is named {', '.join(sorted(missing))}")
+            if item.callspec.id not in kept.args and not item.get_closest_marker("slow"):
+                item.add_marker("full")
+    return made
+
+
 def pytest_collection_modifyitems(items):
-    """Sorts the files by how long they take, as far as `LONGEST` knows; their tests stay in order."""
+    """Moves the files in `LONGEST` to the front; the tests of a file keep their order."""
     order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish():
-    """What was imported stays: no collection needs to walk it again."""
+    """Excludes imported objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Frees what a file's tests compiled: each program maps memory, and a process has only so many maps.
+    """Frees the programs of a file's tests: each one maps memory, and the number of maps is limited.
 
-    Linux allows 65,530; beyond it LLVM cannot allocate, and the process ends with a segmentation fault.
+    Linux allows 65,530 maps per process; beyond that LLVM cannot allocate and the process ends with a
+    segmentation fault.
     """
     yield
     if "jax" in sys.modules:
@@ -71,7 +94,15 @@ def forget_programs():
 
 @pytest.fixture(scope="session")
 def lm():
-    """A tiny model with a tokenizer, whose executables all tests of the engine share."""
-    from tests import tiny  # imports JAX, which must not happen before the flags are set
+    """A tiny model with a tokenizer; all tests of the engine share its executables."""
+    from tests import tiny  # imports JAX, after the flags are set
 
     return tiny.language_model()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a tiny model and a tokenizer, as a user would give it to a command."""
+    from tests.commands import write_tiny  # imports JAX, after the flags are set
+
+    return write_tiny(tmp_path_factory)

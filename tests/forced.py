@@ -1,4 +1,4 @@
-"""Texts of `method="auto"` for which is said what drafts when."""
+"""Texts of `method="auto"` with given choices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import itertools
 import pytest
 
 from jaxspec.choosing.costs import DraftCost
-from jaxspec.engine.alternatives import Alternatives
-from jaxspec.engine.choices import Choices
+from jaxspec.choosing.policy import Choice, Policy
+from jaxspec.engine.auto.candidates import Alternatives
+from jaxspec.engine.auto.record import Record
 from jaxspec.methods.base import Candidate
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2], [3, 4, 3])
-# Of each kind: copied from text, an early exit, with a cache of its own, with a head that is fed the text again.
+# One of each kind: lookup, an early exit, a draft with its own cache, a head that processes the text again.
 CANDIDATES = ("ngram", "layerskip", "draft-model", "eagle")
 
 
@@ -25,22 +26,22 @@ def tiny_candidate(name, config=None):
 
 @contextlib.contextmanager
 def forced(turns, candidates=None):
-    """What is chosen is what is given, (candidate, length, rounds), over and over."""
+    """Replaces the policy by a cycle of given choices (candidate, length, rounds)."""
     given = itertools.cycle(turns)
     made = tuple(map(tiny_candidate, CANDIDATES)) if candidates is None else candidates
 
     def forced_next(self, lengths, remaining, most_rounds, held, ready):
-        *self._last, rounds = next(given)
+        self.choice = Choice(*next(given))
         self._chosen_at = self._round
-        return (*self._last, rounds)
+        return self.choice
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Choices, "next", forced_next)
-        patch.setattr(Choices, "wanted", lambda self, *given: [])
+        patch.setattr(Record, "next", forced_next)
+        patch.setattr(Policy, "wanted", lambda self, *given: [])
         patch.setattr(Alternatives, "candidates", lambda self, *given: made)
         yield
 
 
 def auto(lm, prompts=PROMPTS, **options):
-    """The texts of `method="auto"`."""
+    """Returns the results of `method="auto"`."""
     return lm.generate(list(prompts), method="auto", num_draft_tokens=tiny.K, **options)

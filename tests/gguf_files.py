@@ -1,4 +1,4 @@
-"""GGUF files of small models, written as llama.cpp's conversion writes them."""
+"""Writes GGUF files of small models in the form of llama.cpp's conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from jaxspec.io.hf_layout import leaves
+from jaxspec.io.hf.layout import leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
@@ -34,7 +34,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Where the float16 scales of a block lie; `gguf` has no quantiser for these.
+# Byte offsets of the float16 scales in a block; `gguf` has no quantiser for these types.
 K_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _NUMBERS = {
     bool: GGUFValueType.BOOL,
@@ -45,7 +45,7 @@ _NUMBERS = {
 
 
 def stored_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
+    """Returns llama.cpp's name of a Hugging Face tensor."""
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, stem = stem.split(".", 3)
@@ -54,7 +54,7 @@ def stored_name(name: str) -> str:
 
 
 def hugging_face_tensors(config: LlamaConfig, params: Params) -> dict[str, np.ndarray]:
-    """Every tensor, float32, by its Hugging Face name."""
+    """Returns every tensor, float32, by its Hugging Face name."""
     found = {}
     for array, (_, _, sources) in zip(jax.tree.leaves(params), leaves(config), strict=True):
         for source in sources:
@@ -64,7 +64,7 @@ def hugging_face_tensors(config: LlamaConfig, params: Params) -> dict[str, np.nd
 
 
 def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp has them for Llama: the two members of a rotated pair side by side."""
+    """Returns the rows of q or k in llama.cpp's order for Llama: the two members of a rotated pair side by side."""
     dim = rows.shape[0] // heads
     order = [
         h * dim + half * (dim // 2) + i for h in range(heads) for i in range(dim // 2) for half in (0, 1)
@@ -73,7 +73,7 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def tensors(config: LlamaConfig, params: Params, architecture: str) -> dict[str, np.ndarray]:
-    """Every tensor, float32, by llama.cpp's name and in its order."""
+    """Returns every tensor, float32, by llama.cpp's name and in its order."""
     found = {}
     for name, values in hugging_face_tensors(config, params).items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
@@ -85,7 +85,7 @@ def tensors(config: LlamaConfig, params: Params, architecture: str) -> dict[str,
 
 
 def rope_factors(config: LlamaConfig) -> np.ndarray:
-    """What llama.cpp's conversion makes of Llama 3's scaling, one factor per pair, float32."""
+    """Returns llama.cpp's form of Llama 3's RoPE scaling: one factor per pair, float32."""
     scaling = config.rope_scaling
     factors = []
     for i in range(0, config.head_dim, 2):
@@ -103,7 +103,7 @@ def rope_factors(config: LlamaConfig) -> np.ndarray:
 
 
 def metadata(config: LlamaConfig, architecture: str) -> dict[str, Any]:
-    """What a file says of a model, without its tokenizer."""
+    """Returns the metadata of a model, without its tokenizer."""
     values = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -132,7 +132,7 @@ def metadata(config: LlamaConfig, architecture: str) -> dict[str, Any]:
 
 
 def pack(values: np.ndarray, kind: str) -> np.ndarray:
-    """A tensor's bytes as `kind`; random ones, of its shape, where `gguf` cannot quantise to it."""
+    """Returns a tensor's bytes in type `kind`; random bytes of its shape if `gguf` cannot quantise to it."""
     if kind in K_SCALES:
         return random_blocks(values.shape, kind)
     if kind == "F16":
@@ -141,11 +141,11 @@ def pack(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Bytes of a tensor of `shape`: any bits but for its scales, which are of the size of weights."""
+    """Returns random bytes of a tensor of `shape`, with scales that give weights of the usual size."""
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(math.prod(shape))
     blocks = rng.integers(0, 256, (math.prod(shape) // block, size), np.uint8)
-    largest = 4e-5 if kind == "Q6_K" else 1e-3  # its inner scales go to 128, those of the others to 64
+    largest = 4e-5 if kind == "Q6_K" else 1e-3  # its inner scales reach 128, the others' 64
     for at in K_SCALES[kind]:
         scales = rng.uniform(largest / 8, largest, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -162,16 +162,16 @@ def write(
     changes: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
-    """Writes a model; vectors stay float32.
+    """Writes a model; vectors are stored in float32.
 
     Args:
       path: the file.
       config: of the model.
       params: of the model.
-      kind: the tensors' type, by name, or by the tensor's name.
-      architecture: llama.cpp's name of it.
-      changes: metadata that replaces the usual; None leaves a key out.
-      extra: tensors that replace the usual, by llama.cpp's name; None leaves one out.
+      kind: the name of the tensors' type, or a type for each tensor name.
+      architecture: llama.cpp's name of the architecture.
+      changes: metadata that replaces the default; None omits a key.
+      extra: tensors that replace the default, by llama.cpp's name; None omits one.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (metadata(config, architecture) | dict(changes or {})).items():
@@ -220,7 +220,7 @@ CONVERSATION = [
 
 @functools.cache
 def byte_level(pre: str) -> Mapping[str, Any]:
-    """Metadata of a byte-level BPE learned from `TEXTS`, with special tokens and a token `<think>` of the user."""
+    """Returns metadata of a byte-level BPE learned from `TEXTS`, with special tokens and a user token `<think>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -252,7 +252,7 @@ def byte_level(pre: str) -> Mapping[str, Any]:
 
 @functools.cache
 def sentencepiece() -> Mapping[str, Any]:
-    """Metadata of a SentencePiece BPE as Llama 2's: pieces of `TEXTS`, the common and short ones first."""
+    """Returns metadata of a SentencePiece BPE like Llama 2's: pieces of `TEXTS`, frequent and short ones first."""
     counts: dict[str, int] = {}
     for text in TEXTS:
         for word in ("▁" + text.replace(" ", "▁")).split("\n"):

@@ -78,7 +78,7 @@ def storage(kind: str = "FloatStorage", key: str = "0") -> bytes:
 def tensor(
     shape: tuple[int, ...] = (4,), strides: tuple[int, ...] = (1,), offset: int = 0, **kinds: str
 ) -> bytes:
-    """Returns a pickle's call of the function that makes a tensor."""
+    """Returns the opcodes with which a pickle calls the function that makes a tensor."""
     sizes = [b"(" + b"".join(map(whole, one)) + b"t" for one in (shape, strides)]
     arguments = storage(**kinds) + whole(offset) + b"".join(sizes) + b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tR"
@@ -99,7 +99,7 @@ FLOATS = {"0": np.arange(4, dtype="<f4").tobytes()}
 
 def torch_files() -> dict[str, bytes]:
     good = archive(by_name(tensor()), FLOATS)
-    overlapping = good.replace(b"a/data/0", b"a/data.pk")  # another length than the directory has
+    overlapping = good.replace(b"a/data/0", b"a/data.pk")  # a length that differs from the directory's
     pickles = {
         "key that never ends": b"\x80\x02}" + shared_tuples() + b"K\x01s.",
         "storage key that never ends": by_name(
@@ -470,27 +470,27 @@ Reader = Callable[[Path], Any]
 
 
 def _gguf(path: Path) -> None:
-    from jaxspec.io import gguf, gguf_tokenizer
+    from jaxspec.io.gguf import gguf, gguf_tokenizer
 
     gguf.read_config(path)
     gguf_tokenizer.build(path)
 
 
 def _config(path: Path) -> None:
-    from jaxspec.io import huggingface
+    from jaxspec.io.hf import huggingface
 
     huggingface.read_config(path.parent)
     huggingface.generation_defaults(path.parent)
 
 
 def _index(path: Path) -> None:
-    from jaxspec.io import huggingface
+    from jaxspec.io.hf import huggingface
 
     huggingface.open_tensors(path.parent)
 
 
 def _head(path: Path) -> None:
-    from jaxspec.io import torch_file
+    from jaxspec.heads import torch_file
 
     torch_file.read(path)
 
@@ -502,55 +502,55 @@ def _tensors(path: Path) -> None:
 
 
 def _vocabulary(path: Path) -> None:
-    from jaxspec.io.vocabulary_file import read_vocabulary
+    from jaxspec.io.methods.vocabulary_file import read_vocabulary
 
     read_vocabulary(path, "m", 10)
 
 
 def _plan(path: Path) -> None:
-    from jaxspec.io.method_files import read_plan
+    from jaxspec.io.methods.method_files import read_plan
 
     read_plan(path, "m", 3)
 
 
 def _asd(path: Path) -> None:
-    from jaxspec.io.method_files import read_asd
+    from jaxspec.io.methods.method_files import read_asd
 
     read_asd(path, "m")
 
 
 def _thresholds(path: Path) -> None:
-    from jaxspec.io.method_files import read_thresholds
+    from jaxspec.io.methods.method_files import read_thresholds
 
     read_thresholds(path, "m", "d", (1, 2))
 
 
 def _probe(path: Path) -> None:
-    from jaxspec.io.method_files import read_probe
+    from jaxspec.io.methods.method_files import read_probe
 
     read_probe(path, "m", 4, 1, "greedy")
 
 
 def _acceptances(path: Path) -> None:
-    from jaxspec.io.acceptance_file import read_acceptance
+    from jaxspec.io.methods.acceptance_file import read_acceptance
 
     read_acceptance(path, "m")
 
 
 def _costs(path: Path) -> None:
-    from jaxspec.io.cost_files import read
+    from jaxspec.io.methods.cost_files import read
 
     read(path)
 
 
 def _choices(path: Path) -> None:
-    from jaxspec.io.choice_file import ChoiceFile
+    from jaxspec.io.methods.choice_file import ChoiceFile
 
     ChoiceFile(path, ["a"], 4)
 
 
 def _log(path: Path) -> None:
-    from jaxspec.io.line_log import LineLog
+    from jaxspec.host.line_log import LineLog
 
     LineLog(path, {"format": "x"}, of="search")
 
@@ -574,7 +574,7 @@ def _own_prompts(path: Path) -> None:
 
 
 def _yaml(path: Path) -> None:
-    from training.parsing import yaml_words
+    from training.option_files import yaml_words
 
     yaml_words(path)
 
@@ -750,7 +750,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     "checkpoint": ("metadata", lambda: JSON, _checkpoint),
     "windows": ("tokens.npz", npz_files, _windows),
 }
-# Cases that are good files, or whose damage is in a part that is not read.
+# Valid files, and files with damage in a part that is not read.
 GOOD = {
     "gguf": {"tokens of 1,000 bytes", "token twice"},
 }

@@ -1,10 +1,10 @@
-"""Does a test notice every small change of the acceptors? `python -m tests.mutants` changes them and looks.
+"""Checks that a test detects every small change of the acceptors: `python -m tests.mutants`.
 
-Each mutant is `jaxspec/acceptance.py` with one operator, number, comparison, call or argument changed or left out.
+Each mutant is `jaxspec/acceptance.py` with one operator, number, comparison, call or argument changed or removed.
 The fast tests of the acceptors run on each, in one process, until one of them fails.
 
-`python -m tests.mutants --search N` looks among N seeds for tables in which the terms of block verification show that
-most tables hide: it prints, by seed, how far each wrong text is from the right one (total variation).
+`python -m tests.mutants --search N` searches N seeds for tables that reveal errors in block verification which most
+tables hide. It prints, by seed, the total variation between the distribution of each wrong mutant and the right one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import pytest
 
 from jaxspec import acceptance
 
-TESTS = "tests/test_acceptance.py"
-# (what stands in the line, change) → why no test can notice it: the mutant is the same function, or as good.
+TESTS = "tests/core/test_acceptance.py"
+# (part of the line, change) → the reason why no test can detect the mutant: it is equivalent.
 _ZERO = "the same: it guards against 0 ÷ 0, and no number is below NaN either"
 _STREAM = "as good: another stream of numbers, apart from the others too"
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -44,7 +44,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("lambda key: jax.random.fold_in(key, 1)", "1 → 0"): _STREAM,
     ("lambda key: jax.random.fold_in(key, 1)", "jax.random.fold_in(key, 1) → key"): _STREAM,
 }
-# What the rules below do not come to.
+# Mutants that the rules below do not generate.
 BY_HAND = [
     ("_redraw(keys, weighted, draft", "_redraw(keys, target, draft"),
     ("weighted[:, :-1] - draft", "target[:, :-1] - draft"),
@@ -53,7 +53,7 @@ BY_HAND = [
         "_redraw(keys, weighted, draft, count, count < 0)",
     ),
 ]
-# Block verification with one term wrong, such that few tables show it.
+# Block verification with one wrong term that few tables reveal.
 HIDDEN = [
     BY_HAND[0],
     ("draft, count, count < proposal.count)", "draft, count, count <= proposal.count)"),
@@ -81,7 +81,7 @@ _TWINS = {"max": "min", "ones": "zeros", "ones_like": "zeros_like", "argmax": "a
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand where an expression stands: each differs from it in one thing."""
+    """Returns the replacements of an expression, each with one change."""
     if isinstance(node, ast.BinOp):
         yield node.left
         yield node.right
@@ -111,7 +111,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """Name and source of each: line, what stands there, what stands there in the mutant."""
+    """Yields the name and the source of each mutant; the name has the line, the original and the replacement."""
     tree = ast.parse(source)
     annotations = {id(n) for a in ast.walk(tree) for n in _annotations(a)}
 
@@ -139,30 +139,38 @@ def mutants(source: str) -> Iterator[tuple[str, str]]:
 
 
 def by_hand(source: str) -> Iterator[tuple[str, str]]:
-    """Those of `BY_HAND`, as `mutants` gives them."""
+    """Yields the mutants of `BY_HAND` in the form of `mutants`."""
     for old, new in BY_HAND:
         assert source.count(old) == 1, f"{old} is no longer there; change BY_HAND"
         yield f"{source[: source.index(old)].count(chr(10)) + 1}: {old} → {new}", source.replace(old, new)
 
 
 def search(seeds: int) -> None:
-    """Prints how well the tables of each seed show what is wrong with `HIDDEN`."""
-    from tests import test_acceptance, tiny
+    """Prints how clearly the tables of each seed reveal the errors of `HIDDEN`."""
+    from tests import tiny
+    from tests.core import test_acceptance
 
     source, patch = _source(), pytest.MonkeyPatch()
     test_acceptance.GRID = 32
     for seed in range(seeds):
         target, draft = test_acceptance.table(seed, 3), test_acceptance.table(seed + 1000, 1)
-        test_acceptance.LIKELY = max(range(test_acceptance.V), key=lambda token, law=draft[()]: law[token])
+        test_acceptance.LIKELY = max(
+            range(test_acceptance.V), key=lambda token, distribution=draft[()]: distribution[token]
+        )
         shown = []
         for old, new in HIDDEN:
             mutant = test_acceptance.acceptance = ModuleType("mutant")  # type: ignore[assignment]
             exec(compile(source.replace(old, new), "mutant", "exec"), mutant.__dict__)
-            laws = [
+            distributions = [
                 test_acceptance.enumerated(patch, mutant.BlockAcceptor(), target, draft, ending)[0]
                 for ending in map(test_acceptance.ENDINGS.__getitem__, ("all", "stopped"))
             ]
-            shown.append(max(tiny.distance(law, tiny.text_law(target.__getitem__, 3)) for law in laws))
+            shown.append(
+                max(
+                    tiny.distance(distribution, tiny.text_distribution(target.__getitem__, 3))
+                    for distribution in distributions
+                )
+            )
         print(seed, *(f"{distance:.3f}" for distance in shown), flush=True)
 
 
@@ -178,7 +186,7 @@ def _annotations(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Failed:
-    """A pytest plugin that notes the first test that fails."""
+    """A pytest plugin that records the first failed test."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -190,10 +198,10 @@ class _Failed:
 
 
 def killer(source: str) -> str | None:
-    """The first fast test that fails on a mutant, or what went wrong before one could; None if none does."""
+    """Returns the first fast test that fails on a mutant, or the error before any test ran; None if all pass."""
     mutant = ModuleType("jaxspec.acceptance")
     sys.modules["jaxspec.acceptance"] = sys.modules["jaxspec"].acceptance = mutant  # type: ignore[attr-defined]
-    sys.modules.pop("tests.test_acceptance", None)
+    sys.modules.pop("tests.core.test_acceptance", None)
     failed = _Failed()
     try:
         exec(compile(source, "mutant", "exec"), mutant.__dict__)
@@ -211,10 +219,10 @@ def _why_equivalent(source: str, name: str) -> str | None:
 
 
 def survivors(words: Sequence[str] = ()) -> list[str]:
-    """The mutants that no test notices and that are not known to be the same; prints each and what notices it.
+    """Returns the mutants that no test detects and that are not known to be equivalent; prints each with its test.
 
     Args:
-      words: only mutants in whose names one of them is; all if there are none.
+      words: selects the mutants whose name contains one of them; all if empty.
     """
     source, alive = _source(), []
     for name, changed in itertools.chain(by_hand(source), mutants(source)):

@@ -1,63 +1,125 @@
-"""Runs a notebook's code cells as Jupyter would, without it: `python -m tests.notebooks FILE ...` stores outputs."""
+"""Runs a notebook's code cells without Jupyter: `python -m tests.notebooks FILE ...` stores their outputs."""
 
 from __future__ import annotations
 
-import base64
+import ast
 import contextlib
 import io
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
+# The first code cell of each notebook. Its metadata lists the extras.
+INSTALL = """\
+# Installs jaxspec if it is missing: from REPOSITORY, or from the folder above (a clone, or an unpacked zip).
+import importlib.util
+import shutil
+from pathlib import Path
+
+REPOSITORY = "{repository}"  # elsewhere, as on Colab, set: "git+https://…", the address of a .zip, or a folder
+if importlib.util.find_spec("jaxspec") is None:
+    if not REPOSITORY and not Path("../pyproject.toml").exists():
+        raise RuntimeError("set REPOSITORY above to the source of jaxspec: a folder, or what pip can install")
+    extras = [{extras}]
+    if importlib.util.find_spec("libtpu") or shutil.which("nvidia-smi"):
+        extras.append("tpu" if importlib.util.find_spec("libtpu") else "cuda")
+    source, extra = str(REPOSITORY or Path("..").resolve()), f"[{{','.join(extras)}}]" if extras else ""
+    package = f"jaxspec-decoding{{extra}} @ {{source}}" if "://" in source else f"{{source}}{{extra}}"
+    %pip install -q "{{package}}\""""
+
+
+def install_cell(extras: list[str]) -> str:
+    """Returns the cell that installs the package; `pyproject.toml` is the one place of the repository's address."""
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project.get("urls", {}).get("Repository", "")
+    names = ", ".join(f'"{extra}"' for extra in extras)
+    return INSTALL.format(repository=repository and f"git+{repository}", extras=names)
 
 
 def code_cells(notebook: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells that run everywhere: code, but for what installs the package."""
+    """Yields the code cells, except those that install packages."""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and "install" not in cell["metadata"].get("tags", []):
             yield cell
 
 
 def run(notebook: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Runs the code cells in order, in one namespace; yields each with its outputs, in the notebook format: what it
-    printed to standard output, and the figures that it leaves open."""
+    """Runs the code cells in order in one namespace, and yields each with its outputs in the notebook format.
+
+    The outputs are the text on standard output, the displays as they are at the end of the cell, and the last
+    expression if it is HTML or a chart.
+    """
     namespace: dict[str, Any] = {}
     for cell in code_cells(notebook):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec("".join(cell["source"]), namespace)
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        with contextlib.redirect_stdout(printed), _displays() as displayed:
+            exec(compile(tree, "cell", "exec"), namespace)
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), namespace) if last else None
         outputs: list[dict[str, Any]] = []
         if printed.getvalue():
             lines = printed.getvalue().splitlines(keepends=True)
             outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
-        yield cell, outputs + [_image(figure) for figure in _figures()]
+        yield cell, outputs + [_output(one) for one in [*displayed, value] if _data(one)]
 
 
-def _figures() -> list[Any]:
-    """Those that Matplotlib has open, if it was imported; they are closed when the next cell runs."""
-    if "matplotlib.pyplot" not in sys.modules:
-        return []
-    from matplotlib import pyplot
+@contextlib.contextmanager
+def _displays() -> Iterator[list[Any]]:
+    """Stands in for IPython: yields the displayed objects, of which an update replaces one."""
+    shown: list[Any] = []
 
-    figures = [pyplot.figure(number) for number in pyplot.get_fignums()]
-    pyplot.close("all")
-    return figures
+    class Handle:
+        def __init__(self, at: int) -> None:
+            self._at = at
+
+        def update(self, one: Any) -> None:
+            shown[self._at] = one
+
+    def display(one: Any, display_id: bool) -> Handle:
+        shown.append(one)
+        return Handle(len(shown) - 1)
+
+    ipython = ModuleType("IPython.display")
+    ipython.display = display  # type: ignore[attr-defined]
+    stand_ins = {"ipykernel": ModuleType("ipykernel"), "IPython": ModuleType("IPython")}
+    stand_ins["IPython.display"] = ipython
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield shown
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
-def _image(figure: Any) -> dict[str, Any]:
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=80)
-    data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": ["<Figure>"]}
+def _data(one: Any) -> dict[str, Any]:
+    """Returns an object by the type of its content; empty if a notebook would show only its `repr`."""
+    forms = {"text/html": "_repr_html_", "image/svg+xml": "_repr_svg_"}
+    return {kind: [getattr(one, name)()] for kind, name in forms.items() if hasattr(one, name)}
+
+
+def _output(one: Any) -> dict[str, Any]:
+    text = repr(one) if len(repr(one)) < 500 else f"<{type(one).__name__}>"
+    data = _data(one) | {"text/plain": [text]}
     return {"data": data, "metadata": {}, "output_type": "display_data"}
 
 
 def main(paths: list[str]) -> None:
-    """Runs the notebooks and stores what they print in them."""
+    """Runs the notebooks and stores their outputs in them."""
     for path in map(Path, paths):
         notebook = json.loads(path.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if "extras" in cell["metadata"]:
+                cell["source"] = install_cell(cell["metadata"]["extras"]).splitlines(keepends=True)
         for number, (cell, outputs) in enumerate(run(notebook), 1):
             cell["outputs"], cell["execution_count"] = outputs, number
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """The parts of every method on the small models of `jaxspec.testing`."""
 
-# Tests find everything tiny here.
+# All small parts that tests use are imported here.
 # ruff: noqa: F401
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding import Parts
-from jaxspec.drafting.asd import ASD
-from jaxspec.drafting.autoregressive import Autoregressive
-from jaxspec.drafting.clasp import CLaSp
-from jaxspec.drafting.dflash import DFlash
-from jaxspec.drafting.draft_model import DraftModel
-from jaxspec.drafting.draft_verify import DraftVerify
-from jaxspec.drafting.eagle import Eagle
-from jaxspec.drafting.hybrid import Hybrid
-from jaxspec.drafting.hydra import Hydra
-from jaxspec.drafting.kangaroo import Kangaroo
-from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.drafting.asd_drafter import ASD
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.clasp_drafter import CLaSp
+from jaxspec.drafting.draft_model_drafter import DraftModel
+from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.hybrid_drafter import Hybrid
+from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.lookup import BREAK
-from jaxspec.drafting.medusa import Medusa
-from jaxspec.drafting.ngram import NGram
-from jaxspec.drafting.s2d import S2D
-from jaxspec.drafting.suffix import Suffix
-from jaxspec.drafting.token_recycling import TokenRecycling
-from jaxspec.drafting.tree import Drawn, Dynamic
+from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.suffix_drafter import Suffix
+from jaxspec.drafting.token_recycling_drafter import TokenRecycling
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.heads.dflash.network import DFlashConfig
+from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.heads.eagle.network import EagleConfig
+from jaxspec.heads.hydra.drafter import Hydra
+from jaxspec.heads.hydra.network import HydraConfig
+from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.network import KangarooConfig
+from jaxspec.heads.medusa.drafter import Medusa
+from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.dflash import DFlashConfig
-from jaxspec.model.eagle import HeadConfig
-from jaxspec.model.heads import AnyHead
-from jaxspec.model.hydra import HydraConfig
-from jaxspec.model.kangaroo import KangarooConfig
-from jaxspec.model.medusa import MedusaConfig
+from jaxspec.model.head import HeadConfig
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.quantised import quantise
+from jaxspec.model.quantisation import quantise
 from jaxspec.model.tree import Shape
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
-from jaxspec.sampling import Greedy, Law
+from jaxspec.sampling import Distribution, Greedy
 from jaxspec.stopping import (
     AdaptiveGamma,
     AdaptiveLength,
@@ -60,14 +60,14 @@ from jaxspec.stopping import (
 )
 from jaxspec.testing import reference
 from jaxspec.testing.contracts import ACCEPTORS
-from jaxspec.testing.laws import chi_square, distance, text_law, warp
+from jaxspec.testing.distributions import chi_square, distance, text_distribution, warp
 from jaxspec.testing.loop import (
     Loop,
     committed,
     generated,
     greedy,
     log_probs,
-    mixed_law,
+    mixed_distribution,
     prefill,
     run_rounds,
     view,
@@ -91,18 +91,18 @@ from jaxspec.testing.models import (
 
 
 def probe(width: int = TARGET.hidden_size) -> Probe:
-    """In a random direction."""
+    """Returns a probe with a random direction."""
     direction = np.random.default_rng(1).standard_normal(width) / width**0.5
     return Probe(jnp.asarray(direction, jnp.float32), jnp.float32(0.2), jnp.float32(1e-5))
 
 
 def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
-    """The paper's rule, or that of its code; faster, so that a short text moves it."""
+    """Returns the adaptive γ of the paper, or of its code, with larger steps so that a short text changes it."""
     numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
     return AdaptiveGamma(*numbers, full_length=None if most is None else jnp.int32(most))
 
 
-# By the width of the draft's hidden states.
+# Stop rules by name, as functions of the width of the draft's hidden states.
 RULES: dict[str, Callable[[int], Any]] = {
     "constant": lambda width: Constant(),
     "confidence": lambda width: ConfidenceBelow(FixedGamma(jnp.float32(0.3))),
@@ -116,7 +116,7 @@ REFERENCE = np.array([*range(13), BREAK, 4, 4, 9, 1, 7, 2, 2, 5, BREAK, BREAK], 
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """Names of a drafter, a stop rule (`-` for drafters without) and an acceptor."""
+    """The names of a drafter, a stop rule (`-` for drafters without one) and an acceptor."""
 
     drafter: str
     rule: str
@@ -132,8 +132,8 @@ class Case:
 
     Attributes:
       make: the target's config and a stop rule → the drafter and its parameters.
-      methods: the names in `jaxspec.METHODS` that make this drafter; none for a variant.
-      family: it has all of its variants; by default the drafter alone.
+      methods: the names in `jaxspec.METHODS` that build this drafter; empty for a variant.
+      family: the group of a drafter's variants; by default the drafter alone.
       config: the target on which it is tested.
       has_rule: whether it takes a stop rule.
     """
@@ -160,12 +160,12 @@ def _ngram(match: str = "latest", **changes: Any) -> Case:
 
 
 def suffix(**changes: Any) -> Suffix:
-    """Along what most often followed."""
+    """Returns a drafter of the most frequent continuation."""
     return Suffix(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
 
 
 def _referring(make: Callable[..., Any], family: str) -> Case:
-    """N-gram or suffix with a reference."""
+    """Returns the case of an n-gram or suffix drafter with a reference."""
 
     def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         tokens = np.where(config.vocab_size > REFERENCE, REFERENCE, 0)
@@ -175,8 +175,8 @@ def _referring(make: Callable[..., Any], family: str) -> Case:
 
 
 def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any) -> Case:
-    """Of the last likely tokens after each, three."""
-    made = TokenRecycling(Shape(parents, ranks), num_likely=3)
+    """Returns the case of token recycling with the top 3 tokens after each token."""
+    made = TokenRecycling(Shape(parents, ranks), num_top_tokens=3)
     return Case(lambda config, rule: (made, None), family="token-recycling", has_rule=False, **changes)
 
 
@@ -186,12 +186,12 @@ def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _quantised(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """In 4 bits, so that it is not always right."""
+    """Returns the target in 4 bits as its draft, which is sometimes wrong."""
     return DraftModel(config, rule, K), quantise(config, params(config), bits=4)
 
 
 def _asd(config: LlamaConfig, rule: Any, shared: bool = False) -> tuple[Any, Any]:
-    # These numbers give the prompts of the tests two masks.
+    # With these numbers, the tests' prompts have two different masks.
     return ASD(config, jnp.float32(0.84), jnp.int32(2), jnp.int32(0), rule, K, shared), None
 
 
@@ -219,7 +219,7 @@ def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _thresholds(config: LlamaConfig) -> tuple[float, float]:
-    """So that tokens leave by every exit."""
+    """Returns thresholds with which tokens leave by every exit."""
     return (0.5, 0.5) if config.vocab_size > 4 else (0.77, 0.75)
 
 
@@ -231,7 +231,7 @@ def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 def _hybrid(
     first: Callable[[], Any], second: Callable[[LlamaConfig, Any], tuple[Any, Any]], rule: str, **changes: Any
 ) -> Case:
-    """A drafter of two that costs so much that the prompts of the tests take now one, now the other."""
+    """Returns the case of a hybrid whose cost makes the tests' prompts use both of its drafters."""
 
     def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
         drafter, own = second(config, RULES[rule](config.hidden_size))
@@ -247,28 +247,32 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(config, exits, sure, rule, K, sorted_target=True), None
 
 
-def eagle_head(config: LlamaConfig, **changes: Any) -> HeadConfig:
-    """An EAGLE-1 head of a small target."""
+def eagle_head(config: LlamaConfig, **changes: Any) -> EagleConfig:
+    """Returns the config of an EAGLE-1 head of a small target."""
     block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20)
-    return HeadConfig(block, fc_bias=True, **changes)
+    return EagleConfig(block, fc_bias=True, **changes)
 
 
-def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> HeadConfig:
-    """An EAGLE-3 head of a small target."""
+def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> EagleConfig:
+    """Returns the config of an EAGLE-3 head of a small target."""
     block = dataclasses.replace(config.plain, num_layers=num_layers, intermediate_size=20)
-    given: dict[str, Any] = {"taps": (0, 1, config.num_layers), "head_size": config.vocab_size, **changes}
-    return HeadConfig(block, kind="eagle3", **given)
+    given: dict[str, Any] = {
+        "aux_layers": (0, 1, config.num_layers),
+        "head_size": config.vocab_size,
+        **changes,
+    }
+    return EagleConfig(block, kind="eagle3", **given)
 
 
 @functools.cache
-def head_params(head: AnyHead, seed: int = 5) -> llama.Params:
-    """Random parameters of a head."""
+def head_params(head: HeadConfig, seed: int = 5) -> llama.Params:
+    """Returns random parameters of a head."""
     placed: llama.Params = jax.tree.map(jnp.asarray, reference.random_tree(head.shapes, seed))
     return placed
 
 
 def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """Mostly it hands on the embedding, as the target does, so that some of its drafts are accepted."""
+    """Returns a head that mostly copies the embedding, as the target does, so that some drafts are accepted."""
     head = eagle_head(config)
     own = dict(head_params(head))
     handed_on = jnp.eye(config.hidden_size, 2 * config.hidden_size)
@@ -289,7 +293,7 @@ DRAWN = Drawn(Shape((-1, -1, -1, 0, 0, 2, 3)))
 
 
 def _tree(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], tree: Dynamic | Drawn = LIKELY) -> Case:
-    """Of heads that draft a tree, of likely tokens if not of drawn ones; it has no stop rule."""
+    """Returns the case of a head that drafts a tree, of top tokens or of drawn ones, without a stop rule."""
 
     def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
         drafter, own = make(config, Constant())
@@ -299,7 +303,7 @@ def _tree(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], tree: Dynamic | D
 
 
 def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """Over two of every three tokens, as published heads are over a part of theirs."""
+    """Returns an EAGLE-3 head over two of every three tokens, like published heads over a part of the vocabulary."""
     ids = some_tokens(config.vocab_size)
     head = eagle3_head(config, head_size=len(ids))
     own = dict(head_params(head))
@@ -308,9 +312,9 @@ def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """With all that later trainers have added, over the whole vocabulary."""
+    """Returns an EAGLE-3 head with all options of later trainers, over the whole vocabulary."""
     head = eagle3_head(
-        config, 2, feature_norm="each", residual_is_normed=True, output_is_normed=True, own_embedding=True
+        config, 2, aux_norm="each", residual_is_normed=True, output_is_normed=True, own_embedding=True
     )
     return Eagle(config, head, rule, K), head_params(head)
 
@@ -323,7 +327,7 @@ def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """With rows of their own, over two of every three tokens."""
+    """Returns Medusa heads with output rows of their own, over two of every three tokens."""
     ids = some_tokens(config.vocab_size)
     head = MedusaConfig(config.hidden_size, K, head_size=len(ids), own_heads=True)
     return Medusa(config, head, rule, K), head_params(head) | {
@@ -332,7 +336,7 @@ def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """Hydra++, whose heads mostly hand on the embedding of the last token, as the target does."""
+    """Returns Hydra++ heads that mostly copy the embedding of the last token, as the target does."""
     head = HydraConfig(
         config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.plain.truncated(1)
     )
@@ -349,7 +353,7 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """Over two of every three tokens, of two layers with the norms of Qwen3."""
+    """Returns a DFlash head of two layers with Qwen3's norms, over two of every three tokens."""
     layers = dataclasses.replace(config.plain, num_layers=2, sliding_windows=(), qk_norm=True)
     head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
@@ -357,11 +361,11 @@ def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
-    """A head that predicts exactly, with its drafter and target: `(drafter, target's parameters, head's)`.
+    """Returns a head whose predictions are exact: `(drafter, target's parameters, head's parameters)`.
 
-    The target's layers write nothing, and its embeddings are signs, so that what it says follows from the last token
-    alone, by its first eight coordinates. The EAGLE-1 head hands on the token's embedding. The EAGLE-3 head attends
-    to the pair itself alone, by RoPE, through queries and keys of one large constant.
+    The target's layers write nothing, and its embeddings are signs, so its logits depend only on the first eight
+    coordinates of the last token. The EAGLE-1 head copies the token's embedding. The EAGLE-3 head attends only to its
+    own position: its queries and keys are one large constant, and RoPE separates the positions.
     """
     rng, size, width = np.random.default_rng(3), TARGET.vocab_size, TARGET.hidden_size
     signs = rng.choice([-1.0, 1.0], (size, width))
@@ -387,7 +391,7 @@ def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
 
 
 def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
-    """The same of Hydra on the target of `exact_head`: each head hands on the embedding of the last token."""
+    """Returns exact Hydra heads for the target of `exact_head`: each copies the embedding of the last token."""
     _, target, _ = exact_head("eagle")
     width = TARGET.hidden_size
     config = HydraConfig(width, TARGET.vocab_size, K)
@@ -400,12 +404,12 @@ def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
 
 
 def some_tokens(size: int) -> jax.Array:
-    """Two of every three tokens of a vocabulary."""
+    """Returns two of every three tokens of a vocabulary."""
     return jnp.array([token for token in range(size) if token % 3], jnp.int32)
 
 
 def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **changes: Any) -> Case:
-    """A drafter that chooses among two of every three tokens only."""
+    """Returns the case of a drafter that drafts only two of every three tokens."""
 
     def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         drafter, own = make(config, rule)
@@ -416,7 +420,7 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
 
 
 _random = functools.partial(NGram, match="random", num_draft_tokens=K + 1)
-# A new drafter is one row here. Of a family the last is the usual one.
+# A new drafter is one row here. The last one of a family is its usual form.
 DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
         lambda config, rule: (Autoregressive(), None), ("autoregressive",), has_rule=False
@@ -437,6 +441,9 @@ DRAFTERS: dict[str, Case] = {
     "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
     "hybrid-eagle": _hybrid(_random, _eagle, "confidence"),
+    "hybrid-recycling": _hybrid(suffix, _recycling((-1, -1, 0, 0), (0, 1, 0, 1)).make, "constant"),
+    "hybrid-tree-drawn": _hybrid(_random, _tree(_eagle_vocab, DRAWN).make, "constant"),
+    "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
@@ -492,17 +499,17 @@ DRAFTERS: dict[str, Case] = {
 
 
 def drafter_of(name: str, rule: str = "-", config: LlamaConfig = TARGET) -> tuple[Any, Any]:
-    """A drafter and its parameters."""
+    """Returns a drafter and its parameters."""
     return DRAFTERS[name].make(config, RULES["constant" if rule == "-" else rule](config.hidden_size))
 
 
 def config_of(drafter: str) -> LlamaConfig:
-    """The target on which a drafter is tested."""
+    """Returns the config of the target with which a drafter is tested."""
     return DRAFTERS[drafter].config
 
 
 def full_product() -> list[Combination]:
-    """Every drafter with every stop rule and acceptor."""
+    """Returns every drafter with every stop rule and acceptor."""
     return [
         Combination(name, rule, acceptor)
         for name, case in DRAFTERS.items()
@@ -512,10 +519,11 @@ def full_product() -> list[Combination]:
 
 
 def ordinary() -> list[Combination]:
-    """Every drafter once, each with the rule and the acceptor that meet the most others for the first time.
+    """Returns every drafter once, with a rule and an acceptor chosen to cover the most new pairs.
 
-    Of families with rules and with acceptors, and of rules with acceptors. A drafter has one for all checks:
-    compiling it takes longer than they do. So of equals one whose acceptor samples: some checks need that.
+    The pairs are family and rule, family and acceptor, rule and acceptor. All checks of a drafter use the same
+    combination, because compilation takes longer than the checks. Among equal choices an acceptor that samples comes
+    first, because some checks need sampled text.
     """
     acceptors = sorted(ACCEPTORS, key=lambda name: name == "greedy")
     chosen: list[Combination] = []
@@ -532,29 +540,38 @@ def ordinary() -> list[Combination]:
     return chosen
 
 
+# One family per way to draft: lookup, a tree without a model, a model with a cache, skipped sublayers, early exits in
+# the cache of the target, sorted exits, and a tree of a trained head.
+FAMILIES = ("ngram", "token-recycling", "draft-model", "asd", "layerskip", "s2d", "trees")
+
+
 def families() -> list[Combination]:
-    """Of the ordinary combinations the last of each family."""
+    """Returns the last of the ordinary combinations of each of `FAMILIES`."""
     last = {DRAFTERS[one.drafter].family or one.drafter: one for one in ordinary()}
-    return list(last.values())
+    return [last[family] for family in FAMILIES]
 
 
 # The loop
 
 
-def loop(combination: Combination, law: Law | None = None, config: LlamaConfig | None = None) -> Loop:
-    """The loop of a combination: under its acceptor's usual law and on its usual model if none is given."""
+def loop(
+    combination: Combination, distribution: Distribution | None = None, config: LlamaConfig | None = None
+) -> Loop:
+    """Returns the loop of a combination, by default with its acceptor's usual distribution and its usual model."""
     config = config or config_of(combination.drafter)
     drafter, weights = drafter_of(combination.drafter, combination.rule, config)
-    if law is None:
-        law = Greedy() if combination.acceptor == "greedy" else mixed_law()
+    if distribution is None:
+        distribution = Greedy() if combination.acceptor == "greedy" else mixed_distribution()
     return Loop(
-        Parts(drafter, ACCEPTORS[combination.acceptor](), law), Weights(params(config), weights), config
+        Parts(drafter, ACCEPTORS[combination.acceptor](), distribution),
+        Weights(params(config), weights),
+        config,
     )
 
 
 # The engine
 
-# What `generate` is told, by method.
+# The arguments of `generate` by method.
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "ngram", "num_draft_tokens": K},
@@ -578,10 +595,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def options(method: str) -> dict[str, Any]:
-    """What `LanguageModel.generate` is told for a name in `METHODS`."""
-    if method.startswith(
-        ("asd", "dflash", "draft-verify", "eagle", "hybrid", "hydra", "kangaroo", "layerskip", "s2d")
-    ):
+    """Returns the arguments of `LanguageModel.generate` for a name in `METHODS`."""
+    if not METHODS.get(method):
         drafter, weights = drafter_of(method, "confidence", engine_config())
         return {"method": drafter if weights is None else (drafter, weights)}
     return METHODS[method] | ({"draft": small_model()} if method == "draft-model" else {})

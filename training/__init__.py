@@ -11,7 +11,7 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv.count("-m"):
     if _module.startswith(f"{__name__}."):
         interrupts.at_start(_module)
 
-from jaxspec.io import extras
+from jaxspec.host import extras
 
 try:
     extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml")

@@ -1,10 +1,10 @@
-"""What are the upper layers of a model good for?
+"""Measures how much a model needs its upper layers.
 
     python -m training.depth --config training/recipes/tasks.yaml --model checkpoints/large --cut 6
 
-Early exits and skipped layers are fast on a model whose upper layers do nothing, but there is something faster: the
-model without them. So this prints, beside each other, the fitness test of the model on held-out text (its loss by exit,
-and more) and how fast the model that is cut after `--cut` layers decodes.
+If the upper layers of a model do nothing, early exits and skipped layers are fast, but the model without these layers
+is faster. This command prints the fitness test of the model on held-out text (loss by exit, and more), and the
+decoding speed of the model truncated after `--cut` layers.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from jaxspec.model import llama
 from jaxspec.tuning import fitness_report as fitness
 from jaxspec.tuning.fitness import Texts
 from training import command
-from training.data import conversations, formats, packing, sources, tokenizer
+from training.data import bpe_tokenizer, conversations, formats, packing, sources
 from training.data.sources import DataOptions
-from training.parsing import parse
 from training.start import document_marks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Prints, as JSON, the fitness test of a model on held-out text, and how fast it decodes when it is cut.
+    """Prints, as JSON, the fitness test of a model on held-out text, and the decoding speed of the truncated model.
 
     Attributes:
       model: a Hugging Face directory.
-      cut: how many first layers the cut model has.
-      documents: of each kind, as many held-out ones at most.
-      prompts: of each kind of the project's own, to decode from.
-      max_new_tokens: of each.
-      repeats: interleaved turns.
+      cut: number of layers of the truncated model.
+      documents: largest number of held-out documents of each kind.
+      prompts: number of the project's own prompts of each kind to decode from.
+      max_new_tokens: new tokens per prompt.
+      repeats: interleaved repetitions.
     """
 
     model: Path
@@ -65,8 +64,9 @@ class Options:
 def held_out_texts(
     lm: LanguageModel, options: Options, words: Tokenizer, console: Console
 ) -> dict[str, Texts]:
-    """Reads held-out texts by kind, packed as training packs them."""
-    _, held_out = sources.read_kinds(options.data, conversations.chat_of(options.model), console.print)
+    """Reads held-out texts by task type, packed as in training."""
+    chat = conversations.chat_of(options.model, options.data.chat_template)
+    _, held_out = sources.read_kinds(options.data, chat, console.print)
     marks = document_marks(lm.config, options.model)
     return {
         kind: Texts(
@@ -79,13 +79,13 @@ def held_out_texts(
 
 
 def _packed(
-    documents: Sequence[formats.Document], words: Tokenizer, marks: tokenizer.Marks, options: Options
+    documents: Sequence[formats.Document], words: Tokenizer, marks: bpe_tokenizer.Marks, options: Options
 ) -> packing.Windows:
-    return packing.pack(tokenizer.encode_documents(words, documents, *marks), options.data.window)
+    return packing.pack(bpe_tokenizer.encode_documents(words, documents, *marks), options.data.window)
 
 
 def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
-    """Measures plain decoding by the whole and by the cut model: tokens per second of each, and their ratio."""
+    """Measures plain decoding with the whole and the truncated model: tokens per second of each, and their ratio."""
     config = lm.config.truncated(options.cut)
     cut = LanguageModel(config, llama.truncate(lm.params, options.cut), lm.tokenizer, device=lm.device)
     of_kind = prompts.load(directory=lm.directory)
@@ -115,8 +115,7 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
-    def work(given: list[str], prog: str, console: Console) -> int:
-        options = parse(Options, given, prog)
+    def work(options: Options, console: Console) -> None:
         lm = jaxspec.load(options.model, dtype="float32")
         if options.cut >= lm.config.num_layers:
             raise ValueError(f"cut is {options.cut}; give 1 to {lm.config.num_layers - 1}")
@@ -124,7 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = held_out_texts(lm, options, words, console)
         report = {"fitness": fitness.measure(lm, texts), "cut": speeds(lm, options)}
         print(json.dumps(report, indent=2))
-        return 0
 
     return command.run("training.depth", Options, work, arguments)
 

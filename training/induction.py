@@ -1,53 +1,53 @@
-"""Weights that copy: an induction circuit laid into the first two layers of a model.
+"""Initial weights with an induction circuit in the first two layers of a model.
 
-An induction head looks for an earlier occurrence of the present token and predicts what followed it there. It
-takes two layers: a head of the first writes into each position which token stands before it, a head of the
-second seeks the positions before which the present token stands (Elhage et al. 2021, "A Mathematical Framework
-for Transformer Circuits"). Training finds the circuit after a long plateau (Olsson et al. 2022, "In-context
-Learning and Induction Heads"), longer than a small computer trains at all. Here it is laid into the weights,
-and training does with it what it likes; Trockman and Kolter 2023, "Mimetic Initialization of Self-Attention
-Layers", is the same idea in a weaker form.
+An induction circuit finds an earlier occurrence of the present token, and predicts the token after it. A head of the
+first layer writes the previous token into each position. A head of the second layer attends to the positions whose
+previous token is the present one (Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"). Training
+finds the circuit after a long plateau (Olsson et al. 2022, "In-context Learning and Induction Heads"), which is longer
+than training on a small computer. Here the initial weights contain it, and training may change it. Trockman and Kolter
+2023, "Mimetic Initialization of Self-Attention Layers", is the same idea in a weaker form.
 
-Rotary embeddings decide how. The first head must see positions and no content: one coordinate of the embedding
-is the same for all tokens, its queries and keys are made of that alone, and the fast rotations, shifted by one
-position, are in phase for the token before and for no other. The second must see content and no positions: it
-uses only the rotations so slow that a text of a few hundred tokens does not turn them.
+Rotary embeddings determine the construction. The first head must see only positions: its queries and keys depend on one
+coordinate of the embedding, the same for all tokens. Its fast rotations, shifted by one position, are in phase only for
+the previous token. The second head must see only content: it uses rotations so slow that they barely turn within a few
+hundred tokens.
 """
 
 from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.sharding import fetched
 
-# Size of a coordinate of the embedding, and of the constant one.
+# Standard deviation of an embedding coordinate, and the value of the constant coordinate.
 _EMBEDDING, _CONSTANT = 0.5, 2.0
-# Rotary pairs faster than this many radians a position tell neighbours apart; those slower than the other carry
-# content.
+# Rotary pairs of at least _FAST radians per position separate neighbours; those below _SLOW carry content.
 _FAST, _SLOW = 0.1, 0.0101
-# Softmax inputs: of the token before, and of a match in the mean.
+# Softmax inputs: for the previous token, and the mean for a match.
 _BEFORE, _MATCH = 60.0, 20.0
-# The logit of what is copied.
+# Logit of the copied token.
 _COPIED = 6.0
-# What all other heads and MLPs write at first: little, or the circuit would not be seen through their noise.
+# Scale of the initial output of all other heads and MLPs: small, because their noise would hide the circuit.
 _OTHERS = 0.1
 
 
 def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
-    """Random parameters with the circuit instead of the first head of each of the first two layers.
+    """Returns random parameters in which the first head of each of the first two layers forms the circuit.
+
+    The changed leaves are NumPy arrays.
 
     Args:
-      config: the model, with a head of its own: what is copied is written where the embedding says nothing and
-        the head reads, or each token would predict itself.
-      params: as `training.start.init_params` draws them; at least two layers.
-      seed: of the embedding.
+      config: the model, with an untied head: the copied token is written to coordinates that are zero in the
+        embedding. With tied weights, each token would predict itself.
+      params: random parameters, as from `training.start.init_params`; at least two layers.
+      seed: seed of the embedding.
 
     Raises:
-      ValueError: the model is too shallow, too narrow, or has tied embeddings.
+      ValueError: the model is too shallow or too narrow, or has tied embeddings.
     """
     width, head = config.hidden_size, config.head_dim
     pairs = head // 2
@@ -58,21 +58,20 @@ def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
     least = 1 + count + 2 * head
     if config.tie_embeddings or len(params["layers"]) < 2 or len(slow) < 4 or width < least:
         raise ValueError(
-            f"an induction circuit wants a head apart from the embedding, 2 layers, heads of at least 16 and a "
+            f"an induction circuit needs a head apart from the embedding, 2 layers, heads of at least 16 and a "
             f"width of at least {least}; the model has tie_embeddings {config.tie_embeddings}, "
             f"{len(params['layers'])} layers, heads of {head}, width {width}"
         )
-    # Coordinates of the residual stream: a constant, the token before, what is copied; the present token is
-    # given by all the others.
+    # Coordinates of the residual stream: a constant, the previous token, the copied token, the present token.
     constant, before, copied, present = np.split(np.arange(width), [1, 1 + count, 1 + count + head])
     embed = np.random.default_rng(seed).normal(size=params["embed"].shape).astype(np.float32) * _EMBEDDING
     embed[:, constant] = _CONSTANT
     embed[:, before] = embed[:, copied] = 0.0
-    size = math.sqrt(float(np.mean(np.square(embed))))  # what the first norm divides by
+    size = math.sqrt(float(np.mean(np.square(embed))))  # the divisor of the first norm
 
     queries, keys, values, outs = np.zeros((4, 2, head, width), np.float32)
     strength = math.sqrt(_BEFORE * math.sqrt(head) / len(fast)) * size / _CONSTANT
-    # A key turned by one position more meets the query in phase one position later.
+    # The key is turned back by one position, so that it is in phase with the query of the next position.
     queries[0, fast, 0] = strength
     keys[0, fast, 0] = strength * np.cos(speed[fast])
     keys[0, pairs + fast, 0] = strength * np.sin(speed[fast])
@@ -88,12 +87,12 @@ def add_circuit(config: LlamaConfig, params: Params, seed: int) -> Params:
         _with_head(config, _quiet(layer), *weights)
         for layer, *weights in zip(params["layers"], queries, keys, values, outs, strict=False)
     ]
-    own = np.array(params["head"])
+    own = np.array(fetched(params["head"]))
     own[:, copied] = embed[:, present[:head]] * _COPIED / (head * _EMBEDDING**2) * size
     return {
         **params,
-        "embed": jnp.asarray(embed),
-        "head": jnp.asarray(own),
+        "embed": embed,
+        "head": own,
         "layers": [*laid, *map(_quiet, params["layers"][2:])],
     }
 
@@ -110,13 +109,13 @@ def _quiet(layer: Params) -> Params:
 def _with_head(
     config: LlamaConfig, layer: Params, query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray
 ) -> Params:
-    """A layer whose first query head, key and value are given, [hd, D] each, and what it writes, [hd, D]."""
+    """Returns a layer with a given first query head, key, value and output projection, [hd, D] each."""
     attention, head = layer["attention"], config.head_dim
-    gain = np.array(attention["norm"])
-    qkv = np.array(attention["qkv"]).reshape(config.num_kv_heads, config.group_size + 2, head, -1)
-    # Other query heads of the group share the key and value: they see what this one sees.
+    gain = fetched(attention["norm"])
+    qkv = np.array(fetched(attention["qkv"])).reshape(config.num_kv_heads, config.group_size + 2, head, -1)
+    # The other query heads of the group share the key and value, so they attend to the same content.
     qkv[0, 0], qkv[0, -2], qkv[0, -1] = query / gain, key / gain, value / gain
-    written = np.array(attention["out"])
+    written = np.array(fetched(attention["out"]))
     written[:, :head] = out.T
-    replaced = {"qkv": jnp.asarray(qkv.reshape(attention["qkv"].shape)), "out": jnp.asarray(written)}
+    replaced = {"qkv": qkv.reshape(attention["qkv"].shape), "out": written}
     return {**layer, "attention": {**attention, **replaced}}

@@ -1,31 +1,32 @@
-"""What every training job does around its loss: read and pack the data, run the loop, export."""
+"""Runs a training job with a given objective: reads and packs the data, runs the loop, exports."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.io import files, hf_config, lock, processes
-from jaxspec.io.extras import require
+from jaxspec.host import files, lock, processes
+from jaxspec.host.progress import Progress
+from jaxspec.io.hf import config_json
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
 from training import command, export, outputs, run, start
 from training.data import packing, sizing, sources
 from training.data.sources import Kinds
-from training.loop import checkpoints, growth, loop, optimizer, sharding, step
+from training.loop import checkpoints, growth, optimizer, state_sharding, step, training_loop
 from training.losses import base
-from training.options import SCRATCH, JobOptions, RunOptions
-from training.parsing import chosen_earlier, parse
+from training.option_files import chosen_earlier, plain
 from training.reports import curves, evaluation
+from training.run_options import SCRATCH, JobOptions, RunOptions
 from training.start import Objective, Start
 
 Options = TypeVar("Options", bound=JobOptions)
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
-# What sets a job apart: its objective, given its options and the model it begins with.
+# Makes the objective of a job from its options and initial model.
 MakeObjective = Callable[[Options, Start], Objective]
 
 
@@ -39,17 +40,17 @@ def main(
 
     Args:
       kind: the job's dataclass of options.
-      objective: makes what the job minimises and measures.
-      module: the job's full name, as `python -m` wants it.
-      arguments: by default those of the process.
+      objective: makes the job's objective.
+      module: full name of the job's module, for `python -m`.
+      arguments: default: those of the process.
 
     Returns:
       the exit status, see `train` and `training.command.run`.
     """
 
-    def work(given: list[str], prog: str, console: Console) -> int:
-        options = command.joined(parse(kind, given, prog), module)
-        return train(options, objective, module, shlex.join([*prog.split(), *given]), console)
+    def work(options: Options, console: Console) -> int:
+        typed = command.typed(module, arguments)
+        return train(command.joined(options, module), objective, module, typed, console)
 
     return command.run(module, kind, work, arguments)
 
@@ -60,34 +61,32 @@ def train(
     """Trains, then exports the best checkpoint.
 
     Args:
-      options: of the job.
-      objective: makes what the job minimises and measures.
-      module: the job's full name.
+      options: the job's options.
+      objective: makes the job's objective.
+      module: full name of the job's module.
       typed: the whole command line, for the record.
-      console: where progress is shown.
+      console: shows the progress.
 
     Returns:
-      the exit status: 0 also where the time that was asked for is over; 128 and the signal's number where a
-      signal ended it.
+      the exit status: 0, also when --minutes are over; 128 plus the signal's number if a signal ended it.
 
     Raises:
-      ValueError: something given does not fit; the message says what to do.
-      MissingExtra: curves are to be drawn, and matplotlib is not installed.
+      ValueError: an argument does not fit.
     """
-    if options.plot:
-        require("plot", "matplotlib")
     outputs.check(options)
-    documents = sources.read_kinds(options.data, start.chat_of(options), console.print)
+    with Progress("reading the data"):
+        documents = sources.read_kinds(options.data, start.chat_of(options), console.print)
     directory = options.run_directory
     with lock.exclusive(directory, console.print):
-        result, aim = _run_loop(options, objective, documents, module, typed, console)
-        if options.output is not None:
-            # Every process takes part in reading the checkpoint; the first one writes.
+        # Nothing of the training remains on the devices when the export reads the best checkpoint.
+        result, exits = _run_loop(options, objective, documents, module, typed, console)
+        if options.output is not None and result.measured:
+            # Every process reads its part of the checkpoint; the first one writes.
             best, best_loss = export.export(directory, options.output, options.samples, console.print)
             console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
         if options.plot and processes.is_first():
             drawn = curves.draw(directory)
-            why = "" if aim.exits else " (acceptance is measured where there are exits)"
+            why = "" if exits else " (acceptance is measured where there are exits)"
             console.print("drew " + ", ".join(map(str, drawn)) + why)
     return 0 if result.signal is None else 128 + result.signal
 
@@ -99,15 +98,12 @@ def _run_loop(
     module: str,
     typed: str,
     console: Console,
-) -> tuple[loop.Result, Objective]:
-    """Prepares the run directory and trains in it, from its newest checkpoint if there is one."""
+) -> tuple[training_loop.Result, list[int]]:
+    """Trains in the run directory, from its newest checkpoint if there is one; returns also the measured exits."""
     directory = options.run_directory
     options, resumed = settle(options, documents[0], console)
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
-    if aim.target is not None:
-        config, params = aim.target
-        aim = aim._replace(target=(config, sharding.place_state(sharding.make_mesh(options.mesh), params)))
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
     key = sources.data_key(options.data, documents, begun.words, marks)
     same = run.identity(options, begun, aim, module, key)
@@ -117,12 +113,13 @@ def _run_loop(
         outputs.refuse_another(options.output, directory, same)
     if not resumed:
         run.forget(directory)
-    # A run whose tokenizer somebody took away would fail only once it is through.
-    if not (resumed and (directory / "tokenizer.json").is_file()):
-        start.put_tokenizer(options, documents[0], begun.words)
-    windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
-    extra = {"jaxspec": aim.extra} if aim.extra else {}
-    files.write_json(directory / "config.json", hf_config.config_json(begun.config, "float32") | extra)
+    # Without its tokenizer, a run would fail only at its export.
+    with Progress("encoding the data"):
+        if not (resumed and (directory / "tokenizer.json").is_file()):
+            start.put_tokenizer(options, documents[0], begun.words)
+        windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
+    content = config_json.config_json(begun.config, "float32", aim.trained_for)
+    files.write_json(directory / "config.json", content)
     parameters, exits = llama.num_params(begun.config), list(aim.exits)
     console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, exits=exits))
     trained = take_steps(
@@ -137,18 +134,22 @@ def _run_loop(
         options.held,
         options.model.stages if options.start == SCRATCH else None,
     )
-    return trained, aim
+    return trained, exits
 
 
 def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[AnyOptions, bool]:
-    """Replaces each `auto` by a number, that of the run where it goes on; returns also whether it does."""
+    """Replaces each `auto` by a number, for a resumed run by its earlier one; returns also whether a run is resumed."""
     directory = options.run_directory
     resumed = checkpoints.has_checkpoint(directory / run.CHECKPOINTS)
     characters = sum(len(document.text) for part in documents.values() for document in part)
     earlier = chosen_earlier(directory / run.OPTIONS_FILE) if resumed else {}
-    options, chosen = options.settled(characters, earlier)
+    further = start.further_model(options)
+    unusual = None if further is None or resumed else options.unusual()
+    options, chosen = options.settled(characters, earlier, further)
     if chosen:
         console.print(sizing.in_words(characters, chosen))
+    if unusual:
+        console.print(f"warning: {unusual}", markup=False)
     return options, resumed
 
 
@@ -163,29 +164,32 @@ def take_steps(
     console: Console,
     held: Sequence[str] = (),
     stages: growth.Stages | None = None,
-) -> loop.Result:
+) -> training_loop.Result:
     """Runs the loop in the run directory, from its newest checkpoint if there is one.
 
     Args:
-      options: of the run, without `auto`.
-      loss: to be minimised.
-      params: float32 ones to begin with.
-      vocab_size: of the text's tokens.
-      target: parameters of another model that the loss is given; None for none.
-      measure: what is measured at each checkpoint.
-      windows: packed text by kind: to learn from, and held out.
-      console: where progress is shown.
+      options: the run's options, without `auto`.
+      loss: the loss to minimise.
+      params: initial parameters, donated if they have the dtype of the options.
+      vocab_size: number of tokens in the vocabulary.
+      target: parameters of another model on the mesh, passed to the loss; None for none.
+      measure: the measurement at each checkpoint.
+      windows: packed training and held-out text, by task type.
+      console: shows the progress.
       held: names of parameters that are not trained.
-      stages: how the depth grows; None where it does not.
+      stages: the growth of the depth; None for a constant depth.
     """
     training, held_out = windows
+    params = jax.tree.map(lambda leaf: leaf.astype(options.weights), params)
     transform = optimizer.make_optimizer(options.optimizer, options.loop.steps, held)
     loss = base.in_dtype(base.holding(loss, held), jnp.dtype(options.compute_dtype))
-    mesh = sharding.make_mesh(options.mesh)
+    mesh = state_sharding.make_mesh(options.mesh)
     step_fn = step.make_step(loss, transform, options.seed)
-    given = None if target is None else sharding.place_state(mesh, target)
     judged = {
-        kind: packing.fixed_batches(part, options.data.batch, options.data.held_out_rows)
+        kind: [
+            state_sharding.place_batch(mesh, batch, rows_axis=0, strict=False)
+            for batch in packing.fixed_batches(part, options.data.batch, options.data.held_out_rows)
+        ]
         for kind, part in held_out.items()
     }
     weights = options.data.weights
@@ -194,19 +198,24 @@ def take_steps(
     )
     saved, directory = options.run_directory / run.CHECKPOINTS, options.run_directory
     with checkpoints.Checkpoints(saved, options.loop.keep) as kept:
-        result = loop.Loop(
+        result = training_loop.Loop(
             options.loop,
             directory,
             kept,
-            lambda state, batch: step_fn(state, batch, given),
+            lambda params: step.init_state(params, transform),
+            lambda state, batch: step_fn(state, batch, target),
             batches,
             vocab_size,
             lambda state: measure(state.params, judged, weights),
             console,
             stages,
             mesh,
-        ).run(step.init_state(params, transform))
+            plain(options),
+        ).run(params)
     if result.reason != "steps":
         ended = "interrupted" if result.signal is not None else "out of the time given by --minutes"
-        console.print(f"{ended} after step {int(result.state.step)}; the same command goes on from there")
+        written = (
+            "" if result.saved_s is None else f" (checkpoint written {result.saved_s:.1f} s after the signal)"
+        )
+        console.print(f"{ended} after step {result.step}; the same command goes on from there{written}")
     return result

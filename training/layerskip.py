@@ -9,18 +9,17 @@ from typing import Literal
 
 from training import job
 from training.losses.exits import LayerSkipOptions, layerskip_loss
-from training.options import SCRATCH, JobOptions
+from training.run_options import SCRATCH, JobOptions
 from training.start import Objective, Start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(JobOptions):
-    """Trains a Llama whose early layers can draft for its last (LayerSkip), by layer dropout and exit losses.
+    """Trains a Llama whose early layers can draft for its last layer (LayerSkip), by layer dropout and exit losses.
 
     Attributes:
       layerskip: the recipe.
-      exits: exit layers whose acceptance is measured at each checkpoint; a quarter and a half of the depth if
-        none are given.
+      exits: exit layers whose acceptance is measured at each checkpoint. Default: a quarter and a half of the depth.
     """
 
     layerskip: LayerSkipOptions = dataclasses.field(default_factory=LayerSkipOptions)
@@ -28,7 +27,7 @@ class Options(JobOptions):
 
 
 def recipe(options: Options) -> LayerSkipOptions:
-    """Completes the recipe: how dropout changes over time follows from where training starts."""
+    """Completes the recipe: the dropout schedule depends on whether training starts from scratch."""
     if options.layerskip.dropout_over_time is not None:
         return options.layerskip
     over_time: Literal["exponential", "constant"] = "exponential" if options.start == SCRATCH else "constant"
@@ -36,12 +35,12 @@ def recipe(options: Options) -> LayerSkipOptions:
 
 
 def usual_exits(layers: int) -> tuple[int, ...]:
-    """Exits after a quarter and a half of the layers: where a draft is cheap, and where it is good."""
+    """Returns the default exits: a quarter of the layers for a cheap draft, a half for a good one."""
     return tuple(sorted({max(1, layers // 4), layers // 2})) if layers > 1 else ()
 
 
 def objective(options: Options, start: Start) -> Objective:
-    """Makes the LayerSkip loss; the exits draft for the model itself.
+    """Makes the LayerSkip loss. The exits draft for the model itself.
 
     Raises:
       ValueError: an exit is not below the last layer.
@@ -53,7 +52,7 @@ def objective(options: Options, start: Start) -> Objective:
             f"exits {outside} of a model with {config.num_layers} layers; give layers from 1 to "
             f"{config.num_layers - 1}"
         )
-    loss = layerskip_loss(config, recipe(options), options.loop.steps, options.remat)
+    loss = layerskip_loss(config, recipe(options), options.loop.steps, options.recompute)
     return Objective(loss, options.exits or usual_exits(config.num_layers))
 
 

@@ -1,12 +1,13 @@
-"""Checks the outputs of a training run, which never overwrites a model that it has not written itself.
+"""Checks the outputs of a training run, so that it overwrites no model that it has not written itself.
 
-A run first writes a mark into the directory that it exports to, before any other file, so that even a killed export can
-be recognised as its own.
+A run first writes a mark into its output directory, before any other file. The mark also identifies an unfinished
+export.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,20 +15,23 @@ from typing import Any
 
 from jaxspec.console.output import check_directory
 from jaxspec.engine.loading import find_model
-from jaxspec.io import files, model_files
-from training.options import SCRATCH, RunOptions
+from jaxspec.host import files
+from jaxspec.io import model_files
+from training.run_options import SCRATCH, RunOptions
 
 MARK = "training_run.json"
 
 
 def check(options: RunOptions) -> None:
-    """Refuses an output or run directory with a model that no run has written, before anything is read.
+    """Refuses an output or run directory with a model that no run has written, before any data is read.
 
     Raises:
-      ValueError: `output` or `run` cannot be a directory, is or contains the directory of a model in the options, or
-        holds a model without the mark of a run.
+      ValueError: `wandb` is given, and the package is not installed. `output` or `run` cannot be a directory, is or
+        contains the directory of a model in the options, or contains a model without the mark of a run.
     """
     output, run = options.output, options.run_directory
+    if options.loop.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError("`wandb` is given, and the package wandb is not installed: pip install wandb")
     sources = _sources(options)
     for option, directory in (("run", run), ("output", output)):
         if directory is None:
@@ -35,7 +39,7 @@ def check(options: RunOptions) -> None:
         check_directory(directory, option)
         for name, source in sources.items():
             _refuse_source(directory, option, name, source.resolve())
-    # Only weights count, because every run directory has a configuration and a tokenizer.
+    # Only weights show a model, because every run directory has a configuration and a tokenizer.
     if found := model_files.held(run, weights_only=True):
         raise ValueError(_refusal(run, "run", found, "which is no part of a run"))
     if output is None:
@@ -46,7 +50,7 @@ def check(options: RunOptions) -> None:
 
 
 def _sources(options: RunOptions) -> dict[str, Path]:
-    """Returns the directories and files of the models that a run starts with or learns from, by option."""
+    """Returns the directories and files of the models that a run starts from or learns from, by option."""
     given = {name: getattr(options, name, None) for name in ("start", "target")}
     found = {name: find_model(one) for name, one in given.items() if one not in (None, SCRATCH)}
     words = getattr(getattr(options, "model", None), "tokenizer", None)
@@ -59,10 +63,10 @@ def refuse_another(directory: Path, run: Path, identity: Mapping[str, Any]) -> N
     Args:
       directory: the output.
       run: the run directory.
-      identity: the identity of the run that will write there, see `training.run.identity`.
+      identity: the identity of the new run, see `training.run.identity`.
 
     Raises:
-      ValueError: the directory is the run directory, or holds a model without the mark of this run.
+      ValueError: the directory is the run directory, or contains a model without the mark of this run.
     """
     found = _held(directory, run)
     if found is not None and _marked(directory) != _digest(identity):
@@ -70,7 +74,7 @@ def refuse_another(directory: Path, run: Path, identity: Mapping[str, Any]) -> N
 
 
 def claim(directory: Path, run: Path, identity: Mapping[str, Any]) -> None:
-    """Marks a directory as the output of a run, before anything else is written there.
+    """Marks a directory as the output of a run, before any other file is written there.
 
     Raises:
       ValueError: as for `refuse_another`.
@@ -83,14 +87,14 @@ def claim(directory: Path, run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def check_beside(output: Path, source: Path) -> None:
-    """Refuses an output for measurements of a model if it holds another model, which would use them as its own.
+    """Refuses an output for measurements of a model if it contains another model, to which they would not apply.
 
     Args:
       output: the directory.
       source: the model's directory or file.
 
     Raises:
-      ValueError: `output` cannot be a directory, or holds another model.
+      ValueError: `output` cannot be a directory, or contains another model.
     """
     check_directory(output)
     home = source.resolve()
@@ -100,7 +104,7 @@ def check_beside(output: Path, source: Path) -> None:
 
 
 def check_file(output: Path, written: Sequence[Path], log: Path, data: Sequence[str]) -> None:
-    """Refuses to overwrite a file that this command did not write, which means that its log is missing.
+    """Refuses to overwrite a file that this command did not write; such a file has no log.
 
     Args:
       output: the requested file.
@@ -123,7 +127,7 @@ def check_file(output: Path, written: Sequence[Path], log: Path, data: Sequence[
 
 
 def _held(output: Path, run: Path) -> str | None:
-    """Returns the name of a file that shows that an output holds a model."""
+    """Returns the name of a file that shows that the output contains a model; None without one."""
     if output.resolve() == run.resolve():
         raise ValueError(f"`output` {output} is the run directory; give a directory of its own")
     return model_files.held(output)
@@ -147,7 +151,7 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 
 def _marked(directory: Path) -> str | None:
-    """Returns the run that has marked a directory; None if there is no readable mark."""
+    """Returns the identity digest in a directory's mark; None if there is no readable mark."""
     try:
         return files.read_json(directory / MARK).get("run")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Lets a model write what a draft of it is to learn from: `python -m training.own_text --model DIR --data FILE`."""
+"""Generates training text for a draft with its target: `python -m training.own_text --model DIR --data FILE`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-import jaxspec
-from jaxspec.io import lock
-from jaxspec.io.files import write_atomic
-from jaxspec.io.line_log import LineLog
-from training import command, outputs, prompts
+from jaxspec.console.errors import Failed
+from jaxspec.host import lock
+from jaxspec.host.files import write_atomic
+from jaxspec.host.line_log import LineLog
+from training import command, outputs, prompt_options
 from training.loop.progress import Progress
-from training.parsing import parse
-from training.prompts import PromptOptions
+from training.prompt_options import PromptOptions
 
 FORMAT = "jaxspec.own-text/1"
 
@@ -30,15 +29,15 @@ FORMAT = "jaxspec.own-text/1"
 class Options(PromptOptions):
     """Writes a model's own texts after prompts, as records that all training commands read.
 
-    A draft is to say what its target says: the target's own text is its data, better than text that others wrote.
-    Each record has the `prompt`, the `completion`, whether it `ended` by itself, and the `origin` by which it is held
-    out: as the document that the prompt is of. A .txt file beside has the completions alone, for `jaxspec vocab` to
-    count. The same command goes on where it was stopped, and with more --prompts where it had ended;
-    texts of prompts that are no longer asked for stay in the .log file only.
+    A draft must predict its target, so the target's own text is better training data than other text. Each record has
+    the `prompt`, the `completion`, whether it `ended` by itself, and the `origin` of the prompt's document, by which it
+    is held out. A .txt file beside it contains the completions, for `jaxspec vocab` to count. The same command resumes
+    a stopped run, and adds texts for more --prompts. Texts of prompts that are no longer selected remain in the .log
+    file only.
 
     Attributes:
       output: the .jsonl file to write.
-      resume: go on with the texts that are there.
+      resume: continue with the existing texts.
     """
 
     output: Path
@@ -54,10 +53,11 @@ class Options(PromptOptions):
 
 
 def write_texts(options: Options, console: Console) -> int:
-    """Generates, and writes the file; returns how many texts it holds.
+    """Generates texts and writes the file; returns the number of texts in it.
 
     Raises:
       ValueError: an argument does not fit, the file's log has other options, or this command did not write the file.
+      Failed: the model's logits are not finite.
     """
     output, log = options.output, options.output.with_suffix(".log")
     written = (output, output.with_suffix(".txt"))
@@ -67,17 +67,17 @@ def write_texts(options: Options, console: Console) -> int:
 
 
 def _write_texts(options: Options, console: Console) -> int:
-    lm = jaxspec.load(options.model)
+    lm = prompt_options.load_model(options.model, options.mesh)
     if lm.tokenizer is None:
         raise ValueError(f"{lm.name} has no tokenizer, and prompts are texts; give a model that has one")
-    training, held_out = prompts.read(options, console.print)
+    training, held_out = prompt_options.read(options, console.print)
     documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
     begun, context = {}, lm.config.context_length
-    chosen = prompts.choose(documents, options, options.prompts)
+    chosen = prompt_options.choose(documents, options, options.prompts)
     too_long = 0
     for document in chosen:
-        ids, question = prompts.beginning(document, options, lm), prompts.question_of(document)
-        # A question is asked whole or not at all: half of one has no place for an answer.
+        ids, question = prompt_options.beginning(document, options, lm), prompt_options.question_of(document)
+        # A question is never cut, because its answer would not follow.
         if len(ids) + options.new_tokens <= context and (not question or lm.encode(question) == ids):
             begun[question or lm.tokenizer.decode(ids)] = (ids, document.origin)
         else:
@@ -93,7 +93,7 @@ def _write_texts(options: Options, console: Console) -> int:
     header = {
         "format": FORMAT,
         "model": lm.fingerprint,
-        "sampling": options.law_name,
+        "sampling": options.distribution_name,
         "seed": options.sampling.seed,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
@@ -105,7 +105,7 @@ def _write_texts(options: Options, console: Console) -> int:
         if left:
             _generate(lm, options, {prompt: begun[prompt] for prompt in left}, log, console)
     finally:
-        # In the order of the prompts, and of these alone: so it does not matter how often it was stopped.
+        # The order of the prompts, so that interruptions do not change the file.
         written = {entry["prompt"]: entry for entry in log.entries}
         entries = [written[prompt] for prompt in begun if prompt in written]
         write_atomic(options.output, "".join(json.dumps(entry) + "\n" for entry in entries))
@@ -117,7 +117,7 @@ def _write_texts(options: Options, console: Console) -> int:
 def _generate(
     lm: Any, options: Options, begun: dict[str, tuple[list[int], str]], log: LineLog, console: Console
 ) -> None:
-    law: dict[str, Any] = options.law
+    distribution: dict[str, Any] = options.distribution
     ids = [one for one, _ in begun.values()]
     tokens, since = 0, time.monotonic()
     with Progress(console, "text", len(begun)) as progress:
@@ -127,9 +127,9 @@ def _generate(
             method="autoregressive",
             max_new_tokens=options.new_tokens,
             max_batch=options.batch,
-            # Of the prompt alone, so that a text is the same whatever was written before.
+            # The seed depends on the prompt only, so that a text does not depend on earlier ones.
             seed=[zlib.crc32(np.array(one, np.int32).tobytes()) // 2 + options.sampling.seed for one in ids],
-            **law,
+            **distribution,
         )
         written = list(begun)
         done = 0
@@ -138,7 +138,7 @@ def _generate(
                 continue
             done += 1
             if piece.result.error is not None:
-                raise ValueError(piece.result.error)
+                raise Failed(piece.result.error)
             if piece.result.text:
                 prompt = written[piece.index]
                 ended = piece.result.finish_reason == "eos"
@@ -152,10 +152,8 @@ def _generate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
-    def work(given: list[str], prog: str, console: Console) -> int:
-        options = parse(Options, given, prog)
+    def work(options: Options, console: Console) -> None:
         console.print(f"wrote {write_texts(options, console):,} texts to {options.output}")
-        return 0
 
     return command.run("training.own_text", Options, work, arguments)
 

@@ -1,4 +1,4 @@
-"""A run's curves as PNG: `python -m training.plots --run DIR`, also while it goes."""
+"""Draws a run's curves as SVG: `python -m training.plots --run DIR`, also during the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from training import command
-from training.parsing import parse_plain
+from training.option_files import parse_plain
 from training.reports import curves
 
 
@@ -28,11 +28,10 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
-    def work(given: list[str], prog: str, console: Console) -> int:
-        console.print("wrote " + ", ".join(map(str, curves.draw(parse_plain(Options, given, prog).run))))
-        return 0
+    def work(options: Options, console: Console) -> None:
+        console.print("wrote " + ", ".join(map(str, curves.draw(options.run))))
 
-    return command.run("training.plots", Options, work, arguments)
+    return command.run("training.plots", Options, work, arguments, parse_plain)
 
 
 if __name__ == "__main__":

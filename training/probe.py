@@ -7,35 +7,37 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
 
-import jaxspec
+from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
-from jaxspec.io import checkpoint, method_files
-from jaxspec.io.files import write_json
-from training import command, outputs, prompts
-from training.loop.progress import Pace, Progress, duration
-from training.parsing import parse, plain
+from jaxspec.host.files import write_json
+from jaxspec.host.progress import duration
+from jaxspec.io import checkpoint
+from jaxspec.io.methods import method_files
+from training import command, outputs, prompt_options
+from training.loop.progress import Pace, Progress
+from training.option_files import plain
 from training.probes import fit, gather
-from training.prompts import PromptOptions
+from training.prompt_options import PromptOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(PromptOptions):
-    """Trains a linear probe for each exit layer, for one setting of sampling, and reports how good it is.
+    """Trains a linear probe for each exit layer, for one sampling distribution, and reports its quality.
 
-    Beside the probe stand, on the same held-out tokens: the base rate (the share accepted in training, for every
-    token), the draft's own probability, and that probability with Platt scaling (two numbers).
+    The report compares the probe, on the same held-out tokens, with the base rate (the share accepted in training, for
+    every token), the draft's own probability, and that probability with Platt scaling (two parameters).
 
     Attributes:
       exit_layers: layers after which the draft exits; one probe each.
-      held_out_prompts: how many texts, of held-out documents, to report on.
-      num_draft_tokens: K while gathering and for the report.
-      output: a directory for the probes; beside the model if not given.
+      held_out_prompts: number of texts, of held-out documents, for the report.
+      num_draft_tokens: K in training and in the report.
+      output: a directory for the probes. Default: beside the model.
     """
 
     exit_layers: tuple[int, ...]
@@ -56,12 +58,12 @@ def decoded(
     lm: LanguageModel,
     prompts: list[list[int]],
     options: Options,
-    method: str,
+    method: MethodName,
     report: Callable[[int], None],
     **more: Any,
 ) -> dict[str, Any]:
-    """Decodes the prompts by a method: mean acceptance length, and tokens drafted and accepted per round."""
-    settings: dict[str, Any] = options.law | more
+    """Decodes the prompts with a method: mean acceptance length, and tokens drafted and accepted per round."""
+    settings: dict[str, Any] = options.distribution | more
     pieces = lm.stream(
         prompts,
         method=method,
@@ -95,7 +97,7 @@ def train_probe(
     """Trains one probe, writes it, and reports on held-out prompts.
 
     Raises:
-      ValueError: the exit layer is not below the last, or nothing can be learned.
+      ValueError: the exit layer is not below the last, or the examples cannot be learned.
     """
     depth = lm.config.num_layers
     if not 1 <= exit_layer < depth:
@@ -113,7 +115,7 @@ def train_probe(
                 lm.params,
                 parts[number],
                 exit_layer,
-                options.law,
+                options.distribution,
                 num_draft_tokens=options.num_draft_tokens,
                 new_tokens=options.new_tokens,
                 batch=options.batch,
@@ -125,15 +127,19 @@ def train_probe(
     v, b = fit.fit(training)
     path = _path(options, exit_layer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    method_files.write_probe(path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.law_name))
+    method_files.write_probe(
+        path, lm.fingerprint, method_files.ProbeFile(v, b, exit_layer, options.distribution_name)
+    )
 
     decoding = {}
-    for method, more in (("layerskip", {}), ("adaspeed", {}), ("adaspeed-probe", {"probe": str(path)})):
+    runs: dict[MethodName, dict[str, str]]
+    runs = {"layerskip": {}, "adaspeed": {}, "adaspeed-probe": {"probe": str(path)}}
+    for method, more in runs.items():
         with prompts_done(f"decoding by {method}", parts[1]) as done:
             decoding[method] = decoded(lm, parts[1], options, method, done, exit_layer=exit_layer, **more)
     report = {
         "exit_layer": exit_layer,
-        "law": options.law_name,
+        "law": options.distribution_name,
         "options": plain(options),
         "draft_tokens": {"training": len(training.label), "held_out": len(held_out.label)},
         "accepted_share": float(held_out.label.mean()),
@@ -146,18 +152,18 @@ def train_probe(
 
 def _path(options: Options, exit_layer: int) -> Path:
     directory = options.output or checkpoint.directory_of(find_model(options.model))
-    return method_files.probe_path(directory, exit_layer, options.law_name)
+    return method_files.probe_path(directory, exit_layer, options.distribution_name)
 
 
 class _Prompts(Progress):
-    """Progress through prompts; called with how many are done. The first ones compile."""
+    """Progress through prompts; called with the number of finished ones. The first ones include compilation."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         super().__init__(console, what, total)
         self._pace = Pace(latest=total)
         self._before: tuple[int, float] | None = None
 
-    def __enter__(self) -> _Prompts:
+    def __enter__(self) -> Self:
         super().__enter__()
         self.doing("compiling")
         return self
@@ -174,14 +180,14 @@ class _Prompts(Progress):
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Prints two small tables: the estimates, and how the methods decode with them."""
+    """Prints two small tables: the estimates, and the decoding methods that use them."""
 
     def figure(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
     title = f"exit layer {report['exit_layer']}, {report['law']}: {report['accepted_share']:.1%} accepted"
     figures = ("accuracy", "cross_entropy", "information", "auroc", "calibration_error")
-    # Words that can be broken between: a pipe has 80 columns.
+    # Headings of several words can wrap: a pipe has 80 columns.
     headings = ("estimate", "accuracy", "cross entropy", "information", "AUROC", "calibration error")
     table = Table(*headings, title=title)
     for name in fit.ESTIMATES:
@@ -197,15 +203,15 @@ def train(options: Options, console: Console) -> None:
     """Trains a probe for each exit layer of the options.
 
     Raises:
-      ValueError: something given does not fit; the message says what to do.
+      ValueError: an argument does not fit.
     """
     if options.output is not None:
         outputs.check_beside(options.output, find_model(options.model))
-    lm = jaxspec.load(options.model)
-    documents = prompts.read(options, console.print)
+    lm = prompt_options.load_model(options.model, options.mesh)
+    documents = prompt_options.read(options, console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
-        [prompts.beginning(one, options, lm) for one in prompts.choose(part, options, count)]
+        [prompt_options.beginning(one, options, lm) for one in prompt_options.choose(part, options, count)]
         for part, count in zip(documents, counts, strict=True)
     )
     for exit_layer in options.exit_layers:
@@ -216,12 +222,7 @@ def train(options: Options, console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-
-    def work(given: list[str], prog: str, console: Console) -> int:
-        train(parse(Options, given, prog), console)
-        return 0
-
-    return command.run("training.probe", Options, work, arguments)
+    return command.run("training.probe", Options, train, arguments)
 
 
 if __name__ == "__main__":

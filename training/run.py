@@ -1,4 +1,4 @@
-"""What a run directory says of its run: which one it is, from which options, on which data."""
+"""Writes and reads the record of a run in its directory: its identity, options and data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io import files, hf_config, method_files
-from jaxspec.io.messages import shown
+from jaxspec.host import files
+from jaxspec.host.messages import shown
+from jaxspec.io.hf import config_json
+from jaxspec.io.methods import method_files
 from jaxspec.model.config import LlamaConfig
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.loop.progress import counted
-from training.options import SCRATCH, JobOptions, RunOptions
-from training.parsing import plain, to_yaml
+from training.option_files import plain, to_yaml
+from training.run_options import SCRATCH, JobOptions, RunOptions
 from training.start import Objective, Start
 
 RUN_FILE = "run.json"
 OPTIONS_FILE = "options.yaml"
-# Where a run keeps its checkpoints, in its directory.
+# Name of the checkpoint directory in a run directory.
 CHECKPOINTS = "checkpoints"
 # The entries of a record that later runs read.
 _TYPES = {
@@ -34,11 +36,9 @@ _TYPES = {
 
 
 def identity(options: JobOptions, start: Start, aim: Objective, module: str, key: str) -> dict[str, Any]:
-    """Lists what must be the same where a run is resumed, for run.json; all else, as its length, may change."""
+    """Returns the properties that a resumed run must keep; all others, such as its length, may change."""
     scratch = options.start == SCRATCH
     learned = scratch and options.model.tokenizer is None
-    # A target that only measures may be another one; one that is learned from makes another run.
-    teacher = aim.target if aim.distil_weight else None
     return {
         "job": module,
         "start": SCRATCH if scratch else method_files.fingerprint(start.config, start.params),
@@ -46,7 +46,8 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
         "freeze_embeddings": options.freeze_embeddings,
         "draft_vocab": None if aim.part is None else hashlib.sha256(aim.part.tobytes()).hexdigest()[:16],
         "distil_weight": aim.distil_weight,
-        "target": None if teacher is None else method_files.fingerprint(*teacher),
+        # A target affects training only through distillation; otherwise it may change.
+        "target": aim.target_fingerprint if aim.distil_weight else None,
         "vocab_size": options.model.vocab_size if learned else None,
         "seed": options.seed,
         "held_out": options.data.held_out,
@@ -55,35 +56,35 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
 
 
 def refuse_another(run: Path, config: LlamaConfig | None, wanted: dict[str, Any]) -> None:
-    """Refuses to go on from the checkpoint of another run.
+    """Refuses to resume from the checkpoint of another run.
 
     Args:
       run: the run directory.
-      config: of the model that is trained; None for what is no model.
-      wanted: the identity of the run that was asked for.
+      config: config of the trained model; None if the run trains something else.
+      wanted: the identity of the present run.
 
     Raises:
       ValueError: the directory's run has another model or identity; runs of earlier versions record only the model.
     """
     hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
-    if config is not None and (run / "config.json").is_file() and hf_config.read_config(run) != config:
+    if config is not None and (run / "config.json").is_file() and config_json.read_config(run) != config:
         raise ValueError(f"{run} holds a run of another model; {hint}")
     found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
     changed = [name for name in wanted if name in found and found[name] != wanted[name]]
     if changed:
         there, asked = (", ".join(f"`{name}` {one[name]}" for name in changed) for one in (found, wanted))
-        raise ValueError(f"{run} holds a run with {there}; asked for is {asked}: {hint}")
+        raise ValueError(f"{run} holds a run with {there}; this command has {asked}: {hint}")
 
 
 def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
-    """Reads the record that a training command leaves in its run directory: commands, options, data.
+    """Reads the record of a run from its directory: commands, options, data.
 
     Args:
       run: the run directory.
       needs: the entries that must exist; the record of an earlier version may lack some.
 
     Raises:
-      ValueError: there is no record, or it is damaged; the line names the file.
+      ValueError: the record is missing or damaged.
     """
     file = run / RUN_FILE
     if not file.is_file():
@@ -99,7 +100,7 @@ def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def forget(run: Path) -> None:
-    """Forgets what a command has recorded that failed before it had trained."""
+    """Deletes the record of a command that failed before it trained."""
     if files.written_here():
         (run / RUN_FILE).unlink(missing_ok=True)
 
@@ -114,19 +115,19 @@ def record(
     typed: str,
     **more: Any,
 ) -> str:
-    """Writes what the run is into its directory: the resolved options, and the record.
+    """Writes the resolved options and the record of a run into its directory.
 
     Args:
-      options: of the run, without `auto`.
-      same: its identity.
-      parameters: how many numbers are trained.
-      windows, held_out: the packed text by kind.
-      documents: the training documents by kind.
-      typed: the command line; the record lists all that the run was started and resumed with.
-      more: entries of the record.
+      options: the run's options, without `auto`.
+      same: the identity of the run.
+      parameters: number of trained parameters.
+      windows, held_out: the packed text by task type.
+      documents: the training documents by task type.
+      typed: the command line; the record lists all command lines of the run.
+      more: further entries of the record.
 
     Returns:
-      one line for the user: how large the model and the data are.
+      one line for the user: the size of the model and of the data.
     """
     run = options.run_directory
     earlier = read_run(run, ["commands"])["commands"] if (run / RUN_FILE).is_file() else []

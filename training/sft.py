@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from training import job
 from training.losses.base import next_token
-from training.options import DraftOptions
+from training.run_options import DraftOptions
 from training.start import Objective, Start, draft_tokens
 
 
@@ -18,9 +18,9 @@ class Options(DraftOptions):
 
 
 def objective(options: Options, start: Start) -> Objective:
-    """Makes the loss: cross-entropy of the last layer alone."""
+    """Makes the loss: cross-entropy of the last layer only."""
     part = draft_tokens(options, start.config)
-    return Objective(next_token(start.config, options.remat, part), part=part)
+    return Objective(next_token(start.config, options.recompute, part), part=part)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

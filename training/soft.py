@@ -7,38 +7,39 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import job
-from training.data import tokenizer
+from training.data import bpe_tokenizer
 from training.data.sizing import Auto
+from training.loop import state_sharding
 from training.losses.exits import soft_loss
-from training.options import SCRATCH, DraftOptions
+from training.run_options import SCRATCH, DraftOptions, TargetWeights
 from training.start import Objective, Start, draft_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(DraftOptions):
-    """Sorted fine-tuning: one draft whose exits can all draft, for several targets (SoFT, of the S2D paper).
+    """Sorted fine-tuning: one draft with several exits, for several targets (SoFT, of the S2D paper).
 
-    The draft is the first layers of a given model (`--start TARGET`), another pretrained model, or trained
-    from scratch; it has as many layers as its last exit. `python -m training.sft --start-layers N` with the
-    same data is the baseline.
+    The draft is the first layers of a given model (`--start TARGET`), another pretrained model, or trained from
+    scratch. Its number of layers is that of its last exit. `python -m training.sft --start-layers N` with the same data
+    is the baseline.
 
     Attributes:
-      exits: how many layers each exit runs, rising; the last one is the whole draft.
-      target: a model of the same vocabulary; what share of the exits' tokens it accepts is measured at each
-        checkpoint, and the exits may be distilled from it. The draft's own last exit if not given.
-      distil_weight: the share of the divergence from the target's law in the loss, 0 to 1.
+      exits: number of layers at each exit, ascending; the last one is the whole draft.
+      target: a model with the same vocabulary. Each checkpoint measures the share of the exits' tokens that it accepts,
+        and the exits may be distilled from it. Default: the draft's own last exit.
+      distil_weight: weight of the divergence from the target's distribution in the loss, 0 to 1.
+      target_weights: weights of the target: a dtype, or int8 with a scale per output channel. `auto`: as `compute`.
     """
 
     exits: tuple[int, ...]
     target: Path | None = None
     distil_weight: float = 0.0
+    target_weights: TargetWeights = "auto"
 
     def __post_init__(self):
         if not self.exits or sorted(set(self.exits)) != list(self.exits) or self.exits[0] < 1:
@@ -46,7 +47,7 @@ class Options(DraftOptions):
         if not 0 <= self.distil_weight <= 1:
             raise ValueError(f"distil_weight is {self.distil_weight}; give a share from 0 to 1")
         if self.distil_weight and self.target is None:
-            raise ValueError("distil_weight wants a model to distil from; name it with --target DIR")
+            raise ValueError("distil_weight needs a model to distil from; name it with --target DIR")
         if self.start != SCRATCH:
             if self.start_layers not in (None, self.exits[-1]):
                 raise ValueError(
@@ -69,44 +70,45 @@ class Options(DraftOptions):
         super().__post_init__()
 
 
-def load_target(source: Path, draft: Start) -> tuple[LlamaConfig, Params]:
-    """Loads a target's config and float32 parameters from a Hugging Face directory or a GGUF file.
+def load_target(options: Options, source: Path, draft: Start) -> tuple[tuple[LlamaConfig, Params], str]:
+    """Loads a target's config and parameters, in shards on the mesh of the draft; returns also its fingerprint.
 
     Raises:
-      ValueError: it has another vocabulary than the draft.
+      ValueError: the target's vocabulary differs from the draft's.
     """
     target = checkpoint.read_config(source)
-    same = tokenizer.load(source).get_vocab() == draft.words.get_vocab()
+    same = bpe_tokenizer.load(source).get_vocab() == draft.words.get_vocab()
     if not same or target.vocab_size != draft.config.vocab_size:
         raise ValueError(
             f"{source} has another vocabulary ({target.vocab_size} tokens) than the draft "
             f"({draft.config.vocab_size}); a draft serves targets of its own tokenizer: train it with --tokenizer "
             f"{source}"
         )
-    return target, checkpoint.load_params(source, target, jnp.float32)
+    kind, compute = options.target_weights, options.compute_dtype
+    params, fingerprint = state_sharding.load_target(draft.mesh, source, target, kind, compute)
+    return (target, params), fingerprint
 
 
 def objective(options: Options, start: Start) -> Objective:
     """Makes the loss: the mean over the exits."""
-    target = None
+    target = fingerprint = None
     if options.target is not None:
-        target = load_target(find_model(options.target), start)
+        target, fingerprint = load_target(options, find_model(options.target), start)
     part = draft_tokens(options, start.config)
     loss = soft_loss(
         start.config,
         options.exits,
-        options.remat,
+        options.recompute,
         None if target is None else target[0],
         options.distil_weight,
         part,
     )
-    extra = {"exits": list(options.exits)}
     return Objective(
         loss,
         exits=options.exits,
         judged=options.exits,
         target=target,
-        extra=extra,
+        target_fingerprint=fingerprint,
         part=part,
         distil_weight=options.distil_weight,
     )

@@ -1,75 +1,87 @@
-"""What a training job begins with: its model, tokenizer and objective."""
+"""The initial model, tokenizer and objective of a training job."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from jaxspec.engine.loading import find_model
-from jaxspec.io import checkpoint, files, vocabulary_file
-from jaxspec.io import tokenizer as tokenizer_files
+from jaxspec.host import files
+from jaxspec.io import checkpoint
+from jaxspec.io.methods import vocabulary_file
+from jaxspec.io.tokenizers import chat
+from jaxspec.io.tokenizers import tokenizer as tokenizer_files
+from jaxspec.io.trained_for import TrainedFor
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.sampling import seed_key
 from training import induction
-from training.data import conversations, tokenizer
+from training.data import bpe_tokenizer, conversations, sizing
 from training.data.sources import Kinds
-from training.loop import widening
+from training.loop import state_sharding, widening
 from training.losses.base import Loss
-from training.options import SCRATCH, DraftOptions, JobOptions
+from training.run_options import SCRATCH, DraftOptions, JobOptions, RunOptions
 
 
 class Objective(NamedTuple):
-    """What a job minimises and measures.
+    """The loss and the measurements of a job.
 
     Attributes:
-      loss: to be minimised.
+      loss: the loss to minimise.
       exits: layers at which acceptance is measured.
-      judged: the exits whose mean held-out loss says which checkpoint is best; () for the last layer.
-      target: the model that is to accept what the exits draft; None for the model's own last layer.
-      extra: what config.json says under `jaxspec`.
-      part: int32[N], the tokens among which the model chooses, rising; None for all.
-      distil_weight: the share of the target's law in the loss.
+      judged: the best checkpoint has the lowest mean held-out loss of these exits; () for the last layer.
+      target: the model that verifies the exits' drafts; None for the model's own last layer.
+      target_fingerprint: its fingerprint before quantisation.
+      part: int32[N], the tokens among which the model chooses, ascending; None for all.
+      distil_weight: weight of the divergence from the target's distribution in the loss.
     """
 
     loss: Loss
     exits: Sequence[int] = ()
     judged: Sequence[int] = ()
     target: tuple[LlamaConfig, Params] | None = None
-    extra: dict[str, Any] | None = None
+    target_fingerprint: str | None = None
     part: np.ndarray | None = None
     distil_weight: float = 0.0
 
+    @property
+    def trained_for(self) -> TrainedFor:
+        """The record of the objective in the config.json of the model."""
+        tokens = () if self.part is None else tuple(self.part.tolist())
+        return TrainedFor(tuple(self.judged), tokens, target=self.target_fingerprint)
+
 
 class Start(NamedTuple):
-    """A model before its first step: config at full depth, float32 parameters, tokenizer."""
+    """A model before its first step: config at full depth, parameters in shards on the mesh, tokenizer."""
 
     config: LlamaConfig
     params: Params
     words: Tokenizer
+    mesh: Mesh
 
 
 def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
-    """Loads or makes the model to be trained. Writes nothing: the run directory may turn out to be another run's.
+    """Loads or creates the model to train. Writes nothing, because the run directory may belong to another run.
 
     Raises:
-      ValueError: the shape is impossible, or the given model lacks what training needs.
+      ValueError: the shape is impossible, or the given model does not suit training.
     """
+    mesh = state_sharding.make_mesh(options.mesh)
     if options.start != SCRATCH:
-        return _given_model(find_model(options.start), options)
+        return _given_model(find_model(options.start), options, mesh)
     shape = options.model
     if shape.tokenizer is not None:
-        words = tokenizer.load(shape.tokenizer)
+        words = bpe_tokenizer.load(shape.tokenizer)
     elif resumed:
-        words = tokenizer.load(options.run_directory)
+        words = bpe_tokenizer.load(options.run_directory)
     else:
-        words = tokenizer.learn(kinds, options.data.weights, shape.vocab_size)
+        words = bpe_tokenizer.learn(kinds, options.data.weights, shape.vocab_size)
     config = LlamaConfig(
         vocab_size=words.get_vocab_size(),
         hidden_size=shape.hidden_size,
@@ -80,29 +92,31 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
         head_dim=shape.head_dim,
         max_position_embeddings=shape.context,
         tie_embeddings=shape.tied,
-        bos_token_id=tokenizer.BOS_ID,
-        eos_token_ids=(tokenizer.EOS_ID,),
+        bos_token_id=bpe_tokenizer.BOS_ID,
+        eos_token_ids=(bpe_tokenizer.EOS_ID,),
     )
-    params = init_params(config, options.seed)
+    params = init_params(config, options.seed, state_sharding.model_shardings(mesh, config))
     if shape.induction:
-        params = induction.add_circuit(config, params, options.seed)
-    return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words)
+        params = state_sharding.place_state(mesh, induction.add_circuit(config, params, options.seed))
+    return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words, mesh)
 
 
-def _given_model(source: Path, options: JobOptions) -> Start:
-    words = tokenizer.load(source)
+def _given_model(source: Path, options: JobOptions, mesh: Mesh) -> Start:
+    words = bpe_tokenizer.load(source)
     config = checkpoint.read_config(source)
     if options.start_layers is not None:
         config = config.truncated(options.start_layers)
-    params = checkpoint.load_params(source, config, jnp.float32)
+    dtype = "float32" if options.widen is not None else options.weights
+    params = state_sharding.load_params(mesh, source, config, dtype)
     if options.widen is not None:
         config, params = widening.widen(config, params, options.widen, options.seed)
-    return Start(config, params, words)
+        params = state_sharding.place_state(mesh, params)
+    return Start(config, params, words, mesh)
 
 
-def init_params(config: LlamaConfig, seed: int) -> Params:
-    """Draws random float32 parameters; the products that write into the residual stream shrink with its depth."""
-    params = llama.init_params(config, seed_key(seed))
+def init_params(config: LlamaConfig, seed: int, shardings: Params | None = None) -> Params:
+    """Draws random float32 parameters. Output projections are scaled down with the depth of the model."""
+    params = llama.init_params(config, seed_key(seed), shardings=shardings)
     shrink = (2 * config.num_layers) ** -0.5
     for layer in params["layers"]:
         layer["attention"]["out"] *= shrink
@@ -111,30 +125,41 @@ def init_params(config: LlamaConfig, seed: int) -> Params:
 
 
 def given_tokenizer(options: JobOptions) -> Path | None:
-    """The directory or GGUF file whose tokenizer is used; None where one is learned."""
+    """Returns the directory or GGUF file of the tokenizer; None if one is learned."""
     return options.model.tokenizer if options.start == SCRATCH else find_model(options.start)
 
 
+def further_model(options: RunOptions) -> sizing.Further | None:
+    """Describes the given model that is trained; None for a model from scratch or a head."""
+    if not isinstance(options, JobOptions) or options.start == SCRATCH:
+        return None
+    config = checkpoint.read_config(find_model(options.start))
+    return sizing.Further(config.context_length, state_sharding.make_mesh(options.mesh).shape["data"])
+
+
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
-    """Puts the tokenizer's files into the run directory, instead of what a failed command left there."""
+    """Writes the tokenizer into the run directory, over the files of a failed command."""
     run, given = options.run_directory, given_tokenizer(options)
     if not files.written_here() or (given is not None and given.samefile(run)):
         return
     for name in tokenizer_files.FILES:
         (run / name).unlink(missing_ok=True)
-    if given is not None:
-        tokenizer_files.copy_files(given, run)
-        return
-    # A model that learns conversations is used in the form in which it has read them.
+    # A model trained on conversations gets the chat template of its training.
     talks = any(document.chat for part in kinds.values() for document in part)
-    tokenizer.save(words, run, options.model.context, conversations.CHAT_TEMPLATE if talks else None)
+    template = chat_of(options).template if talks else None
+    if given is None:
+        bpe_tokenizer.save(words, run, options.model.context, template)
+        return
+    tokenizer_files.copy_files(given, run)
+    if template is not None and (options.data.chat_template or chat.stored_template(run) is None):
+        files.write_atomic(run / chat.TEMPLATE_FILES[0], template)
 
 
 def draft_tokens(options: DraftOptions, config: LlamaConfig) -> np.ndarray | None:
-    """Reads the tokens among which a draft chooses, int32[N], rising; None for all.
+    """Reads the tokens among which a draft chooses, int32[N], ascending; None for all.
 
     Raises:
-      FileNotFoundError, ValueError: the ranking cannot be read, or is of another vocabulary.
+      FileNotFoundError, ValueError: the ranking cannot be read, or belongs to another vocabulary.
     """
     if options.draft_vocab is None:
         return None
@@ -142,30 +167,30 @@ def draft_tokens(options: DraftOptions, config: LlamaConfig) -> np.ndarray | Non
 
 
 def chat_of(options: JobOptions) -> conversations.Chat:
-    """Chooses how conversations are written: by the given model's or tokenizer's own template."""
-    given = given_tokenizer(options)
+    """Chooses the chat template: the given one, that of the given model or tokenizer, or the default."""
+    given, template = given_tokenizer(options), options.data.chat_template
     if given is None:
-        return conversations.Chat()
-    with tokenizer.files_of(given) as directory:
-        return conversations.chat_of(directory)
+        return conversations.chat_of(None, template)
+    with bpe_tokenizer.files_of(given) as directory:
+        return conversations.chat_of(directory, template)
 
 
-def document_marks(config: LlamaConfig, source: Path | None) -> tokenizer.Marks:
+def document_marks(config: LlamaConfig, source: Path | None) -> bpe_tokenizer.Marks:
     """Returns the tokens that begin and end every document, (BOS, EOS).
 
     Args:
-      config: names both.
-      source: the directory or GGUF file of the model's tokenizer; None for one that is learned here.
+      config: contains both token ids.
+      source: the directory or GGUF file of the model's tokenizer; None for a tokenizer that is learned here.
 
     Returns:
-      BOS is None where the tokenizer puts none before a text, as SmolLM2's: a draft that is trained with one would
-      not know how the texts begin that it drafts.
+      BOS is None if the tokenizer adds none, as SmolLM2's: a draft trained with one would see other beginnings of
+      texts than in use.
 
     Raises:
-      ValueError: the config names no EOS, or the tokenizer cannot be read.
+      ValueError: the config has no EOS, or the tokenizer cannot be read.
     """
     if not config.eos_token_ids:
-        raise ValueError("the model's config names no EOS token; training ends every document with it")
+        raise ValueError("the model's config has no EOS token; training ends every document with it")
     bos = config.bos_token_id
     if source is not None and tokenizer_files.load_tokenizer(source).encode("")[:1] != [bos]:
         bos = None

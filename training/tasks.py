@@ -1,13 +1,13 @@
-"""Tasks with certain answers as prompts: a prompt set, or the prompts of a model that was trained on such tasks.
+"""Writes generated tasks as prompts: a prompt set, or the prompts of a model that was trained on such tasks.
 
     python -m training.tasks --output tasks.jsonl
     jaxspec bench --model checkpoints/small --prompt-file tasks.jsonl --chat off
     python -m training.tasks --model checkpoints/small --count 16
     jaxspec bench --model small
 
-The embedded targets are trained on tasks that are made by rule (`training.data.tasks`). Here are others, those that
-come after the last one that a training takes: in the form of Spec-Bench, one category for each family; or as the
-`jaxspec.prompts.json` that lies beside a model.
+The embedded targets are trained on generated tasks (`training.data.tasks`). This command writes later tasks of the same
+families, which training has not used: in the form of Spec-Bench, one category for each family; or as a model's
+`jaxspec.prompts.json`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.bench import prompts as own
-from jaxspec.io.files import write_atomic, write_json
+from jaxspec.host.files import write_atomic, write_json
 from training import command
 from training.data import tasks
-from training.parsing import parse_plain
+from training.option_files import parse_plain
 
-# Families by the kinds of work in `jaxspec.bench.prompts`, which has some openings of stories to tune with, others to
-# report on.
+# The task types of `jaxspec.bench.prompts` for the families. That module also has story openings, some to tune with
+# and some to report on.
 WORK = {"sums": "mathematics", "code": "code", "edits": "copy-edit", "facts": "facts"}
 _MOST = 10
 
@@ -40,10 +40,11 @@ class Options:
 
     Attributes:
       output: the file, JSON lines for `jaxspec bench --prompt-file`.
-      model: a model's directory instead: its jaxspec.prompts.json is written, half of the prompts to tune with, half to
-        report on, and as many of the project's own openings of stories.
-      families: which tasks. Default: all; for a model those that are work, which lists of labels are not.
-      count: prompts of each.
+      model: a model's directory. Instead of `output`, its jaxspec.prompts.json is written: half of the prompts to
+        tune
+        with, half to report on, and as many of the project's own story openings.
+      families: the task families. Default: all; for a model all except lists of labels.
+      count: number of prompts of each family.
     """
 
     output: Path | None = None
@@ -68,16 +69,16 @@ class Options:
 
 
 def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
-    """Prompts of tasks that no training takes, unless it asks for more than the usual number of a family.
+    """Yields prompts of tasks that no training uses, unless it asks for more than the usual number of a family.
 
-    Nor does it take them in other words: tasks whose origin is that of one before are left out.
+    Tasks with the origin of an earlier task are left out too.
 
     Examples:
       >>> [entry["category"] for entry in prompts(["sums"], 1)]
       ['sums']
     """
     for family in families:
-        # More than are taken, for those that are left out: nearly half of the sums.
+        # More than needed, because nearly half of the sums share an origin with an earlier one.
         made = tasks.tasks(family, 2 * tasks.USUAL_COUNT + 20 * count)
         learned = {task.origin for task in itertools.islice(made, tasks.USUAL_COUNT)}
         others = (task for task in made if task.origin not in learned)
@@ -86,7 +87,7 @@ def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
 
 
 def model_prompts(families: Sequence[str], count: int) -> dict[own.Split, dict[str, list[str]]]:
-    """The prompts of a model, see `jaxspec.bench.prompts`: `count` of each kind, half for either purpose."""
+    """Returns the prompts of a model, see `jaxspec.bench.prompts`: `count` of each task type, half for each purpose."""
     made: dict[str, list[str]] = {WORK.get(family, family): [] for family in families}
     for entry in prompts(families, count):
         made[WORK.get(entry["category"], entry["category"])] += entry["turns"]
@@ -102,8 +103,7 @@ def model_prompts(families: Sequence[str], count: int) -> dict[own.Split, dict[s
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the file; returns the exit status."""
 
-    def work(given: list[str], program: str, console: Console) -> int:
-        options = parse_plain(Options, given, program)
+    def work(options: Options, console: Console) -> None:
         if options.model is not None:
             output = options.model / own.NAME
             by_split = model_prompts(options.families or tuple(WORK), options.count)
@@ -116,9 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_atomic(output, "".join(json.dumps(entry) + "\n" for entry in entries))
             count = len(entries)
         console.print(f"wrote {count} prompts to {output}", markup=False)
-        return 0
 
-    return command.run("training.tasks", Options, work, arguments)
+    return command.run("training.tasks", Options, work, arguments, parse_plain)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How fast a training step is, and where its time goes: `python -m training.throughput --layers 12 …`.
+"""Measures the speed of a training step and of its parts: `python -m training.throughput --layers 12 …`.
 
-Everything is set against the rate at which this device multiplies large matrices, measured in the same run.
+Speeds are compared with the rate of a large matrix product on the same device, measured in the same run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from training import command
 from training.loop import optimizer
 from training.losses import base
 from training.losses.exits import LayerSkipOptions, layerskip_loss, most_exits
-from training.options import ModelOptions
-from training.parsing import parse_plain
+from training.option_files import parse_plain
+from training.run_options import ModelOptions
 from training.start import init_params
 
-# Side of the square matrices whose product is the device's rate.
+# Side of the square matrices for the measurement of the device's rate.
 SIDE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
 
 
 def _usual_shape() -> ModelOptions:
-    """The default shape: there is no data from which `auto` could choose one."""
+    """The default shape; `auto` needs data, and there is none here."""
     return ModelOptions(
         vocab_size=2048,
         hidden_size=192,
@@ -55,12 +55,12 @@ class Options:
     """Times a training step and its parts.
 
     Attributes:
-      model: the shape; the vocabulary is as given, growth is not timed.
+      model: the shape; `growth` is ignored.
       window: tokens per row.
-      batch: rows.
+      batch: number of rows.
       objective: the loss.
-      compute: of the products.
-      repeats: how often each thing is timed; the median counts.
+      compute: dtype of the matrix products.
+      repeats: number of timings; the median is reported.
       json: print JSON instead of a table.
     """
 
@@ -76,14 +76,14 @@ class Options:
 def step_flops(config: LlamaConfig, rows: int, window: int, exits: int) -> dict[str, float]:
     """Counts the floating-point operations of the products of one step, forward and backward.
 
-    A weight takes part in 2 operations per token forwards and 4 backwards. Attention is counted as it is
-    computed, over the whole square: masked scores are computed too.
+    A weight takes part in 2 operations per token in the forward pass and 4 in the backward pass. Attention is counted
+    over the whole square, because masked scores are computed too.
 
     Args:
       config: the model.
-      rows: of the batch.
+      rows: rows of the batch.
       window: tokens per row.
-      exits: how often the head is applied.
+      exits: number of applications of the head.
     """
     tokens = rows * window
     layer = sum(
@@ -101,7 +101,7 @@ def step_flops(config: LlamaConfig, rows: int, window: int, exits: int) -> dict[
 
 
 def _ready(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """The compiled function of these arguments, called once, to be called again for its time."""
+    """Compiles a function for these arguments and calls it once; returns a function that calls it again."""
     compiled = jax.jit(function)
 
     def call() -> Any:
@@ -199,16 +199,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
-    def work(given: list[str], prog: str, console: Console) -> int:
-        options = parse_plain(Options, given, prog)
+    def work(options: Options, console: Console) -> None:
         report = measure(options)
         if options.json:
             print(json.dumps(report, indent=2))
         else:
             show(report, Console())
-        return 0
 
-    return command.run("training.throughput", Options, work, arguments)
+    return command.run("training.throughput", Options, work, arguments, parse_plain)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,26 @@
-"""γ carried from text to text, as Draft & Verify's authors evaluate: given explicitly, text by text."""
+"""An adaptive γ carried from text to text, as the authors of Draft & Verify evaluate."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from jaxspec.engine.results import Result
 from jaxspec.methods import Method
 
 
-def carrying(generate: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns `generate` with a memory: each text of a method starts from the γ that the method's last text ended with.
+def carried(method: Method, gamma: float | None) -> Method:
+    """Returns the method for a text that starts from the γ with which the method's previous text ended.
 
-    A method whose stop rule has no adaptive γ, or that has no option `gamma`, is left as it is.
+    A method without an option `gamma` is returned unchanged.
 
     Args:
-      generate: takes a prompt and keyword arguments, among them `method`, an instance of one of `jaxspec.methods`.
+      method: an instance of one of `jaxspec.methods`.
+      gamma: `Result.gamma` of the previous text; None before the first text, or where no stop rule has an adaptive γ.
 
-    Example:
+    Examples:
       >>> from jaxspec.methods import AdaSPEED
-      >>> from jaxspec.testing import language_model
-      >>> generate = carrying(language_model().generate)
-      >>> first = generate([3, 4], method=AdaSPEED(exit_layer=1), max_new_tokens=8)
-      >>> second = generate([3, 4], method=AdaSPEED(exit_layer=1), max_new_tokens=8)
-      >>> round(first.gamma, 3) != round(second.gamma, 3)
-      True
+      >>> carried(AdaSPEED(exit_layer=1), 0.7).gamma
+      0.7
     """
-    ended: dict[Method, float] = {}
-
-    def run(prompt: Any, *, method: Any = "autoregressive", **options: Any) -> Result:
-        if not isinstance(method, Method):
-            return generate(prompt, method=method, **options)
-        changes: dict[str, Any] = {"gamma": ended[method]} if method in ended else {}
-        result = generate(prompt, method=dataclasses.replace(method, **changes), **options)
-        if result.gamma is not None and "gamma" in method.options():
-            ended[method] = result.gamma
-        return result
-
-    return run
+    changes: dict[str, Any] = {} if gamma is None or "gamma" not in method.options() else {"gamma": gamma}
+    return dataclasses.replace(method, **changes)

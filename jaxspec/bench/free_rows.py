@@ -1,4 +1,4 @@
-"""What drafts gain where rows are free: a pass costs the weights that it reads, as it nearly does on an accelerator."""
+"""Predicts speed-ups for devices where a pass costs only the weights that it reads, as is nearly so on accelerators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxspec.protocol import Drafter
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What a run's drafts read.
+    """The draft passes of a method.
 
     Attributes:
-      share: of each pass, see `methods.base.share_of_step`.
-      each_round: passes of a round, where that does not depend on how many tokens are drafted; None elsewhere.
+      share: share of the target's weights that a pass reads, see `methods.base.share_of_step`.
+      each_round: passes per round; None for one pass per draft token.
 
     Examples:
       >>> Passes(0.25).speedup(3.0, mean_draft_length=4.0), Passes(0.5, each_round=1).speedup(3.0, 4.0)
@@ -28,10 +28,10 @@ class Passes:
     each_round: int | None = None
 
     def speedup(self, tokens_per_round: float, mean_draft_length: float) -> float:
-        """Over plain decoding, if a round costs one reading of the target's weights and those of its passes.
+        """The speed-up over plain decoding if a round only reads the target's weights and those of its draft passes.
 
         Args:
-          tokens_per_round: of all rounds.
+          tokens_per_round: mean over all rounds.
           mean_draft_length: draft tokens per round.
         """
         passes = mean_draft_length if self.each_round is None else self.each_round
@@ -39,12 +39,12 @@ class Passes:
 
 
 def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> Passes | None:
-    """What a method's drafts read; None where that depends on the text, or where nobody has said it.
+    """The draft passes of a method; None if they depend on the text or the method does not declare its cost.
 
     Args:
       lm: the target.
-      method: whose drafts they are.
-      drafter, params: what it made, see `LanguageModel.drafter`.
+      method: the method.
+      drafter, params: its drafter, see `LanguageModel.drafter`.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip
@@ -56,5 +56,6 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
     draft = method.cost(lm.loaded, drafter, params)
     if draft is None:
         return None
-    each = 1 if draft.once else drafter.num_draft_tokens if drafter.drafts_trees else None
+    runs = getattr(drafter, "second", drafter)  # in a hybrid
+    each = 1 if draft.once else runs.num_draft_tokens if runs.drafts_trees else None
     return Passes(share_of_step(draft, lm.loaded), each)

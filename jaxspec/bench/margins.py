@@ -1,4 +1,4 @@
-"""Where two greedy texts part, and by how little: mostly a tie of two tokens that rounding decides."""
+"""First differences of greedy texts, and their logit margins: most are near ties that rounding decides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxspec.model.sharding import fetched
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first position at which two texts differ, in tokens from 0; None where they are equal.
+    """The first position at which two texts differ, in tokens from 0; None for equal texts.
 
     Examples:
       >>> first_difference([3, 4, 5], [3, 5, 5]), first_difference([3], [3, 4]), first_difference([3], [3])
@@ -30,13 +30,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def margin(lm: LanguageModel, context: Sequence[int], token: int, other: int) -> float:
-    """How far a model prefers one token to another as the next: the difference of their logits.
+    """The difference between the logits of two tokens after a context.
 
-    They come from one prefill, so not from the rounds that chose either token.
+    The logits come from one prefill, not from the rounds that chose the tokens.
 
     Args:
       lm: the model.
-      context: token ids that stand before, at least one.
+      context: token ids, at least one.
       token, other: token ids.
 
     Examples:

@@ -1,6 +1,6 @@
-"""transformers on PyTorch beside jaxspec: the same weights, prompts and laws, by its own assisted generation.
+"""Generates with transformers on PyTorch, from the same weights, prompts and sampling parameters as jaxspec.
 
-The only module of the package that needs PyTorch; it is imported where it is asked for.
+This is the only module of the package that needs PyTorch; it is imported on demand.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
 from jaxspec.engine.results import Result, Statistics, Token
-from jaxspec.io.extras import require
-from jaxspec.io.gguf_file import is_gguf
+from jaxspec.host.extras import require
+from jaxspec.io.gguf.container import is_gguf
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
 
-# Our method → what transformers calls its own.
+# Our method → the name of the run of its counterpart in transformers.
 _NAMES: dict[type[Method], str] = {
     NGram: "transformers prompt lookup",
     DraftModel: "transformers assisted",
@@ -31,26 +31,27 @@ def transformers_runs(
     lm: LanguageModel,
     model: str | None,
     methods: Mapping[str, Method],
-    law: Mapping[str, float],
+    distribution: Mapping[str, float],
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Loads a model into transformers; its ways to generate, by name.
+    """Loads a model into transformers and returns its ways to generate.
 
-    Plain decoding and prompt lookup always; assisted generation where a method drafts by a model, and early exit
-    where `layerskip` is among them; with their draft, exit and number of draft tokens, which stays constant.
+    Plain decoding and prompt lookup are always included, assisted generation if a method has a draft model, and early
+    exit if `layerskip` is among the methods. Draft model, exit and number of draft tokens (constant) are the method's.
 
-    The first token of assisted generation comes with its first round, which reads the prompt and verifies a draft: the
-    tokens of this round are counted as the first, so that a speed is of what comes after.
+    The first round of assisted generation reads the prompt and verifies a draft, and returns several tokens at once.
+    They count as the first token, because a speed covers only the tokens after it.
 
     Args:
       lm: the model in jaxspec, for its EOS, dtype and drafters.
-      model: as `load` takes it.
-      methods: those that are measured, by the name of their run; of several of a kind the last counts.
-      law: temperature, top_k, top_p and min_p.
-      max_new_tokens: of each text.
+      model: as in `load`.
+      methods: the measured methods, by the name of their run; the last one of each class is used.
+      distribution: temperature, top_k, top_p and min_p.
+      max_new_tokens: the maximum number of new tokens per text.
 
     Returns:
-      Functions (token ids of a prompt, seed) → `Result`, by the name of their run.
+      Functions (token ids of a prompt, seed) → `Result`, by the name of their run; their keyword `max_new_tokens`
+      replaces the maximum.
 
     Raises:
       MissingExtra: PyTorch is not installed.
@@ -58,12 +59,12 @@ def transformers_runs(
     """
     require("peers", "torch", "accelerate")
     target = _load(model, lm)
-    generate = functools.partial(_generate, lm, target, law, max_new_tokens)
+    generate = functools.partial(_generate, lm, target, distribution, max_new_tokens=max_new_tokens)
     runs = {"transformers": generate}
-    by_kind: dict[type[Method], Method] = {NGram: NGram()}
-    by_kind |= {type(method): method for method in methods.values()}
-    for kind, method in by_kind.items():
-        if kind not in _NAMES or (isinstance(method, DraftModel) and method.draft is None):
+    by_class: dict[type[Method], Method] = {NGram: NGram()}
+    by_class |= {type(method): method for method in methods.values()}
+    for cls, method in by_class.items():
+        if cls not in _NAMES or (isinstance(method, DraftModel) and method.draft is None):
             continue
         drafter, _ = lm.drafter(method)
         drafts = drafter.num_draft_tokens
@@ -71,28 +72,28 @@ def transformers_runs(
         if isinstance(method, DraftModel):
             extra = {"assistant_model": _constant(_load(str(method.draft), lm), drafts)}
         elif isinstance(method, LayerSkip):
-            _constant(target, drafts)  # it is its own assistant
+            _constant(target, drafts)  # the target is its own assistant
             extra = {"assistant_early_exit": drafter.exit_layer}  # type: ignore[attr-defined]
-        runs[_NAMES[kind]] = functools.partial(generate, extra=extra)
+        runs[_NAMES[cls]] = functools.partial(generate, extra=extra)
     return runs
 
 
 def _load(model: str | None, lm: LanguageModel) -> Any:
-    """The model in transformers, in the dtype that jaxspec has it in."""
+    """Loads the model into transformers, in the same dtype as in jaxspec."""
     import torch
     import transformers
 
     path = find_model(model)
     where, extra = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        with contextlib.redirect_stderr(io.StringIO()):  # hides progress bars
             loaded = transformers.AutoModelForCausalLM.from_pretrained(
                 str(where), dtype=getattr(torch, lm.dtype), local_files_only=True, **extra
             )
-    except Exception as error:  # transformers raises many kinds here, some of many lines
+    except Exception as error:  # transformers raises many types here, some with many lines
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot load {path}: {reason}") from None
-    # Greedy unless a call says otherwise, whatever the checkpoint's own defaults are.
+    # Replaces the checkpoint's defaults: greedy unless a call sets sampling parameters.
     loaded.generation_config = transformers.GenerationConfig(
         eos_token_id=list(lm.config.eos_token_ids) or None, pad_token_id=0
     )
@@ -101,7 +102,7 @@ def _load(model: str | None, lm: LanguageModel) -> Any:
 
 
 def _constant(assistant: Any, num_draft_tokens: int) -> Any:
-    """Has an assistant draft as many tokens in every round."""
+    """Makes an assistant draft the same number of tokens in every round."""
     assistant.generation_config.num_assistant_tokens = num_draft_tokens
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -109,7 +110,7 @@ def _constant(assistant: Any, num_draft_tokens: int) -> Any:
 
 
 class _Clock:
-    """A streamer of transformers that keeps the time and the size of what it is handed: first the prompt."""
+    """A streamer of transformers that records the time and size of each piece; the prompt is the first piece."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -127,17 +128,17 @@ class _Clock:
 def _generate(
     lm: LanguageModel,
     target: Any,
-    law: Mapping[str, float],
-    max_new_tokens: int,
+    distribution: Mapping[str, float],
     prompt: Sequence[int],
     seed: int,
     *,
+    max_new_tokens: int,
     extra: Mapping[str, Any] | None = None,
 ) -> Result:
     import torch
 
     ids = torch.tensor([list(prompt)], device=target.device)
-    sampled = {"do_sample": True, **law} if law["temperature"] > 0 else {"do_sample": False}
+    sampled = {"do_sample": True, **distribution} if distribution["temperature"] > 0 else {"do_sample": False}
     clock = _Clock()
     torch.manual_seed(seed)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Prompt sets as benchmarks come: Spec-Bench and MT-bench, GSM8K, HumanEval, and plain lines; the project's own."""
+"""Reads prompt sets: Spec-Bench, MT-bench, GSM8K, HumanEval, plain lines, and the project's own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxspec.bench import prompts
 from jaxspec.bench.suite_options import Chat
-from jaxspec.io.files import parse_json, read_text
-from jaxspec.io.messages import brief_errors, shown
+from jaxspec.host.files import parse_json, read_text
+from jaxspec.host.messages import brief_errors, shown
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -24,7 +24,7 @@ _EXPECTED = (
     "`entry_point` (HumanEval), or a .txt file of one prompt a line"
 )
 Item = TypeVar("Item")
-# A sign only where it is none of a subtraction.
+# A minus sign after a digit or a closing parenthesis is a subtraction, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -34,10 +34,10 @@ class Task:
 
     Attributes:
       id: unique in its set, such as "gsm8k/12".
-      category: what is reported together.
-      turns: what the user says, one after another; at least one.
-      message: whether a chat model should get it as a message; else it is a text to go on from.
-      answer: the number that the text should end with; None where there is no certain answer.
+      category: prompts of the same category are reported together.
+      turns: the user's turns, at least one.
+      message: whether a chat model reads it as a message; otherwise it is a text to continue.
+      answer: the number that the text should end with; None without a known answer.
 
     Examples:
       >>> Task("lines/1", "lines", ("Once upon a time",)).turns
@@ -65,8 +65,7 @@ class Task:
         return [{"role": role, "content": text} for role, text in zip(roles, spoken, strict=False)]
 
     def text(self, said: Sequence[str]) -> str:
-        """The same as plain text: turns and answers one after another; a question with an answer to be found is
-        marked as one.
+        """The same conversation as plain text; a question with a known answer is marked as a question.
 
         Args:
           said: the model's answers to the turns before the next.
@@ -82,8 +81,7 @@ class Task:
         return first + "".join(f"{answer}\n\n{turn}" for answer, turn in later)
 
     def is_right(self, text: str) -> bool:
-        """Whether a text gives the answer. A model that was not asked in a chat goes on to questions of its own, which
-        do not count.
+        """Whether a text gives the answer; further questions that a model asks itself without a chat are ignored.
 
         Examples:
           >>> Task("1", "gsm8k", ("1 + 1?",), answer="2").is_right(" 2\\n\\nQuestion: 1 + 2?\\nAnswer: 3")
@@ -95,15 +93,15 @@ class Task:
 def own_tasks(
     split: prompts.Split = "reporting", kinds: Sequence[str] | None = None, directory: Path | None = None
 ) -> list[Task]:
-    """The prompts where none are given: those beside a model, else the project's; see `prompts.load`.
+    """The default prompts: those in a model's directory, otherwise the project's; see `prompts.load`.
 
     Args:
-      split: what numbers are tuned on, or what speeds are reported on.
-      kinds: of work; None for all.
-      directory: of the model.
+      split: prompts for tuning or for reporting.
+      kinds: kinds of work; None for all.
+      directory: directory of the model.
 
     Raises:
-      ValueError: the model's prompts have no such kind, or are not what `prompts.load` expects.
+      ValueError: the model's prompts lack a kind, or an error of `prompts.load`.
 
     Examples:
       >>> own_tasks()[0].id
@@ -115,7 +113,7 @@ def own_tasks(
     absent = set(kinds or ()) - set(known)
     if absent:
         raise ValueError(
-            f"the prompts beside the model are {', '.join(known)}, and {min(absent)} is needed; choose another model"
+            f"the model's own prompts are {', '.join(known)}, but {min(absent)} is needed; choose another model"
         )
     return [
         Task(f"{kind}/{number}", kind, (text,))
@@ -127,18 +125,18 @@ def own_tasks(
 
 @brief_errors()
 def read_tasks(paths: Sequence[str | os.PathLike[str]]) -> list[Task]:
-    """Reads prompt sets; which form a file has is seen from its fields.
+    """Reads prompt sets; the format of a file is recognised from its fields.
 
     Args:
-      paths: a name in .txt is one prompt a line (empty lines are left out); anything else is JSON, an object a
-        line or a list of objects.
+      paths: .txt files have one prompt per line (empty lines are ignored); other files are JSON, one object per line
+        or a list of objects.
 
     Returns:
-      The entries of all files, in their order.
+      The entries of all files, in order.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a file is empty, or has no form that is known; one line.
+      FileNotFoundError: a file does not exist.
+      ValueError: a file is empty or its format is unknown, or two prompts have one id; one line.
     """
     tasks = [task for path in paths for task in _read(Path(path))]
     first: set[str] = set()
@@ -157,7 +155,7 @@ def encoded(lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Chat 
     Args:
       lm: the model, with a tokenizer.
       task: the prompt.
-      said: the model's answers to the turns before.
+      said: the model's answers to the turns before it.
       chat: whether to use the model's chat template: on, off, or auto, which uses it for messages if there is one.
     """
     template = lm.tokenizer is not None and lm.tokenizer.has_chat_template
@@ -166,9 +164,9 @@ def encoded(lm: LanguageModel, task: Task, said: Sequence[str] = (), chat: Chat 
 
 
 def in_turn(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
-    """Puts items in another order: one of each category, then the next of each, and so on.
+    """Reorders items: the first of each category, then the second of each, and so on.
 
-    So the first few, or those done before an interruption, are of all categories.
+    A limit or an interruption then leaves items of all categories.
 
     Examples:
       >>> in_turn(["a1", "a2", "b1"], lambda item: item[0])
@@ -182,10 +180,10 @@ def in_turn(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item
 
 
 def final_number(text: str) -> str | None:
-    """The number that a text gives as its answer: the one after its last `####`, else its last one.
+    """The number that a text gives as its answer: the one after its last `####`, otherwise its last one.
 
     Returns:
-      The number in a form in which equal ones are the same; None where there is none.
+      The number in canonical form; None without a number.
 
     Examples:
       >>> final_number("so 3 + 4 = 7.00 #### 1,007.50"), final_number("She has $18.")
@@ -215,7 +213,7 @@ def _read(path: Path) -> list[Task]:
 
 
 def _entries(path: Path, text: str) -> list[tuple[int, str, Any]]:
-    """Objects of a file, each with its number and where it stands; a list in one piece, or one a line."""
+    """The objects of a JSON list or of JSON lines, each with its number and location."""
     if text.lstrip().startswith("["):
         try:
             content = parse_json(text)
@@ -225,7 +223,7 @@ def _entries(path: Path, text: str) -> list[tuple[int, str, Any]]:
             raise ValueError(f"{path} is empty; {_EXPECTED}")
         return [(number, f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1)]
     entries = []
-    # Not `splitlines`, which also ends a line at characters that JSON leaves as they are.
+    # `splitlines` would also split at characters that JSON does not escape.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"

@@ -1,8 +1,8 @@
-"""The prompts that are measured with where none are given: of each kind of work some to tune with, and others.
+"""The default prompts by kind of work, in two splits: tuning and reporting.
 
-What is tuned on a prompt looks better there than elsewhere, so speeds are reported on prompts that nothing was tuned
-on. A model that was trained for work of its own brings prompts of it, as `jaxspec.prompts.json` beside it; every other
-one is measured on the project's.
+A setting looks better on the prompts that it was tuned on, so speeds are reported on other prompts. A model that was
+trained for its own kinds of work can have its own prompts, as `jaxspec.prompts.json` in its directory; the project's
+prompts are used for all other models.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxspec.io.files import read_json
+from jaxspec.host.files import read_json
 
-# What numbers are chosen with, and what speeds are reported on.
+# Prompts to choose settings with, or to report speeds on.
 Split = Literal["tuning", "reporting"]
-# Of the project's own.
+# Kinds of work in the project's prompts.
 KINDS = ("stories", "mathematics", "code", "copy-edit")
-# Beside a model, and of the project's own in this package.
+# File name in a model's directory, and in this package.
 NAME, _OWN = "jaxspec.prompts.json", "prompts.json"
 
 
@@ -28,8 +28,8 @@ def load(split: Split = "reporting", directory: Path | None = None) -> dict[str,
     """Prompts by kind of work.
 
     Args:
-      split: for what.
-      directory: of a model; its own prompts count if it has some.
+      split: prompts for tuning or for reporting.
+      directory: directory of a model; its own prompts are used if it has any.
 
     Raises:
       ValueError: the model's prompts are not lists of texts by kind, for tuning and for reporting; one line.
@@ -44,19 +44,19 @@ def load(split: Split = "reporting", directory: Path | None = None) -> dict[str,
     for part in get_args(Split):
         if not _is_by_kind(content.get(part)):
             raise ValueError(
-                f"{directory / NAME}: {part} is no list of prompts for each kind of work; write it by "
-                "python -m training.tasks --model DIR, or take it away to have the project's prompts"
+                f"{directory / NAME}: {part} is not a list of prompts for each kind of work; write it by "
+                "python -m training.tasks --model DIR, or delete it to use the project's prompts"
             )
     return _tuples(content[split])
 
 
 def sample(each: int, directory: Path | None = None, split: Split = "reporting") -> tuple[str, ...]:
-    """The first few of every kind; the other arguments are those of `load`."""
+    """The first `each` prompts of every kind; see `load` for the other arguments."""
     return tuple(prompt for prompts in load(split, directory).values() for prompt in prompts[:each])
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text with something in it, and without half characters, which JSON can hold.
+    """Whether a value is a non-blank text without lone surrogates, which JSON can contain.
 
     Examples:
       >>> [is_text(value) for value in ("a", " ", 3)]

@@ -1,12 +1,11 @@
-"""The one definition of speed and of acceptance, for every report of the project.
+"""The definitions of speed and acceptance that all reports of the project use.
 
-Runs generate after the same prompts in turns (`timing.measure_runs`). In one turn a run's speed is the number of its
-new tokens ÷ its time, over all prompts: tokens after the first of each text, in the time from a text's first token to
-its last, compilation left out. The speed-up of a run is the ratio of its speed to that of plain decoding in the same
-turn, the median over the turns.
+Runs generate after the same prompts in turns (`timing.measure_runs`). The speed of a run in one turn is the number of
+its new tokens ÷ their time, over all prompts: the tokens after the first of each text, in the time from the first
+token of a text to its last, without compilation. The speed-up of a run is the ratio of its speed to that of plain
+decoding in the same turn, the median over the turns.
 
-Texts that were generated together, the rows of a batch, count as one with all their tokens, in the time from the first
-token of any to the last of any.
+The texts of a batch count as one text with all their tokens, from the first token of any row to the last of any row.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ import numpy as np
 
 from jaxspec.engine.results import Result
 
-# A text, or those that were generated together.
+# A text, or the texts of a batch.
 Texts = Result | Sequence[Result]
-# What a run generated: by prompt (or batch of prompts), turn by turn; all prompts have as many turns.
+# The texts of a run, by prompt (or batch of prompts) and turn; all prompts have the same number of turns.
 Taken = Sequence[Sequence[Texts]]
 
 
 def rows(texts: Texts) -> Sequence[Result]:
-    """Texts that were generated together, as a sequence."""
+    """The texts as a sequence."""
     return [texts] if isinstance(texts, Result) else texts
 
 
 def first_token_ms(result: Result) -> float:
-    """The time from the call to a text's first token, compilation left out, in milliseconds."""
+    """The time from the call to a text's first token without compilation, in milliseconds."""
     counts = result.statistics
     return counts.elapsed_ms - counts.decode_ms - (counts.compile_ms - counts.decode_compile_ms)
 
 
 def running_ms(texts: Texts) -> float:
-    """The time from the first token to the last, compilation left out, in milliseconds."""
+    """The time from the first token to the last without compilation, in milliseconds."""
     ended = max(result.statistics.elapsed_ms - result.statistics.compile_ms for result in rows(texts))
     return ended - min(map(first_token_ms, rows(texts)))
 
 
 def tokens_per_second(taken: Taken) -> float | None:
-    """The speed of a run, the median over its turns; None where no text has a token after its first.
+    """The speed of a run, the median over its turns; None if no text has a token after its first.
 
     Args:
-      taken: by prompt, turn by turn.
+      taken: the texts by prompt and turn.
     """
     tokens, ms = _counts(taken).sum(axis=0).T
     speeds = [1e3 * n / t for n, t in zip(tokens, ms, strict=True) if n and t]
@@ -63,20 +62,19 @@ def speed_ratio(
     groups: Sequence[Any] | None = None,
     kinds: Sequence[Any] | None = None,
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """How many times faster one run is than another: of plain decoding, its speed-up.
+    """The ratio of the speeds of two runs; the speed-up if the other run is plain decoding.
 
     Args:
-      taken: by prompt, turn by turn.
-      others: what it is compared with, on the same prompts in the same turns.
+      taken: the texts by prompt and turn.
+      others: the texts of the other run, on the same prompts in the same turns.
       resamples: draws of the bootstrap.
-      groups: of each prompt, what it is drawn together with: prompts of one group, such as the turns of one
-        conversation, are one in the bootstrap. None where each stands for itself.
-      kinds: of each prompt, its kind of work, see `indices`. None where all are of one.
+      groups: group of each prompt; prompts of one group, such as the turns of a conversation, are one unit of the
+        bootstrap. None if each prompt is its own unit.
+      kinds: kind of work of each prompt, see `indices`. None for one kind.
 
     Returns:
-      The ratio, and its 95 % interval by the bootstrap over the prompts of each kind; None where a speed is not
-      defined. The interval says what other prompts of these kinds, as many of each, might have given; it does not hold
-      the noise of the clock.
+      The ratio, and its 95 % interval by the bootstrap over the prompts of each kind and over the turns; None if a
+      speed is not defined. With one turn, the interval does not cover the noise of the timing.
 
     Raises:
       ValueError: the runs differ in their prompts or turns.
@@ -92,16 +90,16 @@ def drawn_ratios(
     groups: Sequence[Any] | None = None,
     kinds: Sequence[Any] | None = None,
 ) -> np.ndarray:
-    """Computes the ratio of two speeds, and again for each draw of the bootstrap; `speed_ratio` is its summary.
+    """The ratio of two speeds on all prompts and on each draw of the bootstrap; `speed_ratio` is its summary.
 
-    Runs whose prompts are of the same kinds, in the same order, have the same prompts drawn. So ratios of several
-    models on the same prompts may be added or divided draw by draw, before `spread` makes an interval of them.
+    The draws depend only on the sequence of kinds. Ratios of several models on the same prompts can therefore be added
+    or divided draw by draw before `spread` computes an interval.
 
     Args:
       taken, others, resamples, groups, kinds: see `speed_ratio`.
 
     Returns:
-      float64[1 + resamples]: the ratio, then that of each draw of prompts with replacement; NaN where a speed is not
+      float64[1 + resamples]: the ratio on all prompts, then on each draw with replacement; NaN if a speed is not
       defined.
 
     Raises:
@@ -114,7 +112,7 @@ def drawn_ratios(
     if groups is not None:
         mine, other = (_together(counts, groups) for counts in (mine, other))
         kinds = [
-            frozenset(kind for kind, its in zip(kinds, groups, strict=True) if its == group)
+            frozenset(kind for kind, group_of in zip(kinds, groups, strict=True) if group_of == group)
             for group in dict.fromkeys(groups)
         ]
     return _drawn(mine, other, kinds, resamples)
@@ -126,7 +124,7 @@ def ratio_of_counts(
     """The ratio of two speeds, the median over the turns, and its interval; see `speed_ratio`.
 
     Args:
-      mine, other: float64[prompts, turns, 2], tokens and the time that they took, in one unit for both.
+      mine, other: float64[prompts, turns, 2], tokens and their time, in the same unit for both.
       resamples: draws of the bootstrap over prompts.
 
     Examples:
@@ -141,10 +139,10 @@ def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]
     """A figure and its 95 % interval.
 
     Args:
-      drawn: float64[1 + N], the figure, then the same of each draw of the bootstrap.
+      drawn: float64[1 + N], the figure, then its value on each draw of the bootstrap.
 
     Returns:
-      Both None where the figure is not defined.
+      The figure and (low, high); both None if the figure is not defined.
 
     Examples:
       >>> spread(np.array([1.5, 1.4, 1.4, 1.6, 1.6]))
@@ -159,14 +157,14 @@ def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]
 
 
 def indices(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
-    """The prompts of each draw of the bootstrap, always the same for the same kinds.
+    """The prompts of each draw of the bootstrap; deterministic for given kinds.
 
-    How many prompts there are of each kind of work is chosen, and not a matter of chance; so every draw has as many of
-    each. Prompts that are the only ones of their kind are drawn as if they were of one.
+    The number of prompts of each kind is a choice, not random, so every draw has the same number of each kind. Prompts
+    that are the only ones of their kind are drawn together, as one kind.
 
     Args:
-      kinds: of each prompt, its kind of work; anything that can be a key.
-      resamples: how many draws.
+      kinds: kind of work of each prompt, hashable.
+      resamples: number of draws.
 
     Returns:
       int[1 + resamples, prompts]: first every prompt once, then the draws with replacement.
@@ -179,8 +177,8 @@ def indices(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
     places: dict[Any, list[int]] = {}
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
-    alone = [place for its in places.values() if len(its) == 1 for place in its]
-    strata = [alone, *(its for its in places.values() if len(its) > 1)]
+    alone = [place for members in places.values() if len(members) == 1 for place in members]
+    strata = [alone, *(members for members in places.values() if len(members) > 1)]
     every = np.tile(np.arange(len(kinds)), (1 + resamples, 1))
     random = np.random.default_rng(0)
     for stratum in filter(None, strata):
@@ -197,17 +195,20 @@ def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any], resamples:
             np.moveaxis(counts[chosen].sum(axis=1), -1, 0) for counts in (mine, other)
         )
         ratios = np.where(tokens * other_tokens > 0, (tokens / ms) / (other_tokens / other_ms), np.nan)
-        typical: np.ndarray = np.nanmedian(ratios, axis=1)
+        # Turns are drawn too, so that the noise of the clock is part of the interval.
+        turns = np.tile(np.arange(ratios.shape[1]), (1 + resamples, 1))
+        turns[1:] = np.random.default_rng(1).integers(turns.shape[1], size=turns[1:].shape)
+        typical: np.ndarray = np.nanmedian(np.take_along_axis(ratios, turns, axis=1), axis=1)
     return typical
 
 
 def acceptance(taken: Taken) -> dict[str, float | None]:
-    """What became of a run's drafts, over all its prompts and turns.
+    """Acceptance statistics of a run, over all its prompts and turns.
 
     Returns:
-      `mean_acceptance_length`, tokens ÷ rounds (as Spec-Bench counts); `mean_acceptance_length_drafting`, 1 + accepted
-      ÷ drafting rounds (as vLLM counts); `draft_acceptance_rate`, accepted ÷ drafted; `mean_draft_length`, draft
-      tokens verified per round. Null where there was no round, or no draft.
+      `mean_acceptance_length`, tokens ÷ rounds (as in Spec-Bench); `mean_acceptance_length_drafting`, 1 + accepted
+      tokens ÷ drafting rounds (as in vLLM); `draft_acceptance_rate`, accepted ÷ draft tokens; `mean_draft_length`,
+      verified draft tokens ÷ rounds. None if the divisor is 0.
     """
     texts = list(every_text(taken))
     counts = [result.statistics for result in texts]
@@ -223,10 +224,10 @@ def acceptance(taken: Taken) -> dict[str, float | None]:
 
 
 def acceptance_by_position(taken: Taken) -> list[float]:
-    """The share of the rounds with a draft that accepted its first token, its second, and so on (as vLLM counts).
+    """The share of the drafting rounds that accepted the first draft token, the second, and so on (as in vLLM).
 
     Returns:
-      One number per position of the longest draft; none where nothing was drafted.
+      One number per position of the longest draft; [] without drafts.
     """
     histograms = [result.statistics.acceptance_histogram for result in every_text(taken)]
     by_count = [sum(sizes) for sizes in itertools.zip_longest(*histograms, fillvalue=0)]
@@ -234,13 +235,13 @@ def acceptance_by_position(taken: Taken) -> list[float]:
 
 
 def every_text(taken: Taken) -> Iterator[Result]:
-    """All texts of a run, each for itself."""
+    """Yields each text of a run."""
     for texts in itertools.chain(*taken):
         yield from rows(texts)
 
 
 def _counts(taken: Taken) -> np.ndarray:
-    """float64[prompts, turns, 2]: new tokens, and the milliseconds that they took."""
+    """float64[prompts, turns, 2]: new tokens after the first, and their time in milliseconds."""
     return np.array(
         [[(sum(map(_tokens, rows(one))), running_ms(one)) for one in turns] for turns in taken], np.float64
     )
@@ -255,5 +256,5 @@ def _together(counts: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
 
 
 def _tokens(result: Result) -> int:
-    """Tokens after the first."""
+    """The number of tokens after the first."""
     return max(result.statistics.num_tokens - 1, 0)

@@ -1,7 +1,7 @@
-"""What steps of a model cost on this device, measured once: by rows, layers, live length and batch (`StepCosts`).
+"""Measures the costs of a model's steps on this device by rows, layers, live length and batch (`StepCosts`).
 
-The parts of `profile` and `tune`, at few points, within seconds: the choice between methods needs a table before the
-first text, not a study. The whole rounds of `bench.prices` are the judge of what is predicted from it.
+Dynamic speculation needs this table before the first text, so a few points are measured within seconds.
+`benchmarks.papers.prices` measures whole rounds to check the predictions from it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ from typing import Any
 import jax
 
 from jaxspec.bench.steps import LIVE, LookupSteps, Steps, SubmodelSteps
-from jaxspec.bench.timing import OnProgress, interleaved
+from jaxspec.bench.timing import interleaved
 from jaxspec.choosing.costs import StepCosts
-from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import cost_files, processes
-from jaxspec.io.files import written_here
+from jaxspec.host import processes
+from jaxspec.host.files import written_here
+from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.io.methods import cost_files
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import local
 from jaxspec.protocol import Weights
 
-# (rows of one text, batch) of the whole model's steps; the largest stands for a prefill.
+# (rows per text, batch) of the steps of the whole model; the most rows represent a prefill.
 POINTS = ((1, 1), (2, 1), (5, 1), (9, 1), (33, 1), (1, 4), (5, 4))
-# Live tokens of all steps but those that say what a live token costs, and of these; and slots of their caches.
+# (live tokens, cache slots) of most steps, and of the step that measures the cost of live tokens.
 SHORT, LONG = (LIVE + 1, 128), (1000, 1024)
-# All timings together take about so long, where the turns below allow it.
+# Total time of all timings in seconds, within the range of turns.
 _TIMING_S, _TURNS = 6.0, (3, 9)
-# Milliseconds that one timing of small steps takes, so that calling them is no part of it, and its steps at most.
+# Duration of one timing, long enough to hide the overhead of the call, and the maximum number of its steps.
 _CALL_MS, _MOST_STEPS = 8.0, 16
 
 
-def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None) -> StepCosts:
-    """Measures the costs of steps, in turns; most of the time goes into compiling them.
+@shows_progress
+def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda step: None) -> StepCosts:
+    """Measures the costs of steps in turns; most of the time is spent on compilation.
 
     Args:
       lm: the model.
-      on_progress: called with what is being done.
+      on_progress: called with a description of the current step.
 
     Returns:
-      the table; each time is a median, and noisy where the machine is.
+      The table; each time is a median.
     """
     num_layers = lm.config.num_layers
     every, cut_layers = LayerPlan.skipping(num_layers), num_layers // 4
@@ -87,7 +90,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
 
     plain = each("1 rows of 1")
     ms = {name: statistics.median(each(name)) for name in counts}
-    # Differences turn by turn, where what slows a turn down cancels; none is below nothing but by noise.
+    # Differences within a turn cancel a slow turn; negative values are noise.
     longer, looping = (
         max(statistics.median(b - a for a, b in zip(plain, each(name), strict=True)), 0.0)
         for name in ("long", "loop")
@@ -109,23 +112,24 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda what: None
     )
 
 
+@shows_progress
 def remembered_step_costs(
     lm: LanguageModel,
     *,
     fresh: bool = False,
-    on_progress: OnProgress = lambda what: None,
+    on_progress: OnProgress = lambda step: None,
     on_warning: Callable[[str], None] = lambda line: None,
 ) -> tuple[StepCosts, bool]:
-    """The costs that the user's cache holds for this device, shape and dtype; else measured, and kept there.
+    """Reads the costs for this device, shape and dtype from the user's cache; measures and saves them if missing.
 
     Args:
-      lm: the model; its weights do not matter.
-      fresh: whether to measure in any case.
-      on_progress: called with what is being done.
-      on_warning: called with one line where a file is there and cannot be used.
+      lm: the model; the values of its weights are not used.
+      fresh: whether to measure even if the cache has the costs.
+      on_progress: called with a description of the current step.
+      on_warning: called with one line if the file cannot be read or written.
 
     Returns:
-      the costs, and whether they were measured now. Of several processes the first one's file counts.
+      The costs, and whether they were measured now. All processes use the file of the first one.
     """
     key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.precision)
     path, found = cost_files.path_of(key), None
@@ -149,16 +153,17 @@ def remembered_step_costs(
 
 
 def _compile(lm: LanguageModel, runs: Sequence[Callable[[], Any]], on_progress: OnProgress) -> None:
-    """Runs each once, several at a time: compiling is most of it.
+    """Runs each function once to compile it, several at a time.
 
-    One at a time on a mesh: each device, and each process, must come to the exchanges of several programs in one order.
+    On a mesh they run one at a time, because all devices must execute collectives in the same order.
     """
     threads = 1 if lm.mesh is not None else min(4, os.cpu_count() or 1)
 
     def first(run: Callable[[], Any]) -> None:
-        with jax.default_device(local(lm.device)):  # which each thread has of its own
+        with jax.default_device(local(lm.device)):  # the default device is local to a thread
             run()
 
+    on_progress(f"compiling steps, 0 of {len(runs)}")
     with ThreadPoolExecutor(threads) as pool:
         for number, done in enumerate(as_completed([pool.submit(first, run) for run in runs]), 1):
             done.result()

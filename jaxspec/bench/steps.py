@@ -1,6 +1,6 @@
-"""A few steps in a compiled loop, to be timed: rounds of the real loop, drafts under a mask, parts of a model.
+"""Compiled loops of a few steps for timing: decoding rounds, drafts under a mask, parts of a model.
 
-All begin at the same live length in each call, so that calls differ in noise alone.
+Every call starts at the same live length, so that calls differ only by noise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
-from jaxspec.drafting.draft_verify import DraftVerify
-from jaxspec.drafting.ngram import NGram
+from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine import compiled
 from jaxspec.engine.buckets import prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
@@ -30,34 +30,34 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.model.tree import Parents, Shape
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights
-from jaxspec.sampling import Greedy, Law, seed_key
+from jaxspec.sampling import Distribution, Greedy, seed_key
 from jaxspec.stopping import Constant
 
-# Tokens in the cache while steps are timed, steps in one timing, and positions that the cache holds.
+# Tokens in the cache during a timing, steps per timing, and cache slots.
 LIVE, ROUNDS, CAPACITY = 32, 8, 128
-# Tokens of the prompt whose prefill is timed.
+# Prompt length of the timed prefill.
 PREFILL = 256
 
 
 class Loop:
-    """A compiled function that is called again and again on what it gave back, such as a donated cache.
+    """A compiled function that is called repeatedly on its own result, such as a donated cache.
 
     Args:
-      run: (state, *arguments) → what to wait for, and the next state.
-      state: of the first call.
+      run: (state, *arguments) → (result to wait for, next state).
+      state: state of the first call.
 
     Attributes:
-      rounds: steps in one call.
+      rounds: steps per call.
     """
 
     rounds = ROUNDS
 
     def __init__(self, run: Callable[..., tuple[Any, Any]], state: Any) -> None:
-        # On a mesh of several processes two programs at a time might meet each other's exchanges.
+        # On a mesh with several processes, collectives of two concurrent programs could be mixed up.
         self._run, self._state = run, jax.block_until_ready(state)
 
     def program(self, *arguments: Any) -> str:
-        """The optimised HLO of a call, compiled again; `run` is a jitted function, or a partial one of it."""
+        """Compiles a call and returns its optimised HLO; `run` must be a jitted function or a partial of one."""
         run: Any = self._run
         run, given = (run.func, run.args) if isinstance(run, functools.partial) else (run, ())
         text: str = run.lower(*given, self._state, *arguments).compile().as_text()
@@ -71,7 +71,7 @@ class Loop:
 
 @struct.dataclass
 class WrongDrafts(Drafter):
-    """Proposes K tokens that are as good as never right, so that a round costs its rows and yields one.
+    """Proposes K tokens that are almost never accepted, so that a round verifies K + 1 rows and emits one token.
 
     Attributes:
       num_draft_tokens: K.
@@ -80,9 +80,9 @@ class WrongDrafts(Drafter):
     num_draft_tokens: int = struct.field(pytree_node=False)
 
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
-        """Tokens that follow from the row's length alone."""
+        """Proposes tokens that depend only on the length of the text."""
         vocab_size = params.target["embed"].shape[0]
         step = jnp.arange(1, self.num_draft_tokens + 1)[None]
         tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
@@ -92,12 +92,12 @@ class WrongDrafts(Drafter):
 
 @struct.dataclass
 class WrongTrees(WrongDrafts):
-    """Proposes a tree that is as good as never right: a round costs its rows and yields one token.
+    """Proposes a tree whose tokens are almost never accepted.
 
     Attributes:
       num_draft_tokens: K, the depth of the tree.
-      shape: of the tree.
-      traced: whether the shape is data, as of trees that follow the draft's probabilities (EAGLE-2).
+      shape: the shape of the tree.
+      traced: whether the shape is traced, as for trees built from the draft's probabilities (EAGLE-2).
     """
 
     shape: Shape = struct.field(pytree_node=False, default=Shape((-1,)))
@@ -110,7 +110,7 @@ class WrongTrees(WrongDrafts):
 
     @property
     def num_nodes(self) -> int:
-        """N, the tokens of the tree."""
+        """N, the number of tokens of the tree."""
         return self.shape.num_nodes
 
     @property
@@ -119,10 +119,10 @@ class WrongTrees(WrongDrafts):
         return self.num_nodes + 1
 
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
-        """The tokens of a chain of N, as a tree."""
-        chain, state, cache = WrongDrafts(self.num_nodes).propose(keys, params, state, view, law)
+        """Proposes the tokens of a chain of N as a tree."""
+        chain, state, cache = WrongDrafts(self.num_nodes).propose(keys, params, state, view, distribution)
         parents: Parents = self.shape
         if self.traced:
             parents = jnp.broadcast_to(jnp.asarray(self.shape.parents, jnp.int32), chain.tokens.shape)
@@ -130,16 +130,16 @@ class WrongTrees(WrongDrafts):
 
 
 class Steps(Loop):
-    """A few rounds of the real decoding loop.
+    """A few rounds of the decoding loop.
 
     Args:
       lm: the model.
       params: its parameters.
-      drafter: decides how many rows a round has.
-      capacity: of the cache.
+      drafter: the drafter; it determines the rows of a round.
+      capacity: slots of the cache.
 
     Attributes:
-      prefill: feeds a prompt of `PREFILL` tokens; returns before the device is done.
+      prefill: runs the prefill of `PREFILL` tokens; returns before the device is done.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class Steps(Loop):
 
 
 class DraftSteps(Loop):
-    """One draft of `rounds` tokens by the model itself under a traced mask, without its verification.
+    """A draft of `rounds` tokens by the model itself under a mask, without verification.
 
-    A call takes the mask, bool[L, 2] (`LayerPlan.traced`); one executable serves every mask.
+    A call takes the mask, bool[L, 2] (`LayerPlan.traced`); all masks share one executable.
 
     Args:
       lm: the model.
@@ -211,18 +211,18 @@ class DraftSteps(Loop):
 
 
 class SubmodelSteps(Loop):
-    """A few steps of a part of a model, each fed what the one before gave: no method, nothing to decide.
+    """A few steps of a part of a model, each on the tokens of the step before, without a decoding method.
 
-    A call takes how many steps to run, `rounds` of them by default; no number compiles again.
+    A call takes the number of steps, by default `rounds`; all numbers share one executable.
 
     Args:
       lm: the model.
       plan: the sublayers that run.
-      num_rows: tokens that a step feeds.
-      head: whether the final norm and the head run; without them only the layers do.
-      live: tokens in the cache, those that the step feeds included.
-      capacity: of the cache.
-      batch_size: texts, each of which feeds as many tokens.
+      num_rows: tokens per step and text.
+      head: whether the final norm and the head run.
+      live: tokens in the cache, including those of the step.
+      capacity: slots of the cache.
+      batch_size: number of texts.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SubmodelSteps(Loop):
         fed = fed.reshape(batch_size, num_rows)
         start = jnp.full(batch_size, live - num_rows, jnp.int32)
         run = functools.partial(_submodel_steps, lm.config, plan, head, lm.mesh, lm.params, fed, start)
-        # Put in place at once: what a call returns must look like what the first one took.
+        # The first state needs the placement of a returned state, otherwise the second call would compile again.
         place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
         super().__init__(run, put(cache, place))
 
@@ -264,7 +264,7 @@ def _submodel_steps(
     def step(_: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         token, cache = carry
         hidden, cache = llama.run_layers(config, params, llama.embed(params, token), start, cache, plan=plan)
-        # Without the head no true token, but for next to nothing something that hangs on the step.
+        # Without the head, the argmax of the state is a cheap token substitute that depends on the step.
         read = llama.logits(config, params, hidden) if head else hidden
         return jnp.argmax(read, axis=-1).astype(jnp.int32) % config.vocab_size, cache
 
@@ -273,11 +273,11 @@ def _submodel_steps(
 
 
 class LookupSteps(Loop):
-    """A few searches for what followed on the last tokens earlier, in a text of `capacity` tokens: drafts of `ngram`.
+    """A few draft lookups of `ngram` in a text of `capacity` slots.
 
     Args:
       live: tokens of the text.
-      capacity: with the room behind it.
+      capacity: slots of the text buffer.
     """
 
     def __init__(self, live: int, capacity: int) -> None:
@@ -290,7 +290,7 @@ class LookupSteps(Loop):
                 length = jnp.full(1, live - ROUNDS, jnp.int32) + at
                 view = View(tokens, length, KVCache([], length, True), jnp.full(1, capacity, jnp.int32))
                 proposal, _ = drafter.look_up(keys, view)
-                # What is found hangs in the text, so that no search is left out.
+                # Writing the result into the text prevents the compiler from removing a lookup.
                 return tokens.at[:, 0].set(proposal.tokens[:, 0] + proposal.count)
 
             tokens = jax.lax.fori_loop(0, ROUNDS, one, tokens)
@@ -300,7 +300,7 @@ class LookupSteps(Loop):
 
 
 def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:
-    """One row of `live` made-up tokens that nothing ends."""
+    """A request of one row with `live` arbitrary prompt tokens and without an end of text."""
     prompt = 3 + jnp.arange(capacity, dtype=jnp.int32)[None] % (lm.config.vocab_size - 3)
     one = jnp.ones(1, jnp.int32)
     nothing = -jnp.ones((1, 1), jnp.int32)

@@ -1,4 +1,7 @@
-"""Which method is how fast on which prompts, beside plain decoding: prompt sets in turns, written down as they go."""
+"""Measures methods on prompt sets, alternating with plain decoding, and logs the records.
+
+The records of a unit are written as soon as it is finished.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench import free_rows
-from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.bench_records import Difference, Record
+from jaxspec.bench.carry import carried
+from jaxspec.bench.comparison import BASELINE
 from jaxspec.bench.free_rows import Passes
 from jaxspec.bench.margins import first_difference, margin
 from jaxspec.bench.prompt_files import Task, encoded, in_turn
-from jaxspec.bench.records import Difference, Record
 from jaxspec.bench.suite_options import SuiteOptions
-from jaxspec.bench.timing import OnProgress, measure_runs, warm_up
+from jaxspec.bench.timing import measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
-from jaxspec.io.line_log import LineLog
-from jaxspec.io.method_files import law_name
+from jaxspec.host.line_log import LineLog
+from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Auto, Method, registry
 from jaxspec.model.sharding import fetched
 
 FORMAT = "jaxspec.bench/1"
-# Numbers of an array up to which all of them tell what a method was made of; of a larger one its first and last row do.
+# Arrays of at most this size are hashed completely. For a larger array, only a part of the first row and of the last
+# row is hashed.
 _SAMPLED = 4096
-# Another way to generate, such as another program's: token ids of one prompt and a seed → the text.
+# Another implementation, such as transformers: (token ids of one prompt, seed) → the text.
 Peer = Callable[[Sequence[int], int], Result]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Prompts that are generated together, at one turn of their conversations.
+    """The unit of measurement: a batch of prompts at one turn of their conversations.
 
     Attributes:
-      batch: its number.
-      turn: from 0.
-      tasks: at least one; all have this turn.
+      batch: the number of the batch.
+      turn: the turn of the conversations, from 0.
+      tasks: at least one task; each of them has this turn.
     """
 
     batch: int
@@ -51,7 +57,7 @@ class Unit:
 
 
 def plan(tasks: Iterable[Task], options: SuiteOptions) -> list[Unit]:
-    """What is generated one after another: a batch of each category, then the next of each.
+    """Returns the units of a suite in order: the first batch of each category, then the second of each, and so on.
 
     Examples:
       >>> tasks = [Task("1", "a", ("x", "y")), Task("2", "a", ("x",)), Task("3", "b", ("x",))]
@@ -72,13 +78,13 @@ def plan(tasks: Iterable[Task], options: SuiteOptions) -> list[Unit]:
 
 
 def check_tokenizer(lm: LanguageModel) -> None:
-    """Refuses a model that cannot read prompts of text."""
+    """Raises a ValueError for a model without a tokenizer."""
     if lm.tokenizer is None:
         raise ValueError(f"{lm.name} has no tokenizer; prompts of text need one")
 
 
 def _digest(made: Any) -> str:
-    """Names a drafter and its parameters by their numbers, of large arrays by a sample."""
+    """Returns a hash of the numbers of a drafter and its parameters. Only samples of large arrays are read."""
     numbers = [
         leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, (int, float, jax.Array, np.ndarray))
     ]
@@ -99,30 +105,31 @@ def _samples(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 class Suite:
-    """Generates after each prompt by plain decoding and by every method, in turns.
+    """Continues each prompt with plain decoding and with every method, alternately.
 
-    The turns of a conversation follow one another: later ones hold the answers of plain decoding, the same for all
-    runs. A turn that does not fit into the model's context, with the new tokens, is left out, and those after it.
+    The later turns of a conversation contain the answers of plain decoding in all runs, so that all runs have the same
+    prompts. If the prompt of a turn plus `max_new_tokens` exceeds the model's context, this turn and all later turns of
+    the conversation are left out.
 
     Args:
       lm: the model, with a tokenizer.
       tasks: the prompts.
-      methods: by the name of their run.
+      methods: the methods, by the name of the run.
       options: see `SuiteOptions`.
-      law: temperature, top_k, top_p and min_p.
-      seed: of the first repeat.
-      peers: other ways to generate, such as another program's, by the name of their run.
-      models: those that peers generate with, if they compile as `lm` does: what compiles in a turn does not count.
+      distribution: the sampling distribution: temperature, top_k, top_p and min_p.
+      seed: the seed of the first repeat.
+      peers: other implementations, such as transformers, by the name of the run.
+      models: language models that the peers use. A turn in which one of them or `lm` compiles is repeated.
 
     Attributes:
-      records: what was measured so far.
-      left_out: by the id of a prompt, its first turn that did not fit.
-      units: what is generated, see `plan`.
-      passes: by method, what its drafts read, see `free_rows.passes`.
+      records: the records so far.
+      left_out: the first turn that exceeded the context, by prompt id.
+      units: the units to measure, see `plan`.
+      passes: the draft passes by method, see `free_rows.passes`.
 
     Raises:
-      ValueError, FileNotFoundError: there is no prompt that fits, or what `generate` raises for a method; before
-        anything is measured.
+      ValueError, FileNotFoundError: no prompt fits into the context, or `generate` would raise an error with one of the
+        methods. Both are checked before the first measurement.
     """
 
     def __init__(
@@ -132,20 +139,20 @@ class Suite:
         methods: Mapping[str, Method],
         options: SuiteOptions,
         *,
-        law: Mapping[str, float],
+        distribution: Mapping[str, float],
         seed: int = 0,
         peers: Mapping[str, Peer] | None = None,
         models: Sequence[LanguageModel] = (),
     ) -> None:
         self._models = [lm, *models]
         self._lm, self._options, self._seed = lm, options, seed
-        self._law: dict[str, Any] = dict(law)
+        self._distribution: dict[str, Any] = dict(distribution)
         self._methods: dict[str, Method] = {BASELINE: registry.find(BASELINE)(), **methods}
         self._peers = dict(peers or {})
         if self._peers and options.batch > 1:
-            raise ValueError(f"batch is {options.batch}, and peers generate one prompt at a time; give 1")
+            raise ValueError(f"batch is {options.batch}, but peers generate one prompt at a time; give 1")
         self._log: LineLog | None = None
-        self._said: dict[str, list[str]] = {}
+        self._answers: dict[str, list[str]] = {}
         self._made: dict[str, str] = {}
         self.passes: dict[str, Passes | None] = {}
         self.records: list[Record] = []
@@ -156,18 +163,18 @@ class Suite:
 
     @property
     def runs(self) -> list[str]:
-        """The names of all runs; plain decoding is the first."""
+        """The names of all runs, plain decoding first."""
         return [*self._methods, *self._peers]
 
     @property
     def sampling(self) -> bool:
-        """Whether tokens are drawn at random, so that texts differ."""
-        return bool(self._law["temperature"] > 0)
+        """Whether tokens are sampled; texts of different methods then differ."""
+        return bool(self._distribution["temperature"] > 0)
 
     def header(self) -> dict[str, Any]:
-        """What every record depends on."""
+        """Returns the inputs on which all records depend. A log is resumed only if its header equals this one."""
         tasks = list(dict.fromkeys(task for unit in self.units for task in unit.tasks))
-        # In tokens too: another chat template makes other prompts of the same texts.
+        # Token ids are included because they depend on the chat template.
         first = [self._prompts(unit) for unit in self.units if not unit.turn]
         texts = json.dumps([[dataclasses.asdict(task) for task in tasks], first])
         return {
@@ -176,49 +183,52 @@ class Suite:
             "dtype": self._lm.precision,
             "device": self._lm.device_kind,
             "runs": {name: str(method) for name, method in self._methods.items()},
-            # What the options do not say: the draft, plan, thresholds or probe that lay where a method looks.
+            # A hash of each drafter. It detects changes of files that a method loads by default, such as a draft, plan,
+            # thresholds or probe.
             "drafts": self._made,
             "peers": list(self._peers),
             "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
             **dataclasses.asdict(self._options),
-            **self._law,
+            **self._distribution,
             "seed": self._seed,
         }
 
     def resume(self, log: LineLog) -> int:
-        """Takes over what a log holds, and adds to it from now on; returns how many units are done.
+        """Reads the records of a log and appends new ones to it; returns the number of finished units.
 
         Args:
-          log: made with this suite's header.
+          log: a log with this suite's header.
 
         Raises:
-          ValueError: it holds something else than records.
+          ValueError: an entry of the log is not a record.
         """
         self._log = log
         try:
             found = [Record.from_json(one) for entry in log.entries for one in entry["records"]]
         except (KeyError, TypeError):
-            raise ValueError(f"{log.path} holds a record that cannot be read; add resume=False") from None
+            raise ValueError(f"{log.path} has a record that cannot be read; add resume=False") from None
         done = 0
         by_unit: dict[tuple[int, int], list[Record]] = {}
         for record in found:
             by_unit.setdefault((record.batch, record.turn), []).append(record)
         for unit in self.units:
             if (unit.batch, unit.turn) in by_unit:
-                self._prompts(unit)  # what did not fit is known again
+                self._prompts(unit)  # restores `left_out`
                 done += 1
             for record in by_unit.get((unit.batch, unit.turn), []):
                 self._keep(record)
         return done
 
-    def measure(self, on_progress: OnProgress = lambda what: None) -> None:
-        """Measures what is not measured yet. Interrupted (Ctrl-C), it leaves what was done in `records`."""
+    @shows_progress
+    def measure(self, on_progress: OnProgress = lambda step: None) -> None:
+        """Measures the remaining units. After an interrupt (Ctrl-C), `records` contains those of the finished units."""
         done = {(record.batch, record.turn) for record in self.records}
         todo = [unit for unit in self.units if (unit.batch, unit.turn) not in done]
         runs = {name: self._by(name, method) for name, method in self._methods.items()}
         runs |= {name: self._by_peer(peer) for name, peer in self._peers.items()}
         warm = False
-        # What drafts changes from text to text: a program's first run, which takes longer, may be in any of them.
+        # `auto` may use any of its programs in any text. Run each of them before the measurement, because the first run
+        # of a program takes longer.
         changing = {name: run for name, run in runs.items() if isinstance(self._methods.get(name), Auto)}
         if changing:
             first = [prompts for unit in todo if not unit.turn and (prompts := self._prompts(unit))]
@@ -227,29 +237,29 @@ class Suite:
             prompts = self._prompts(unit)
             if not prompts:
                 continue
-            # One call for each, as what a later one asks hangs on what an earlier one was answered.
+            # Measure one unit per call, because a later turn contains the answers to earlier ones.
             (taken,) = measure_runs(
                 self._models,
                 dict(reversed(runs.items())) if unit.batch % 2 else runs,
                 [prompts],
                 self._options.repeats,
                 warm=warm,
-                on_progress=functools.partial(self._say, on_progress, unit),
+                on_progress=functools.partial(self._progress, on_progress, unit),
             )
             warm = True
             records = [record for name in runs for record in self._records(unit, prompts, name, taken)]
             if self._log is not None:
-                # One line: of a unit that was half written nothing would be left to compare with.
+                # One line per unit, so that a unit is never logged in part.
                 self._log.add({"records": [record.to_json() for record in records]})
             for record in records:
                 self._keep(record)
 
-    def _say(self, on_progress: OnProgress, unit: Unit, what: str) -> None:
-        together = "prompt" if self._options.batch == 1 else "batch"
-        on_progress(f"{what}, {together} {unit.batch + 1} of {self.units[-1].batch + 1}")
+    def _progress(self, on_progress: OnProgress, unit: Unit, step: str) -> None:
+        noun = "prompt" if self._options.batch == 1 else "batch"
+        on_progress(f"{step}, {noun} {unit.batch + 1} of {self.units[-1].batch + 1}")
 
     def _check(self) -> None:
-        """Finds out what fits, and has every method say what is wrong before anything runs."""
+        """Determines the prompts that fit, and raises the errors that a method would raise in a measurement."""
         first = [prompt for unit in self.units if not unit.turn for prompt in self._prompts(unit).values()]
         if not first:
             raise ValueError(
@@ -258,26 +268,26 @@ class Suite:
             )
         for name, method in self._methods.items():
             self._lm.stream(first, method=method, **self._given())
-            made = self._lm.drafter(method, laws=(law_name(**self._law),))
+            made = self._lm.drafter(method, distributions=(distribution_name(**self._distribution),))
             self._made[name], self.passes[name] = _digest(made), free_rows.passes(self._lm, method, *made)
 
     def _given(self) -> dict[str, Any]:
         return {
-            **self._law,
+            **self._distribution,
             "max_new_tokens": self._options.max_new_tokens,
             "max_batch": self._options.batch,
         }
 
     def _prompts(self, unit: Unit) -> dict[str, list[int]]:
-        """The prompts of a unit that fit, in tokens, by the ids of their tasks."""
-        room = self._lm.config.context_length - self._options.max_new_tokens
+        """Returns the token ids of the unit's prompts that fit into the context, by task id, and updates `left_out`."""
+        longest = self._lm.config.context_length - self._options.max_new_tokens
         found = {}
         for task in unit.tasks:
             if self.left_out.get(task.id, unit.turn) < unit.turn:
                 continue
-            said = self._said.get(task.id, [])[: unit.turn]
-            prompt = encoded(self._lm, task, said, self._options.chat)
-            if len(prompt) <= room:
+            answers = self._answers.get(task.id, [])[: unit.turn]
+            prompt = encoded(self._lm, task, answers, self._options.chat)
+            if len(prompt) <= longest:
                 found[task.id] = prompt
             else:
                 self.left_out[task.id] = unit.turn
@@ -285,19 +295,21 @@ class Suite:
 
     def _by(self, run: str, method: Method) -> Callable[[dict[str, list[int]], int], list[Result]]:
         return lambda prompts, turn: self._lm.generate(
-            [*prompts.values()], seed=self._seed + turn, method=self._started(run, method), **self._given()
+            [*prompts.values()],
+            seed=self._seed + turn,
+            method=carried(method, self._gamma(run)),
+            **self._given(),
         )
 
-    def _started(self, run: str, method: Method) -> Method:
-        """The method with the γ that a text starts from: where it is carried, that of the run's last record.
+    def _gamma(self, run: str) -> float | None:
+        """Returns the initial γ of a run's next text: the final γ of its last record; None for the method's default.
 
-        So all repeats of a prompt, and calls that do not count, start from the same.
+        All repeats of a prompt start from the same γ, because a record is added only after the last repeat.
         """
-        if not self._options.carry_gamma or "gamma" not in method.options():
-            return method
+        if not self._options.carry_gamma:
+            return None
         ended = [record.texts[-1].gamma for record in self.records if record.run == run]
-        known: dict[str, Any] = {"gamma": ended[-1]} if ended and ended[-1] is not None else {}
-        return dataclasses.replace(method, **known)
+        return ended[-1] if ended else None
 
     def _by_peer(self, peer: Peer) -> Callable[[dict[str, list[int]], int], list[Result]]:
         return lambda prompts, turn: [peer(prompt, self._seed + turn) for prompt in prompts.values()]
@@ -330,15 +342,15 @@ class Suite:
             at = first_difference(one.tokens, other.tokens)
             if at is None:
                 continue
-            mine, its = (text.tokens[at] if at < len(text.tokens) else None for text in (one, other))
+            mine, theirs = (text.tokens[at] if at < len(text.tokens) else None for text in (one, other))
             gap = None
-            if mine is not None and its is not None:
-                gap = margin(self._lm, [*prompt, *one.tokens[:at]], mine, its)
-            return Difference(repeat, at, (mine, its), gap)
+            if mine is not None and theirs is not None:
+                gap = margin(self._lm, [*prompt, *one.tokens[:at]], mine, theirs)
+            return Difference(repeat, at, (mine, theirs), gap)
         return None
 
     def _keep(self, record: Record) -> None:
         self.records.append(record)
         if record.run == BASELINE:
-            # Of answers drawn at random the first repeat's is gone on from.
-            self._said.setdefault(record.id, []).append(record.texts[0].text or "")
+            # When sampling, a conversation continues with the answer of the first repeat.
+            self._answers.setdefault(record.id, []).append(record.texts[0].text or "")

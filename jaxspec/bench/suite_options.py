@@ -1,4 +1,4 @@
-"""What a suite generates, and how often; apart from the suite, so that a command line is made without JAX."""
+"""Options of a suite; this module does not import JAX, so that the command line starts fast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Chat = Literal["auto", "on", "off"]
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """How much is generated.
+    """The number of prompts, tokens and repeats.
 
     Attributes:
-      limit: prompts at most, taken from the categories in turn. Default: all.
-      max_new_tokens: of each text, which may end before.
-      repeats: timed turns of each prompt. When sampling, each has a seed of its own.
+      limit: the maximum number of prompts, taken from the categories in turn. Default: all.
+      max_new_tokens: the maximum number of new tokens per text.
+      repeats: the number of timed turns per prompt. When sampling, each turn has its own seed.
 
     Raises:
       ValueError: a number is outside its range.
@@ -34,18 +34,18 @@ class Amount:
 
 @dataclasses.dataclass(frozen=True)
 class SuiteOptions(Amount):
-    """What is generated, and how often.
+    """Options of a suite.
 
     Attributes:
-      batch: prompts generated together, of one category. A speed is then that of the batch: all its new tokens, in the
-        time from the first token of any of its texts to the last of any.
-      chat: whether prompts go through the model's chat template: on, off, or auto, where the model has one and the
-        prompts are messages: those with turns, and GSM8K. Without it the turns follow one another as plain text.
-      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates. All
-        repeats of a prompt start from the same γ, and the last one's goes on.
+      batch: the number of prompts of one category generated together. A speed is then that of the batch: all its new
+        tokens, in the time from the first token of any of its texts to the last of any.
+      chat: use of the model's chat template: on, off, or auto, which uses it if the model has a template and the
+        prompts are messages: prompts with turns, and GSM8K. Without it, turns are joined as plain text.
+      carry_gamma: start each text of a method from the final γ of its last text, as Draft & Verify evaluates. All
+        repeats of a prompt start from the same γ; the last repeat's final γ is carried.
 
     Raises:
-      ValueError: a number is outside its range, or γ is to be carried in batches.
+      ValueError: a number is outside its range, or `carry_gamma` is used with batches.
     """
 
     batch: int = 1
@@ -57,17 +57,17 @@ class SuiteOptions(Amount):
         check_count("batch", self.batch)
         if self.carry_gamma and self.batch > 1:
             raise ValueError(
-                f"got carry_gamma=True and batch={self.batch}, and γ goes from text to text; leave out one of them"
+                f"got carry_gamma=True and batch={self.batch}, but γ is carried between texts; leave out one of them"
             )
 
 
 def check_count(name: str, value: int | None) -> None:
-    """Refuses less than one of what is counted."""
+    """Rejects a count below 1."""
     if value is not None and value < 1:
         raise ValueError(f"{name} is {value}; give at least 1")
 
 
 def check_budget(max_new_tokens: int) -> None:
-    """Refuses texts too short to be timed: speeds are of the tokens after the first."""
+    """Rejects texts that are too short for a speed, which covers the tokens after the first."""
     if max_new_tokens < 2:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; give at least 2")

@@ -1,4 +1,4 @@
-"""What a suite's texts come to: figures by run and category."""
+"""The report of a suite: figures by run and category."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench import speed
-from jaxspec.bench.compare import BASELINE
+from jaxspec.bench.bench_records import Record
+from jaxspec.bench.comparison import BASELINE
 from jaxspec.bench.free_rows import Passes
-from jaxspec.bench.records import Record
 from jaxspec.bench.suite import Suite
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.method_files import law_name
+from jaxspec.io.methods.method_files import distribution_name
 
 ALL = "all"
 
 
 def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dict[str, Any]:
-    """The figures of what a suite has measured.
+    """The figures of a suite's records.
 
     Args:
-      lm: its model.
-      suite: with at least one record.
-      interrupted: whether there was more to measure.
+      lm: the model of the suite.
+      suite: a suite with at least one record.
+      interrupted: whether the suite was interrupted.
 
     Returns:
-      `model`, `device`, `dtype`, `machine`, `header` (what was measured, see `Suite.header`), `law`, `prompts` (how
-      many were measured), `left_out` (by id the first turn that did not fit into the context), `interrupted`,
-      `runs`: by run and category ("all" is the last) what `figures` gives; `best`: by category the run of the highest
-      speed-up, plain decoding with its 1 among them; `differences`: every text that is not plain decoding's.
+      `model`, `device`, `dtype`, `machine`, `header` (see `Suite.header`), `distribution`, `prompts` (the number
+      measured), `left_out` (the first turn that exceeded the context, by prompt id), `interrupted`; `runs`: the result
+      of `figures` by run and category ("all" is the last); `best`: the run with the highest speed-up by category,
+      including plain decoding with 1; `differences`: every text that differs from plain decoding's.
     """
     header = suite.header()
     groups: dict[str, list[Record]] = {}
@@ -54,7 +54,9 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
         "dtype": lm.precision,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "header": header,
-        "law": law_name(**{name: header[name] for name in ("temperature", "top_k", "top_p", "min_p")}),
+        "law": distribution_name(
+            **{name: header[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        ),
         "prompts": len({record.id for record in suite.records}),
         "left_out": suite.left_out,
         "interrupted": interrupted,
@@ -70,20 +72,20 @@ def figures(
     """The figures of a run on some prompts.
 
     Args:
-      run: its name.
-      records: of these prompts, those of plain decoding among them.
-      sampling: whether tokens were drawn at random.
-      passes: what its drafts read; None where nobody knows.
+      run: name of the run.
+      records: the records of these prompts, including those of plain decoding.
+      sampling: whether tokens were sampled.
+      passes: the run's draft passes; None if unknown.
 
     Returns:
-      `prompts`; `texts` (turns of conversations count each) and their `tokens` in the first repeat;
+      `prompts`; `texts` (each turn of a conversation counts) and their `tokens` in the first repeat;
       `tokens_per_second` and `speedup` as in `bench.speed`, with its `speedup_interval` by the bootstrap over the
-      prompts of each kind (batches of them; null for a single one); what `speed.acceptance` gives, and
-      `acceptance_by_position`; `rows_free`, a prediction: the speed-up if a pass cost the weights that it reads, as it
-      nearly does on an accelerator; `first_token_ms` and `token_ms` (of each text the time after its first token ÷ its
-      tokens after it), the `median` and the 95th percentile `p95` over all texts; `accuracy`, the share of texts that
-      end with the answer; `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see
-      `records.Difference`), null where tokens are drawn at random. A number that is not defined is null.
+      prompts (or batches) of each kind, None for a single one; the figures of `speed.acceptance`, and
+      `acceptance_by_position`; `rows_free`, the predicted speed-up if a pass costs only the weights that it reads;
+      `first_token_ms` and `token_ms` (time after a text's first token ÷ tokens after it), each with the `median` and
+      the 95th percentile `p95` over all texts; `accuracy`, the share of texts that end with the answer;
+      `identical_to_autoregressive`, `num_different` texts and their `largest_margin` (see `records.Difference`), None
+      when sampling. Undefined numbers are None.
     """
     mine, plain = (_units(name, records) for name in (run, BASELINE))
     taken, others = list(mine.values()), list(plain.values())
@@ -124,7 +126,7 @@ def figures(
 
 
 def _units(run: str, records: Iterable[Record]) -> dict[tuple[int, int], list[list[Any]]]:
-    """What a run generated, by batch and turn: repeat by repeat its texts, as `bench.speed` takes them."""
+    """The texts of a run for `bench.speed`: by (batch, turn), a list of the texts of each repeat."""
     rows: dict[tuple[int, int], list[Record]] = {}
     for record in records:
         if record.run == run:
@@ -136,12 +138,12 @@ def _units(run: str, records: Iterable[Record]) -> dict[tuple[int, int], list[li
 
 
 def _kinds(run: str, records: Iterable[Record]) -> list[str]:
-    """The kind of work of each of `_units`; of a batch with several, all of them."""
+    """The kind of work of each of `_units`; the kinds of a mixed batch are joined."""
     kinds: dict[tuple[int, int], set[str]] = {}
     for record in records:
         if record.run == run:
             kinds.setdefault((record.batch, record.turn), set()).add(record.category)
-    return [" ".join(sorted(its)) for its in kinds.values()]
+    return [" ".join(sorted(names)) for names in kinds.values()]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -167,16 +169,16 @@ def _differences(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def shown_categories(report: Mapping[str, Any]) -> list[str]:
-    """The categories of a table: all of them, and "all" last, unless there is but one."""
+    """The categories of a table, with "all" last; only the category itself if there is one."""
     names = list(report["best"])
     return names[:1] if len(names) == 2 else names
 
 
 def columns(report: Mapping[str, Any]) -> dict[str, str]:
-    """Headings of a table of figures, in two lines, and what each says; some only where a run has that figure.
+    """The columns of a table of figures; some only if a run has the figure.
 
     Returns:
-      By heading, its explanation; `cells` gives a row.
+      Explanations by heading (of up to two lines); `cells` returns a row.
     """
     shown = dict(_COLUMNS)
     for heading, figure in {"right": "accuracy", "rows\nfree": "rows_free"}.items():
@@ -186,49 +188,50 @@ def columns(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def cells(report: Mapping[str, Any], run: str, category: str) -> list[str]:
-    """One row of that table, in two lines."""
+    """One row of the table of `columns`; cells have up to two lines."""
     one = report["runs"][run][category]
     best = "*" if report["best"][category] == run else ""
     interval = None if run == BASELINE else one["speedup_interval"]
     lengths = (one["mean_acceptance_length"], one["mean_acceptance_length_drafting"])
     row = {
+        "same\ntext": "\n".join(filter(None, same(one))),
         "tokens/s": _number(one["tokens_per_second"], 1),
         "× plain\n95 %": f"{best}{_number(one['speedup'], 2)}\n"
         + ("" if interval is None else "{:.2f}–{:.2f}".format(*interval)),
-        "tok.÷rounds\n1+acc.÷dr.": "\n".join(_number(length, 2) for length in lengths),
+        "acc.\nlength": "\n".join(_number(length, 2) for length in lengths),
         "acc.\nrate": _number(one["draft_acceptance_rate"], 2),
         "rows\nfree": _number(one["rows_free"], 2),
-        "first\ntoken ms": _two(one["first_token_ms"], 0),
-        "token\nms": _two(one["token_ms"], 1),
+        "ms to\nfirst": _two(one["first_token_ms"], 0),
+        "ms per\ntoken": _two(one["token_ms"], 1),
         "right": _number(one["accuracy"], 2),
-        "same\ntext": _same(one),
     }
     return [row[heading] for heading in columns(report)]
 
 
 _COLUMNS = {
-    "tokens/s": "tokens after the first of each text, in the time that they took; the median over the turns",
-    "× plain\n95 %": "this speed over that of plain decoding in the same turn, the median over the turns (* the "
+    "same\ntext": "whether all texts equal plain decoding's; if not, the number of different texts, and the largest "
+    "logit margin between the two tokens at a first difference",
+    "tokens/s": "tokens after the first of each text ÷ their time; the median over the turns",
+    "× plain\n95 %": "this speed ÷ that of plain decoding in the same turn, the median over the turns (* the "
     "fastest), and its interval by the bootstrap over the prompts of each kind",
-    "tok.÷rounds\n1+acc.÷dr.": "the mean acceptance length, as Spec-Bench counts, tokens ÷ rounds, and as vLLM does, "
-    "1 + accepted ÷ drafting rounds",
-    "acc.\nrate": "accepted ÷ drafted tokens",
-    "rows\nfree": "a prediction: × plain if a pass cost the weights that it reads, whatever its rows",
-    "first\ntoken ms": "time to the first token, median and 95th percentile over texts",
-    "token\nms": "time per token after the first, median and 95th percentile over texts",
+    "acc.\nlength": "the mean acceptance length: tokens ÷ rounds, as in Spec-Bench, and 1 + accepted ÷ "
+    "drafting rounds, as in vLLM",
+    "acc.\nrate": "accepted ÷ draft tokens",
+    "rows\nfree": "prediction of × plain if a pass costs only the weights that it reads, for any number of rows",
+    "ms to\nfirst": "time to the first token, median and 95th percentile over texts",
+    "ms per\ntoken": "time per token after the first, median and 95th percentile over texts",
     "right": "share of the texts that end with the answer",
-    "same\ntext": "whether all texts are plain decoding's; else how many are not, and the largest margin between the "
-    "two tokens where one parts, in logits",
 }
 
 
-def _same(one: Mapping[str, Any]) -> str:
+def same(one: Mapping[str, Any]) -> tuple[str, str]:
+    """Whether the texts of a run's `figures` equal plain decoding's, and the margin of a difference, for a table."""
     if one["identical_to_autoregressive"] is None:
-        return "–"
+        return "–", ""
     if one["identical_to_autoregressive"]:
-        return "yes"
-    gap = "" if one["largest_margin"] is None else f"\n≤ {one['largest_margin']:.1g}"
-    return f"{one['num_different']} not{gap}"
+        return "yes", ""
+    gap = "" if one["largest_margin"] is None else f"≤ {one['largest_margin']:.1g}"
+    return f"{one['num_different']} not", gap
 
 
 def _two(spread: Mapping[str, float] | None, digits: int) -> str:
@@ -240,11 +243,11 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def positions(report: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Acceptance by position over all categories, of the runs that have drafts."""
+    """The acceptance by position over all categories, for the runs with drafts."""
     by_run = {run: kinds[ALL]["acceptance_by_position"] for run, kinds in report["runs"].items()}
     return {run: rates for run, rates in by_run.items() if rates}
 
 
 def widest(rates: Mapping[str, Sequence[float]]) -> int:
-    """How many positions the longest draft has."""
+    """The number of positions of the longest draft."""
     return max(itertools.chain((0,), map(len, rates.values())))

@@ -1,4 +1,4 @@
-"""Turns: how functions, and ways to generate, are measured on a machine that does other things as well."""
+"""Measures functions and generation runs in alternating turns, so that noise of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from jax.sharding import Mesh
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
-from jaxspec.io import processes
+from jaxspec.host import processes
+from jaxspec.host.progress import OnProgress, shows_progress
 
-# Called with what is being done.
-OnProgress = Callable[[str], None]
-# (prompt, number of the turn) → what was generated; the turn serves as a seed where tokens are drawn.
+# (prompt, number of the turn) → the generated text; the number of the turn is the seed when sampling.
 Run = Callable[[Any, int], Result]
-# What a run gives: a text, or several that were generated together.
+# The result of a run: a text, or the texts of a batch.
 Given = TypeVar("Given")
-# Turns of one prompt that are taken again at most because something was compiled in them, or ran for the first time.
+# Maximum number of turns per prompt that are repeated because a program was compiled or ran for the first time.
 _RETAKEN = 4
 
 
@@ -30,17 +29,17 @@ def interleaved(
     on_turn: OnProgress = lambda turn: None,
     mesh: Mesh | None = None,
 ) -> dict[str, list[float]]:
-    """Times functions in turns, so that all of them see the same noise.
+    """Times functions in turns, so that all of them have the same noise.
 
     Args:
-      functions: by name; each must return only once its work is done (`jax.block_until_ready`), and must
-        have been called before if its first call compiles.
-      repeats: rounds, in each of which every function runs once, in the order given.
-      on_turn: called before each of them with its count, such as "turn 2 of 9".
-      mesh: on which they run; the processes of one that has several are given the same times.
+      functions: by name; each must return only after its work is done (`jax.block_until_ready`), and must have been
+        called before if its first call compiles.
+      repeats: number of turns; every function runs once per turn.
+      on_turn: called before each turn with its number, such as "turn 2 of 9".
+      mesh: the mesh of the functions; all its processes return the same times.
 
     Returns:
-      milliseconds by name; the entries of one place, in all the lists, were taken in one round.
+      Milliseconds by name; entry i of every list is from turn i.
 
     Raises:
       ValueError: `repeats` is below 1.
@@ -50,7 +49,7 @@ def interleaved(
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats):
         on_turn(f"turn {turn + 1} of {repeats}")
-        # There and back: what runs before a function leaves its mark on it.
+        # The order alternates, because a function's time depends on the function before it.
         order = list(functions.items())
         for name, function in order if turn % 2 == 0 else reversed(order):
             began = time.perf_counter()
@@ -60,7 +59,7 @@ def interleaved(
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios round by round: what slows a whole round down cancels."""
+    """The median of the ratios turn by turn; a slowdown of a whole turn cancels."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
@@ -68,17 +67,17 @@ def warm_up(
     models: Sequence[LanguageModel],
     runs: Mapping[str, Callable[[Any, int], Any]],
     prompts: Sequence[Any],
-    on_progress: OnProgress = lambda what: None,
+    on_progress: OnProgress = lambda step: None,
 ) -> None:
-    """Generates once by each run after each prompt and waits until nothing compiles in the background any more.
+    """Generates once by each run after each prompt and waits for background compilation.
 
-    Method `auto` has all its programs compiled.
+    For method `auto`, all its programs are compiled.
 
     Args:
-      models: those that generate.
+      models: the models of the runs.
       runs: by name.
-      prompts: as the runs take them.
-      on_progress: called with what is being done.
+      prompts: arguments of the runs.
+      on_progress: called with a description of the current step.
     """
     with contextlib.ExitStack() as stack:
         for lm in models:
@@ -87,10 +86,12 @@ def warm_up(
             for number, (name, run) in enumerate(runs.items(), 1):
                 on_progress(f"compiling {name}, {number} of {len(runs)}")
                 run(prompt, 0)
+        on_progress("compiling in the background")
         for lm in models:
             lm.executables.wait()
 
 
+@shows_progress
 def measure_runs(
     models: Sequence[LanguageModel],
     runs: Mapping[str, Callable[[Any, int], Given]],
@@ -99,26 +100,25 @@ def measure_runs(
     *,
     first_turn: int = 0,
     warm: bool = False,
-    on_progress: OnProgress = lambda what: None,
+    on_progress: OnProgress = lambda step: None,
 ) -> Iterator[dict[str, list[Given]]]:
-    """Generates by several runs in turns, warm, one prompt after another; `bench.speed` says what the results mean.
+    """Generates by several runs in turns, one prompt after another; `bench.speed` defines the figures of the results.
 
-    Within a turn every run generates after the same prompt, there and back: the order is reversed from turn to turn
-    and from prompt to prompt. A turn in which something compiled does not count, nor does the next one, and both are
-    taken again: a program's first run takes longer, and one that was compiled in the background runs there.
+    In each turn, every run generates after the same prompt. The order of the runs alternates between turns and between
+    prompts. A turn with a compilation and the turn after it are repeated, because the first run of a program takes
+    longer, and a program that was compiled in the background runs first in the turn after.
 
     Args:
-      models: those that generate.
+      models: the models of the runs.
       runs: by name.
-      prompts: as the runs take them.
-      repeats: turns of each prompt that count. Method `auto` has all its programs in them.
+      prompts: arguments of the runs.
+      repeats: number of counted turns per prompt. Method `auto` has all its programs in them.
       first_turn: the number of the first turn.
-      warm: whether the runs have generated before; else each generates once after the first prompt, which does not
-        count either.
-      on_progress: called with what is being done.
+      warm: whether the runs have generated before; otherwise each generates once after the first prompt, uncounted.
+      on_progress: called with a description of the current step.
 
     Yields:
-      for each prompt, by run, what was generated, turn by turn.
+      For each prompt, the results of each run, turn by turn.
 
     Raises:
       ValueError: `repeats` is below 1.

@@ -1,11 +1,11 @@
-"""What a round costs on a device: a few known steps of a model, straight lines between them, and kinds of drafts.
+"""Predicts the time of a round on a device by linear interpolation in a table of step times.
 
 A round of K draft tokens takes
 
-    lookup + K · step(1 row, what a draft token runs) + step(K + 1 rows, what verification runs) + loop
+    lookup + K · step(1 row, layers of a draft token) + step(K + 1 rows, layers of verification) + loop
 
-where step(rows, layers, live length, batch) comes from a table of steps, measured (`bench.step_costs`) or derived from
-a device's published figures (`deviceless.roofline`).
+where step(rows, layers, live length, batch) is interpolated in a table. `bench.step_costs` measures the table;
+`aot.roofline` computes it from a device's published figures.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Times of steps of one model on one device, all in milliseconds.
+    """The times of one model's steps on one device, in milliseconds.
 
     Attributes:
-      device, model, dtype: what they are of, in words.
-      num_layers: L of the model.
-      live: tokens before the steps of `full_ms` and `cut_ms`.
-      full_ms: (rows of one text, batch, time) of steps of the whole model; at least (1, 1), and rows rising for each
-        batch.
-      cut_layers, cut_ms: a step of one row of one text through this many of the layers, 0 … L − 1, and the head.
-      live_token_ms: what a step of one text through all layers costs more for each token before it.
-      loop_ms: of a round beside its steps.
-      lookup_ms: a search for what followed on the same words earlier.
-      absorb_ms: of one token of a prompt through all layers, in a prefill.
+      device, model, dtype: names for reports.
+      num_layers: L, the model's number of layers.
+      live: the number of cached tokens per text for which `full_ms` and `cut_ms` are given.
+      full_ms: (rows per text, batch size, time) of steps of the whole model. The rows rise for each batch size, and
+        (1, 1) is included.
+      cut_layers, cut_ms: a number of layers, 0 … L − 1, and the time of a step of one row through these layers and the
+        output head.
+      live_token_ms: additional time per cached token, for a step of one text through all layers.
+      loop_ms: time of a round that is not spent in its steps.
+      lookup_ms: time of one search of a lookup drafter.
+      absorb_ms: time per token of a prefill through all layers.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.01)
@@ -59,18 +60,18 @@ class StepCosts:
         batch: int = 1,
         head: bool = True,
     ) -> float:
-        """Time of a step.
+        """Returns the time of a step in milliseconds.
 
         Args:
-          rows: tokens that each text feeds.
-          layers: how many layers run; None for all.
-          live: tokens before the step, of each text; None for those of the table.
-          batch: texts.
+          rows: tokens fed per text.
+          layers: the number of layers that run; None for all.
+          live: cached tokens per text; None for the table's `live`.
+          batch: the number of texts.
           head: whether the final norm and the output head run.
         """
         ran = self.num_layers if layers is None else layers
         full = self._full_ms(rows, batch)
-        # A layer's share is that of one row: layers and head are products of the same rows.
+        # The time of layers and that of the head grow alike with the rows, so a layer's share of a step is constant.
         layer = full * self._layer_share
         rest = full - self.num_layers * layer
         further = 0.0 if live is None else (live - self.live) * self.live_token_ms
@@ -78,7 +79,7 @@ class StepCosts:
 
     @property
     def _layer_share(self) -> float:
-        """One layer's part of a step of one row, between 0 and 1 ÷ L: measured times are noisy."""
+        """One layer's share of the time of a step, clipped to 0 … 1 ÷ L because measured times are noisy."""
         one = self._full_ms(1, 1)
         share = (one - self.cut_ms) / (self.num_layers - self.cut_layers) / one
         return min(max(share, 0.0), 1 / self.num_layers)
@@ -93,10 +94,11 @@ class StepCosts:
 
 
 def guessed_row(platform: str) -> float:
-    """Returns the cost of a further row of a step, as a share of a step of one row, for a device without measurements.
+    """Returns the assumed cost of each additional row, relative to a step of one row, without measurements.
 
-    A CPU takes as long to compute as to read; an accelerator waits for memory. The value for TPUs comes from its
-    compiler's cycles: 9 rows take 1.04 times, 65 rows 1.44 times those of one row (docs/measurements.md).
+    On a CPU, arithmetic takes about as long as reading the weights; on an accelerator, reading dominates. The value for
+    TPUs comes from the compiler's cycle counts: relative to one row, 9 rows take 1.04 times and 65 rows 1.44 times the
+    cycles (docs/laboratory.md).
 
     Args:
       platform: cpu, gpu or tpu.
@@ -109,19 +111,19 @@ def guessed_row(platform: str) -> float:
 
 
 def guessed(num_layers: int, row: float) -> StepCosts:
-    """Costs in proportion to a step of one row, for a device of which nothing has been measured.
+    """Returns assumed costs for a device without measurements, in units of a step of one row.
 
-    Observed times correct them, so they need only be of the right order.
+    Observed times correct them during decoding, so only their order of magnitude matters.
 
     Args:
-      num_layers: of the model.
-      row: what each further row of a step costs, as a share of a step of one.
+      num_layers: the model's number of layers.
+      row: the cost of each additional row, relative to a step of one row, see `guessed_row`.
 
     Examples:
       >>> guessed(10, row=0.1).step_ms(rows=6), round(guessed(10, row=0.1).step_ms(layers=5), 2)
       (1.5, 0.55)
     """
-    share = 0.1  # of embedding, norm and head; a search is small beside a layer
+    share = 0.1  # of a step: embedding, final norm and head
     full = ((1, 1, 1.0), (33, 1, 1.0 + 32 * row), (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
     return StepCosts(
         *("unknown", "unknown", "unknown"),
@@ -139,20 +141,24 @@ def guessed(num_layers: int, row: float) -> StepCosts:
 
 @dataclasses.dataclass(frozen=True)
 class DraftCost:
-    """The work of a draft on a device, from which the device's `StepCosts` give its time.
+    """The work of a draft. A device's `StepCosts` convert it to time.
 
     Attributes:
-      layers: of the target, or as much work as that many, that one draft token runs through.
-      head: whether a draft token runs through an output head as large as the target's.
-      once: whether one such pass gives all the tokens of a draft.
-      shared: how many of these layers verification does not run again: the exit layer of an early exit.
-      lookup: whether the draft is looked up in a text.
-      absorb_layers: as many layers' work as one token takes to be absorbed by a state of the draft's own; 0 for none.
-      replayed: whether what it would have drafted follows from a text that others drafted, as for prompt lookup of the
-        usual kind.
-      adapts: whether a draft ends by itself where it does not pay, so that nobody has to choose its length.
-      widths: the numbers of rows for which a verification is compiled, rising, of which the narrowest runs that fits;
-        () for all of them.
+      layers: the work of one draft token, in layers of the target.
+      head: whether a draft token also runs an output head of the target's size.
+      once: whether one pass produces all tokens of a draft.
+      rows: the number of rows of a draft pass; above 1 for a tree, each of whose levels takes one pass.
+      shared: the number of these layers that verification reuses instead of running them again: the exit layer of an
+        early exit, else 0.
+      lookup: whether the draft is copied from a text, which takes a search.
+      absorb_layers: the work to absorb one token into the drafter's own state, in layers of the target; 0 if it has no
+        state.
+      replayed: whether its drafts can be recomputed from a finished text that another drafter produced, as for prompt
+        lookup.
+      adapts: whether `auto` need not choose a length, because a stop rule ends unprofitable drafts or the draft is a
+        tree.
+      widths: the numbers of rows for which a verification is compiled, rising. A round runs the smallest that fits.
+        () if every number is compiled.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
@@ -163,6 +169,7 @@ class DraftCost:
     layers: float = 0.0
     head: bool = True
     once: bool = False
+    rows: int = 1
     shared: float = 0.0
     lookup: bool = False
     absorb_layers: float = 0.0
@@ -171,37 +178,38 @@ class DraftCost:
     widths: tuple[int, ...] = ()
 
     def round_ms(self, costs: StepCosts, length: int, live: int | None = None, batch: int = 1) -> float:
-        """Time of a round that drafts and verifies `length` tokens of each text; 0 verifies nothing."""
+        """Returns the time in milliseconds of a round with `length` draft tokens per text; length 0 is a plain step."""
         search = costs.lookup_ms if self.lookup else 0.0
         rows = next((width for width in self.widths if width > length), length + 1)
         if not length:
             return search + costs.step_ms(rows, live=live, batch=batch) + costs.loop_ms
         drafting = 0.0
         if self.layers:
-            one = costs.step_ms(layers=self.layers, live=live, batch=batch, head=self.head)
+            one = costs.step_ms(self.rows, self.layers, live, batch, self.head)
             drafting = one if self.once else length * one
         verified = costs.num_layers - self.shared if self.shared else None
         verifying = costs.step_ms(rows, verified, live, batch)
-        if self.shared:  # drafting did not run the last draft token through these layers
+        if self.shared:  # these layers have not run on the last draft token, which only verification reads
             verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, head=False)
         return search + drafting + verifying + costs.loop_ms
 
     @property
     def copies(self) -> bool:
-        """Whether a search is all that drafts: not of a hybrid, which has layers to run too."""
-        return self.lookup and not self.layers
+        """Whether the draft is a chain that costs only a search; False for a hybrid, which also runs layers."""
+        return self.lookup and not (self.layers or self.adapts)
 
     def absorb_ms(self, costs: StepCosts) -> float:
-        """Time to bring the draft's own state up by one token."""
+        """Returns the time in milliseconds to absorb one token into the drafter's own state."""
         return costs.absorb_ms * self.absorb_layers / costs.num_layers
 
 
 def kinds(num_layers: int) -> dict[str, DraftCost]:
-    """The kinds of drafts that need no second model, at usual sizes, for a target of so many layers.
+    """Returns the costs of typical drafts by name, for a target of `num_layers` layers.
 
-    Returns:
-      by name: `lookup` (n-gram, suffix), `early exit` after a quarter of the layers, `half the layers` (Draft & Verify:
-      what is skipped is verified), and `one layer` (EAGLE: a head of one layer, with the target's output head).
+    - `lookup`: n-gram and suffix drafts.
+    - `early exit`: an exit after a quarter of the layers.
+    - `half the layers`: Draft & Verify, whose verification runs all layers.
+    - `one layer`: EAGLE, a head of one layer with the target's output head.
 
     Examples:
       >>> list(kinds(32))
@@ -216,7 +224,7 @@ def kinds(num_layers: int) -> dict[str, DraftCost]:
 
 
 def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round that drafts K, each right with probability a: (1 − a^(K+1)) ÷ (1 − a).
+    """Returns the expected tokens of a round with K draft tokens: (1 − a^(K+1)) ÷ (1 − a) for acceptance rate a.
 
     Leviathan et al. 2023, equation 1.
 
@@ -248,14 +256,15 @@ def predicted_speedup(
     live: int | None = None,
     batch: int = 1,
 ) -> Prediction:
-    """The best speed-up over plain decoding of drafts of constant length K = 1 … `longest`; below 1 a loss.
+    """Returns the largest speed-up over plain decoding among constant draft lengths K = 1 … `longest`.
 
-    It takes acceptances as independent, and every round as having a draft.
+    A speed-up below 1 is a slow-down. The prediction assumes that every round has a draft, and that each token is
+    accepted with the same probability if all tokens before it are.
 
     Args:
-      acceptance: the probability that a draft token is right, given those before it.
-      draft: the kind.
-      costs: of the device.
+      acceptance: this probability.
+      draft: the cost of the draft.
+      costs: the device's costs of steps.
       longest: the largest K.
       live, batch: as in `StepCosts.step_ms`.
 
@@ -281,14 +290,15 @@ def reached_speedup(
     num_drafts: int,
     num_draft_tokens: int,
 ) -> float:
-    """Returns a text's speed-up over plain decoding, computed from its rounds' drafted and accepted tokens.
+    """Returns the speed-up of a generated text over plain decoding, computed from the counts of its rounds.
 
     Args:
       draft: the cost of its drafts.
       costs: the device's costs of steps.
-      num_tokens: number of tokens that the rounds committed.
-      num_rounds, num_drafts: number of rounds, and of rounds that drafted.
-      num_draft_tokens: drafted tokens that were verified.
+      num_tokens: the number of tokens that the rounds committed.
+      num_rounds: the number of rounds.
+      num_drafts: the number of rounds with a draft.
+      num_draft_tokens: the number of draft tokens that were verified.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
@@ -306,11 +316,11 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 def speedup_table(
     costs: StepCosts, drafts: Mapping[str, DraftCost], live: int | None = None, batch: int = 1
 ) -> dict[str, dict[str, Prediction]]:
-    """What kinds of drafts would gain at `ACCEPTANCES`, by kind and acceptance such as "0.8".
+    """Returns predicted speed-ups, by the draft's name and by each of `ACCEPTANCES` as a string such as "0.8".
 
     Args:
-      costs: of the device.
-      drafts: by name.
+      costs: the device's costs of steps.
+      drafts: the costs of drafts, by name.
       live, batch: as in `StepCosts.step_ms`.
 
     Examples:
@@ -327,14 +337,14 @@ def speedup_table(
 
 
 def on_line(at: float, known: Sequence[float], values: Sequence[float]) -> float:
-    """The value at a place: straight lines between the known ones, the last line carried on behind them.
+    """Returns the linear interpolation of `values` at `at`, extrapolated with the last slope beyond the last point.
 
-    In front of the first place it is the first value; behind a last line that falls, which is noise, the last.
+    Below the first point the result is the first value. A negative last slope is noise and is replaced by 0.
 
     Args:
-      at: the place.
-      known: rising.
-      values: as many.
+      at: the point.
+      known: the points at which values are given, rising.
+      values: the value at each of these points.
 
     Examples:
       >>> [on_line(at, (1, 3), (10.0, 20.0)) for at in (0, 2, 5)]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from jaxspec.console import distributed
-from jaxspec.console.environment import quieten
 from jaxspec.console.errors import Guard, option_names
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
@@ -18,7 +17,8 @@ Try: jaxspec generate "Once upon a time" --method ngram
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
 ENVIRONMENT = """
 environment:
-  JAXSPEC_CACHE  directory of compiled programs, or off; default: in the user's cache directory
+  JAXSPEC_CACHE  directory of compiled programs and of what method auto has learnt, or off; default:
+                 the user's cache directory
   JAXSPEC_DATA   directory of plans, thresholds and other numbers found for models, where
                  they cannot lie beside the model; default: the user's data directory
   JAXSPEC_DEBUG  1 shows the traceback of an error"""
@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     guard = Guard("jaxspec")
     arguments = list(sys.argv[1:] if argv is None else argv)
     status = guard(lambda: _run(arguments, guard))
-    distributed.leave(status)
     if argv is None:
         # Leaves at once: the usual way waits for what compiles in the background, perhaps for a long time.
         for stream in (sys.stdout, sys.stderr):
@@ -55,11 +54,13 @@ def _run(arguments: list[str], guard: Guard) -> int:
         print(f"jaxspec {__version__}")
         return 0
     from jaxspec.cli.bench import Bench
+    from jaxspec.cli.chat import Chat
     from jaxspec.cli.compare import Compare
     from jaxspec.cli.compile import Compile
     from jaxspec.cli.convert import Convert
     from jaxspec.cli.generate import Generate
     from jaxspec.cli.inspect import Inspect
+    from jaxspec.cli.methods import names, with_options
     from jaxspec.cli.profile import Profile
     from jaxspec.cli.search import Search
     from jaxspec.cli.tune import Tune
@@ -68,6 +69,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
     commands = {
         "generate": Generate,
+        "chat": Chat,
         "compare": Compare,
         "bench": Bench,
         "profile": Profile,
@@ -79,13 +81,18 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "vocab": Vocab,
     }
     arguments = arguments or ["--help"]
+    if arguments[0] in ("generate", "chat", "compile"):
+        commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
         command = parse(commands, arguments, DESCRIPTION)
     finally:
         if arguments in (["--help"], ["-h"]):
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
-    quieten()
+    if isinstance(
+        command, (Generate, Chat, Compare, Bench, Compile)
+    ):  # their errors may name options of methods
+        guard.options = names() | guard.options
     distributed.join(*distributed.options_in(command), "jaxspec", command)
     from jaxspec.engine import compilation_cache, jax_settings
 

@@ -6,26 +6,15 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxspec.bench.suite_options import Amount, SuiteOptions
-from jaxspec.cli.options import (
-    MethodOptions,
-    MethodsOptions,
-    ModelOptions,
-    SamplingOptions,
-    usual_methods,
-)
-from jaxspec.cli.runs import parse_run
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.cli.options import MethodsOptions, ModelOptions, SamplingOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import Progress, tell
-from jaxspec.methods import Method, registry
-from jaxspec.methods.flat import given_options
-from jaxspec.papers import TAKES, PaperName
-from jaxspec.papers.options import PaperOptions, TargetOptions
+from jaxspec.console.terminal import tell
+from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:
     from jaxspec.bench.prompt_files import Task
@@ -33,9 +22,6 @@ if TYPE_CHECKING:
 
 # In the directory of --output.
 RECORDS, REPORT, PAGE = "records.jsonl", "report.json", "report.html"
-# The options that every paper leaves to the user; others stand in `TAKES`.
-_OF_PAPERS = {field.name for field in dataclasses.fields(Amount)} | {"seed", "resume", "output", "json"}
-_OF_PAPERS |= {"paper", "model", "dtype", "device", "mesh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,32 +41,19 @@ class Bench:
     With --output the texts of a prompt are written down once all methods have generated them: the same command goes on
     after the last prompt, or turn of its conversation, that is written down.
 
-    With --paper the tables of one paper instead: its figures, this model's beside them, and which of its claims hold.
-    Prompts and runs are the paper's then (adaspeed and s2d take --prompt-file); --limit holds for the tuning and the
-    reporting prompts each.
-
     Attributes:
-      paper: measure the tables of one paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d
-        (a sorted draft; --draft names it, --run adds others, --target further targets) or sampling (speculative
-        sampling and n-gram decoding).
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
         (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: those of the
         jaxspec.prompts.json beside the model, else the project's own.
-      runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods, to which the options
-        of the command go.
       peer: another program on the same prompts, in the same turns: plain decoding and prompt lookup, assisted
         generation where draft-model is measured, early exit where layerskip is. Needs the extra `peers`.
-      chat_template: a Jinja file, for a model that has no chat template.
+      chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has no chat template.
       output: a directory for records.jsonl, report.json and report.html, made if missing.
       resume: go on with what the directory of --output holds; --no-resume begins again. Default: yes.
       json: print one JSON object and nothing else.
     """
 
-    paper: PaperName | None = None
     prompt_file: tuple[str, ...] = ()
-    runs: tuple[str, ...] = dataclasses.field(
-        default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
-    )
     peer: Literal["transformers"] | None = None
     chat_template: str | None = None
     output: str | None = None
@@ -88,10 +61,8 @@ class Bench:
     json: bool = False
     compared: MethodsOptions = MethodsOptions()  # noqa: RUF009
     suite: SuiteOptions = SuiteOptions()  # noqa: RUF009
-    served: TargetOptions = TargetOptions()  # noqa: RUF009
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
-    drafting: MethodOptions = MethodOptions()  # noqa: RUF009
 
     def run(self) -> int:
         """Measures; returns the exit status."""
@@ -100,19 +71,12 @@ class Bench:
 
     def _run(self, held: contextlib.ExitStack) -> int:
         """Runs the measurement. `held` gets the lock of the output once every check has passed."""
-        if self.paper is not None:
-            from jaxspec.cli.bench_paper import run
-
-            return run(self.model.load, self.paper, self._paper_options(self.paper), as_json=self.json)
-        if served := given_options(self.served):
-            raise ValueError(f"`{min(served)}` is for the tables of a paper; give paper=s2d, or leave it out")
         if self.peer is not None and self.model.processes.asked:
             raise ValueError(
                 f"`peer` {self.peer} runs in one process; leave out `distributed` and `coordinator_address`, or `peer`"
             )
-        named = {words: parse_run(words) for words in self.runs}
         given = self._given_tasks()
-        self.compared.named()
+        self.compared.made  # noqa: B018, checked before the model is loaded
         if self.output is not None:
             check_directory(Path(self.output))
         interrupted = False
@@ -123,16 +87,26 @@ class Bench:
             from jaxspec.bench.suite import Suite
             from jaxspec.bench.suite_report import report
 
-            methods = self._shared(lm.config.num_layers) | named
-            law = self.sampling.numbers()
+            methods = self.compared.chosen(lm.config.num_layers)
+            distribution = self.sampling.numbers()
             peers = None
             if self.peer is not None:
                 from jaxspec.bench.peers import transformers_runs
 
                 progress("loading the model into transformers")
-                peers = transformers_runs(lm, self.model.model, methods, law, self.suite.max_new_tokens)
+                peers = transformers_runs(
+                    lm, self.model.model, methods, distribution, self.suite.max_new_tokens
+                )
             tasks = own_tasks(directory=lm.directory) if given is None else given
-            suite = Suite(lm, tasks, methods, self.suite, law=law, seed=self.sampling.seed, peers=peers)
+            suite = Suite(
+                lm,
+                tasks,
+                methods,
+                self.suite,
+                distribution=distribution,
+                seed=self.sampling.seed,
+                peers=peers,
+            )
             self._resume(suite, held)
             try:
                 suite.measure(progress)
@@ -156,59 +130,17 @@ class Bench:
             return INTERRUPTED
         return 0
 
-    def _paper_options(self, paper: PaperName) -> PaperOptions:
-        """What the tables of a paper are measured with.
-
-        Raises:
-          ValueError: an option is given that belongs to prompt sets and runs, or to several processes.
-        """
-        if self.model.processes.asked:
-            raise ValueError(
-                "`paper` is measured by one process; leave out `distributed` and `coordinator_address`, and give it a "
-                "mesh of this machine's devices"
-            )
-        taken = {*_OF_PAPERS, *TAKES.get(paper, ())}
-        foreign = [f"`{name}`" for name in _given(self) if name not in taken]
-        if foreign:
-            raise ValueError(
-                f"paper={paper} measures the paper's own runs and has no option {', '.join(foreign)}; leave it out"
-            )
-        if self.output is not None:
-            check_directory(Path(self.output))
-        return PaperOptions(
-            **{field.name: getattr(self.suite, field.name) for field in dataclasses.fields(Amount)},
-            **{field.name: getattr(self.served, field.name) for field in dataclasses.fields(TargetOptions)},
-            seed=self.sampling.seed,
-            prompt_file=self.prompt_file,
-            draft=getattr(self.drafting, "draft", None),
-            runs={words: parse_run(words) for words in self.runs},
-            directory=None if self.output is None else Path(self.output),
-            resume=self.resume,
-        )
-
     def _given_tasks(self) -> list[Task] | None:
         """The prompts of the files, if there are some: read before anything that takes long."""
         from jaxspec.bench.prompt_files import read_tasks
 
         return read_tasks(self.prompt_file) if self.prompt_file else None
 
-    def _shared(self, num_layers: int) -> dict[str, Method]:
-        """The methods of --methods, or those that are usual, with the options of the command."""
-        given, named = given_options(self.drafting), self.compared.named()
-        if named is None and self.runs:
-            if given:
-                raise ValueError(
-                    f"`{min(given)}` is for the methods of `methods`, which are not given; put it into the words "
-                    "of `runs`"
-                )
-            return {}
-        return registry.share(usual_methods(given, num_layers) if named is None else named, given)
-
     def _resume(self, suite: Suite, held: contextlib.ExitStack) -> None:
         if self.output is None:
             return
-        from jaxspec.io import lock
-        from jaxspec.io.line_log import LineLog
+        from jaxspec.host import lock
+        from jaxspec.host.line_log import LineLog
 
         held.enter_context(lock.exclusive(Path(self.output), tell, "output"))
         log = LineLog(Path(self.output) / RECORDS, suite.header(), of="benchmark", resume=self.resume)
@@ -218,62 +150,35 @@ class Bench:
         if self.output is None:
             return
         from jaxspec.bench.suite_page import page
-        from jaxspec.io.files import write_atomic
+        from jaxspec.host.files import write_atomic
 
         write_atomic(Path(self.output) / REPORT, json.dumps(report, indent=2) + "\n")
         write_atomic(Path(self.output) / PAGE, page(report))
         print(f"jaxspec: wrote {Path(self.output) / REPORT} and {PAGE}", file=sys.stderr)
 
 
-def _given(options: Any) -> Iterator[str]:
-    """The names of the options that are not at their defaults, those of the dataclasses in a command too."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(field.default):
-            yield from _given(value)
-        elif value != field.default:
-            yield field.name
-
-
 def _print(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from jaxspec.bench.suite_page import summary
-    from jaxspec.bench.suite_report import cells, columns, positions, shown_categories, widest
+    from jaxspec.bench.suite_page import figures, summary
+    from jaxspec.bench.suite_report import columns, positions, widest
+    from jaxspec.console.tables import Table
 
     console = Console(file=sys.stdout)
 
-    def table(headings: list[str]) -> Table:
-        # Fits 80 columns with the longest of methods' names, accuracy included.
-        made = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
-        made.add_column("run", min_width=14)
-        for heading in headings:
-            made.add_column(heading, justify="right")
-        return made
-
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"{report['model']}, {report['dtype']}, {report['device']}: {summary(report)}\n")
-    figures = table([*columns(report)])
-    for category in shown_categories(report):
-        figures.add_row(Text(category, style="bold"))
-        for run in report["runs"]:
-            figures.add_row(Text(run), *cells(report, run, category))
-    console.print(figures)
+    write(f"{report['model']}, {report['dtype']}, {report['device']}: {summary(report)}\n")
+    console.print(figures(report))
     rates = positions(report)
     if rates:
-        say("\nacceptance by position in the draft, of the rounds with a draft")
-        shown = table([*map(str, range(1, widest(rates) + 1))])
-        for run, by_position in rates.items():
-            shown.add_row(Text(run), *(f"{rate:.2f}" for rate in by_position))
-        console.print(shown)
-    say("")
+        write("\nacceptance by position in the draft, of the rounds with a draft")
+        rows = [[run, *(f"{rate:.2f}" for rate in by_position)] for run, by_position in rates.items()]
+        console.print(Table(["run", *map(str, range(1, widest(rates) + 1))], rows))
+    write("")
     for heading, meaning in columns(report).items():
-        say(f"{heading.replace(chr(10), ' ')}: {meaning}")
+        write(f"{heading.replace(chr(10), ' ')}: {meaning}")
 
 
 def _warn(report: dict[str, Any]) -> None:

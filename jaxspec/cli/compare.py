@@ -7,9 +7,10 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.options import MethodsOptions, TextOptions, usual_methods
+from jaxspec.cli.options import MethodsOptions, TextOptions
 from jaxspec.cli.slower import warn_slower
-from jaxspec.console.terminal import Progress, printable
+from jaxspec.console.terminal import printable
+from jaxspec.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,6 @@ class Compare(TextOptions):
     mean acceptance length stands twice: tokens ÷ rounds, as Spec-Bench counts, and 1 + accepted ÷ drafts (drafting
     rounds), as vLLM counts. The text is printed below the table, once if all agree.
 
-    An option of a method is given to the methods that know it.
-
     Attributes:
       repeats: how often each method runs, timed.
       carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates.
@@ -36,18 +35,17 @@ class Compare(TextOptions):
 
     def run(self) -> int:
         """Compares; returns the exit status."""
-        named = self.compared.named()
+        self.compared.made  # noqa: B018, checked before the model is loaded
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
             lm = self.load()
-            from jaxspec.bench.compare import compare
+            from jaxspec.bench.comparison import compare
 
             report = compare(
                 lm,
                 prompt,
-                usual_methods(self.method_options(), lm.config.num_layers) if named is None else named,
-                self.method_options(),
+                self.compared.chosen(lm.config.num_layers),
                 repeats=self.repeats,
                 carry_gamma=self.carry_gamma,
                 on_progress=progress,
@@ -63,38 +61,13 @@ class Compare(TextOptions):
         return 0
 
 
-# Heading → figure: the mean acceptance length by both definitions in use.
-_LENGTHS = {
-    "tokens ÷ rounds": "mean_acceptance_length",
-    "1+acc. ÷ drafts": "mean_acceptance_length_drafting",
-}
-
-
 def _print(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
-    title = f"{report['model']}, {report['dtype']}, {report['device']}"
-    # Fits 80 columns with the longest of methods' names.
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    headings = ("tokens", "first token ms", "tokens per s", "times plain", *_LENGTHS, "acc. rate")
-    for heading in (*headings, "same text"):
-        table.add_column(heading, justify="right")
-    for entry in report["results"]:
-        same = entry["identical_to_autoregressive"]
-        table.add_row(
-            entry["method"],
-            str(entry["tokens"]),
-            _number(entry["first_token_ms"], 1),
-            _number(entry["tokens_per_second"], 1),
-            _number(entry["speedup"], 2),
-            *(_number(entry[name], 2) for name in _LENGTHS.values()),
-            _number(entry["draft_acceptance_rate"], 2),
-            "lossy" if entry["lossy"] else "–" if same is None else "yes" if same else "no",
-        )
-    Console(file=sys.stdout).print(table)
+    from jaxspec.bench.comparison import table
+
+    print(f"{report['model']}, {report['dtype']}, {report['device']}\n")
+    Console(file=sys.stdout).print(table(report))
     print("times plain: the median over turns, each against plain decoding in the same turn")
     if any(entry["lossy"] for entry in report["results"]):
         print("lossy: the text does not follow the model's own distribution")
@@ -124,7 +97,3 @@ def _texts(results: list[dict[str, Any]]) -> list[str]:
                 entry["text"][at:],
             ]
     return shown
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

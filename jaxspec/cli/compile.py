@@ -1,4 +1,4 @@
-"""`jaxspec compile`: what an accelerator's compiler makes of a model and a method, on a machine without one."""
+"""`jaxspec compile`: compiles a model and a method ahead of time, without the accelerator."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.options import Dtype, MethodOptions, SamplingOptions, Weights
+from jaxspec.aot.accelerators import mesh_axes, parse_topology
+from jaxspec.cli.methods import made
+from jaxspec.cli.options import Dtype, SamplingOptions, Weights
 from jaxspec.console.environment import compile_only
 from jaxspec.console.output import writable
-from jaxspec.console.terminal import Progress
-from jaxspec.deviceless.accelerators import mesh_axes, parse_topology
-from jaxspec.io.files import write_atomic
-from jaxspec.methods import registry
-from jaxspec.methods.flat import given_options
+from jaxspec.host.files import write_atomic
+from jaxspec.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Compile:
-    """Compile a method's programs for an accelerator that need not be there, and say what came out.
+    """Compile a method's programs for an accelerator that is not attached, and report on them.
 
-    Of the model only the shape counts: no weights are read or made. What a method reads from files (a plan, a probe) is
-    made up, for it is data to the program.
+    Only the shape of the model is used: no weights are read or created. Files of a method (a plan, a probe) are
+    replaced by arbitrary values, because they are data to the program.
 
-    Copies are of whole caches or weights in one round; there should be none. A cache is written back where the
-    program moves all of it to fast memory, changes it there and moves it back. Collectives are the exchanges between
-    devices in one round, of a whole draft; so are the operations that a GPU starts, its kernels. Cycles are estimates
-    of the TPU's compiler, not times. The floor is the cycles for reading at the published bandwidth; an estimate below
-    it is raised to it. The speed is a prediction: for a TPU from these cycles, for a GPU from published figures.
+    Copies are copies of whole caches or weights in one round; there should be none. A cache is written back if the
+    program moves all of it to fast memory, changes it there and moves it back. Collectives and GPU kernels are counted
+    over one round, including a full draft. Cycles are estimates of the TPU's compiler, not times. The floor is the
+    number of cycles to read memory at the published bandwidth; lower estimates are raised to it. The speed is a
+    prediction: for a TPU from these cycles, for a GPU from published figures.
 
     Attributes:
-      topology: kind and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; of GPUs h100, h200, a100 or
-        l4, and up to 8 of them, such as h100:4.
-      shape: a usual shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; also what --draft may name.
-      model: a directory, .gguf file or hub id whose config is the shape, or the name of a model that comes with
+      topology: type and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; or up to 8 GPUs of type
+        h100, h200, a100 or l4, such as h100:4.
+      shape: a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; --draft takes these names too.
+      model: a directory, .gguf file or hub id whose config gives the shape, or the name of a model that comes with
         jaxspec.
-      mesh: how the chips are arranged, such as data=1,model=4: rows are spread over data, heads over model. Default:
-        all of them along model.
+      mesh: the arrangement of the chips, such as data=1,model=4: rows are split over data, heads over model. Default:
+        all chips along model.
       method: as in `jaxspec generate`.
       batch: rows decoded together.
-      capacity: tokens that a row has room for; rounded up to a power of two.
-      dtype: of weights and cache.
-      weights: int8 for matrices, and those of a draft model, in int8 with a scale for each output channel. Whether the
-        compiler makes whole weights of dtype of them is counted; it should not. Default: as dtype says.
-      prefill: compile the prefill too; --no-prefill leaves it out.
+      capacity: the maximum length of a row in tokens; rounded up to a power of two.
+      dtype: dtype of weights and cache.
+      weights: int8 for int8 matrices with one scale per output channel, also in a draft model. Products convert them
+        to dtype; whole weights that the compiler converts are counted, and there should be none. Only a CPU rounds
+        activations to int8 too. Default: weights of dtype.
+      prefill: compile the prefill too; --no-prefill skips it.
       hlo: write the optimised program of the rounds to this file.
       json: print one JSON object and nothing else.
     """
@@ -62,19 +62,19 @@ class Compile:
     hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
     sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
-    drafting: MethodOptions = MethodOptions()  # noqa: RUF009
+    drafting: Any = None
 
     def run(self) -> int:
         """Compiles; returns the exit status."""
         topology = parse_topology(self.topology)
         axes = mesh_axes(self.mesh, topology.num_devices)
-        method = registry.make(self.method, given_options(self.drafting))
+        method = made(self.method, self.drafting)
         hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()
         with Progress() as progress:
-            from jaxspec.deviceless.programs import Place, devices, make
-            from jaxspec.deviceless.report import build, report
-            from jaxspec.deviceless.stand_ins import model_shape
+            from jaxspec.aot.programs import Place, devices, make
+            from jaxspec.aot.report import build, report
+            from jaxspec.aot.stand_ins import model_shape
             from jaxspec.engine.loading import DTYPES, resolve_weights
 
             place = Place.of(devices(topology), axes)
@@ -87,12 +87,12 @@ class Compile:
                 batch=self.batch,
                 capacity=self.capacity,
                 dtype=DTYPES[self.dtype],
-                law=self.sampling.numbers(),
+                distribution=self.sampling.numbers(),
             )
             progress("compiling the rounds")
             rounds = build(programs.rounds, programs.options)
             if hlo is not None:
-                # Where the rounds do not fit, the compiler gives no program.
+                # The compiler returns no program if the rounds do not fit.
                 write_atomic(hlo, rounds.text or "the rounds do not fit the memory of a chip\n")
             if self.prefill:
                 progress("compiling the prefill")
@@ -132,15 +132,17 @@ def _print(record: dict[str, Any], source: str) -> None:
     table.columns[1].justify = "right"
     table.add_row("fits the memory of a chip", "yes" if record["fits"] else "no")
     if record["refusal"] is not None:
-        table.add_row("the compiler says", record["refusal"])
+        table.add_row("the compiler's message", record["refusal"])
     for name, part in {"rounds": record, "prefill": record["prefill"]}.items():
         if part is not None:
-            table.add_row(f"{name}: arguments, a chip", _size(part["argument_bytes_per_device"]))
-            table.add_row(f"{name}: temporaries, a chip", _size(part["temporary_bytes_per_device"]))
+            table.add_row(f"{name}: arguments per chip", _size(part["argument_bytes_per_device"]))
+            table.add_row(f"{name}: temporaries per chip", _size(part["temporary_bytes_per_device"]))
             table.add_row(f"{name}: tracing and compiling", f"{part['compile_seconds']:.1f} s")
     table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
     table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
     table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
+    if record["weights"] is not None:
+        table.add_row("products", f"{record['weights']} weights × {record['dtype']} activations")
     table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
     for kind, count in (record["collectives"] or {}).items():
         table.add_row(f"{kind} in a round", _number(count))
@@ -152,8 +154,8 @@ def _print(record: dict[str, Any], source: str) -> None:
         table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
     speed = record["predicted_tokens_per_second"]
     if speed is not None or record["cycles"] is None:
-        said = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
-        table.add_row("plain decoding, predicted at best", said)
+        predicted = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
+        table.add_row("plain decoding, predicted upper bound", predicted)
     console = Console(file=sys.stdout)
     console.print(table)
     if record["cycles"] is not None:
@@ -165,7 +167,7 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
     """Prints the compiler's estimates in thousands of cycles, one column for each part of a round."""
     from rich.table import Table
 
-    from jaxspec.deviceless.cycles import EXCHANGES
+    from jaxspec.aot.cycles import EXCHANGES
 
     columns = {"round": cycles["round"], **cycles["stages"]}
     if cycles["draft_step"] is not None:

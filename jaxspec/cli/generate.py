@@ -2,69 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.cli.methods import made, method_field
 from jaxspec.cli.options import TextOptions
 from jaxspec.cli.slower import slower, warn_slower_by
+from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import ACCEPTED, DIM, Progress, painted, printable, shows_colour
-from jaxspec.methods import registry
-from jaxspec.methods.flat import usable_methods
+from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour, tell
+from jaxspec.host.progress import Progress, hidden
+from jaxspec.methods import Auto
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
-    from jaxspec.engine.results import Piece, Result, Statistics
+    from jaxspec.engine.results import Piece, Result, Statistics, Token
     from jaxspec.engine.text import RowText
 
 
-def _method_field() -> str:
-    """The option --method, whose help names every method, those of other packages too."""
-    methods, problems = usable_methods()
-    for problem in problems:
-        print(f"jaxspec: warning: {problem}", file=sys.stderr)
-    details = " ".join(f"{name}: {method.summary()}." for name, method in methods.items())
-    metadata = {"metavar": "{" + ",".join(methods) + "}", "details": details}
-    return dataclasses.field(default="autoregressive", metadata=metadata)
+# The longest time, in seconds, that the command waits after the text for programs that later commands will load.
+_COMPILES = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Generate(TextOptions):
     """Generate a text after a prompt.
 
-    The text goes to standard output as it comes, its speed to standard error.
-
-    In a terminal, draft tokens that were accepted have another colour.
+    The text goes to standard output as it comes, its speed to standard error. In a terminal, accepted draft tokens
+    have another colour.
 
     Attributes:
-      method: how to decode. All give the text of plain decoding (autoregressive), or its distribution where tokens are
-        drawn.
+      method: how to decode. The text, or its distribution, is that of plain decoding.
       stream: print the text as it comes, or only once it is whole.
+      n: number of texts, printed once all are whole.
+      logprobs: also print the log-probability of each token.
     """
 
-    method: str = _method_field()
+    method: str = method_field()
     stream: bool = True
+    n: int = 1
+    logprobs: bool = False
+    drafting: Any = None
 
     def run(self) -> int:
         """Generates; returns the exit status."""
-        registry.find(self.method)
+        method = made(self.method, self.drafting)
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
             lm = self.load()
-            pieces = lm.stream(prompt, method=self.method, **self.generation(), **self.method_options())
-            method = registry.make(self.method, self.method_options())
+            pieces = lm.stream(prompt, method=method, n=self.n, logprobs=self.logprobs, **self.generation())
             if warning := slower(lm, method):
-                print(f"jaxspec: warning: {warning}", file=sys.stderr)
+                tell(f"warning: {warning}")
             progress("compiling")
-            output = _Output(self, prompt, lm, progress)
-            status = output.write(pieces)
-            if output.statistics is not None and warning is None:
-                warn_slower_by(lm, method, output.statistics)
-            return status
+            texts = [pieces] if self.n == 1 else _collected(pieces, self.n, progress)
+            outputs = [_Output(self, prompt, lm, progress) for _ in texts]
+            status = max([output.write(text) for output, text in zip(outputs, texts, strict=True)])
+            if outputs[0].statistics is not None and warning is None:
+                warn_slower_by(lm, method, outputs[0].statistics)
+            # Only a person can skip the wait.
+            watched = status == 0 and isinstance(method, Auto) and sys.stderr.isatty()
+            if watched and lm.executables.keeps:
+                progress("compiling for later texts (Ctrl-C skips)")
+                with contextlib.suppress(KeyboardInterrupt):
+                    lm.executables.wait(_COMPILES)
+        if watched and lm.executables.busy:
+            from jaxspec.engine import background
+
+            background.leave(status)
+        return status
 
 
 class _Output:
@@ -85,11 +95,14 @@ class _Output:
     ) -> None:
         self._options, self._lm, self._progress = options, lm, progress
         self._prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        self._streams = options.stream and not options.json
-        self._painter = _Painter(_row_text(lm, prompt, options)) if shows_colour(sys.stdout) else None
+        self._streams = options.stream and options.n == 1 and not options.json
+        self._break = "\n" if options.chat or not isinstance(prompt, str) else ""
+        self._coloured = shows_colour(sys.stdout)
+        self._row_text: RowText | None = None
         self._written: list[str] = []
+        self._quiet = contextlib.ExitStack()  # hides the progress while a text is written to the terminal
         self._text = ""
-        self._tokens: list[int] = []
+        self._tokens: list[Token] = []
         self.statistics: Statistics | None = None
         self._error: str | None = None
         self._lossy = False
@@ -98,11 +111,12 @@ class _Output:
     def write(self, pieces: Iterator[Piece]) -> int:
         """Takes all the pieces, or those that come before an interruption; returns the exit status."""
         reason = "interrupted"
-        try:
-            for piece in pieces:
-                reason = self._take(piece) or reason
-        except KeyboardInterrupt:
-            reason = "interrupted"
+        with self._quiet:
+            try:
+                for piece in pieces:
+                    reason = self._take(piece) or reason
+            except KeyboardInterrupt:
+                reason = "interrupted"
         self._progress.stop()
         if self._options.json:
             print(json.dumps(self._report(reason)))
@@ -111,29 +125,36 @@ class _Output:
         else:
             print("".join(self._written), flush=True)
         if reason == "interrupted":
+            interrupts.is_first_line()  # no line about a busy program may follow
             print("jaxspec: interrupted", file=sys.stderr)
             return INTERRUPTED
         if self._error is not None:
             print(f"jaxspec: error: {self._error}", file=sys.stderr)
             return 1
         if not self._options.json:
-            print(_summary(self.statistics, self._lossy), file=sys.stderr)
-            if self._result is not None and self._result.choices:
+            assert self._result is not None  # a text that has ended
+            print(_summary(self.statistics, self._result), file=sys.stderr)
+            for line in self._log_probs():
+                print(line, file=sys.stderr)
+            if self._result.choices:
                 print(explained(self._result), file=sys.stderr)
         return 0
 
     def _take(self, piece: Piece) -> str | None:
         self._text += piece.text
-        self._tokens += piece.tokens
+        self._tokens += piece.token_records
         self.statistics = piece.statistics
         shown = printable(piece.text, sys.stdout)
-        if self._painter is not None:
-            shown = self._painter.paint(piece)
+        if self._coloured and piece.new_text is not None:
+            self._row_text = self._row_text or piece.new_text()
+            shown = coloured(self._row_text, piece)
             if not self._written:
-                shown = painted(printable(self._prompt, sys.stdout), DIM) + shown
+                shown = painted(printable(self._prompt, sys.stdout), DIM) + self._break + shown
         self._written.append(shown)
         if self._streams:
             self._progress.stop()
+            if not self._written[1:] and sys.stdout.isatty():
+                self._quiet.enter_context(hidden())
             print(shown, end="", flush=True)
         else:
             self._progress(f"generating: {len(self._tokens)} tokens")
@@ -148,11 +169,19 @@ class _Output:
             "model": self._lm.name,
             "method": self._options.method,
             "text": self._text,
-            "tokens": self._tokens,
+            "tokens": [token.id for token in self._tokens],
             "finish_reason": reason,
+            "drafted_by": None if self._result is None else self._result.drafted_by,
             "lossy": self._lossy,
             "statistics": _as_json(self.statistics),
+            **({"logprobs": [token.log_prob for token in self._tokens]} if self._options.logprobs else {}),
         } | self._explanation()
+
+    def _log_probs(self) -> Iterator[str]:
+        """Yields a line with log-probability and text for each token, if these were requested."""
+        for token in self._tokens if self._options.logprobs else ():
+            text = token.id if self._lm.tokenizer is None else self._lm.tokenizer.decode([token.id])
+            yield f"{token.log_prob:9.4f}  {text!r}"
 
     def _explanation(self) -> dict[str, Any]:
         """What was expected and chosen, where that was asked for."""
@@ -163,36 +192,26 @@ class _Output:
         }
 
 
-class _Painter:
-    """Gives the text of accepted draft tokens another colour.
+def _collected(pieces: Iterator[Piece], number: int, progress: Progress) -> list[Iterator[Piece]]:
+    """Returns the pieces of each of several texts, up to an interruption."""
+    rows: list[list[Piece]] = [[] for _ in range(number)]
+    with contextlib.suppress(KeyboardInterrupt):
+        for piece in pieces:
+            rows[piece.index].append(piece)
+            progress(
+                f"generating: {sum(row[-1].result is not None for row in rows if row)} of {number} texts"
+            )
+    return [iter(row) for row in rows]
 
-    Args:
-      row: turns the same tokens into the same text as the pieces have, here one token at a time.
+
+def coloured(row_text: RowText, piece: Piece) -> str:
+    """Returns the text of a piece, with another colour for the text that accepted draft tokens complete.
+
+    `row_text` repeats the conversion of the piece's text, one token at a time.
     """
-
-    def __init__(self, row: RowText) -> None:
-        self._row = row
-
-    def paint(self, piece: Piece) -> str:
-        """The text of a piece. What a token completes has the colour of that token."""
-        ended = piece.result is not None
-        spans = []
-        for at, token in enumerate(piece.token_records, 1):
-            gained, _, _ = self._row.push([token.id], ended and at == len(piece.token_records))
-            gained = printable(gained, sys.stdout)
-            spans.append(painted(gained, ACCEPTED) if token.drafted else gained)
-        if ended and not piece.token_records:
-            spans.append(printable(self._row.push([], True)[0], sys.stdout))
-        return "".join(spans)
-
-
-def _row_text(lm: LanguageModel, prompt: str | list[dict[str, str]], options: Generate) -> RowText:
-    from jaxspec.engine.text import RowText
-
-    if lm.tokenizer is None:
-        return RowText(None, options.stops)
-    ids = lm.encode(prompt, chat=options.chat, chat_template_kwargs=options.template_variables)
-    return RowText(lm.tokenizer.stream(ids), options.stops, options.stop_token_ids)
+    spans = row_text.spans(piece.token_records, piece.result is not None)
+    shown = ((printable(text, sys.stdout), drafted) for text, drafted in spans)
+    return "".join(painted(text, ACCEPTED) if drafted else text for text, drafted in shown)
 
 
 def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
@@ -224,13 +243,15 @@ def explained(result: Result) -> str:
       0         off                0       8       8         72.0      80.0
       8         ngram              4       8      16         90.0      80.0
     """
+    names = [*(one.name for one in result.expected), *(turn.name for turn in result.choices)]
+    width = max([12, *map(len, names)])
     lines = []
     if result.expected:  # of choices that a file says, nothing
-        lines.append(f"{'candidate':<12}  drafts  acceptance  ms/round  speed-up  programs")
+        lines.append(f"{'candidate':<{width}}  drafts  acceptance  ms/round  speed-up  programs")
     for one in result.expected:
         ready = "ready" if one.ready else "not compiled"
         lines.append(
-            f"{one.name:<12}  {one.length:>6}  {_number(one.acceptance, 2):>10}  {_number(one.round_ms, 2):>8}  "
+            f"{one.name:<{width}}  {one.length:>6}  {_number(one.acceptance, 2):>10}  {_number(one.round_ms, 2):>8}  "
             f"{one.speedup:>8.2f}  {ready}"
         )
     if any(one.round_ms is None for one in result.expected):
@@ -240,10 +261,10 @@ def explained(result: Result) -> str:
         if best.name == "off":
             gain = "nothing else pays" if best == result.expected[0] else "what pays more is not compiled"
         lines += [f"of those that are ready {best.name} was expected to be the fastest: {gain}", ""]
-    lines += [f"{'round':<8}  {'chosen':<12}  drafts  rounds  tokens  ms expected  ms taken"]
+    lines += [f"{'round':<8}  {'chosen':<{width}}  drafts  rounds  tokens  ms expected  ms taken"]
     for turn in result.choices:
         lines.append(
-            f"{turn.round:<8}  {turn.name:<12}  {turn.length:>6}  {turn.num_rounds:>6}  {turn.num_tokens:>6}  "
+            f"{turn.round:<8}  {turn.name:<{width}}  {turn.length:>6}  {turn.num_rounds:>6}  {turn.num_tokens:>6}  "
             f"{_number(turn.expected_ms, 1):>11}  {turn.took_ms:>8.1f}"
         )
     return "\n".join(lines)
@@ -253,7 +274,7 @@ def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _summary(statistics: Statistics | None, lossy: bool) -> str:
+def _summary(statistics: Statistics | None, result: Result) -> str:
     assert statistics is not None  # a text that has ended has at least one token
     speed, length, rate = (
         "–" if number is None else f"{number:.{digits}f}"
@@ -265,8 +286,8 @@ def _summary(statistics: Statistics | None, lossy: bool) -> str:
     )
     line = (
         f"{statistics.num_tokens} tokens · {speed} tokens/s · mean acceptance length {length} · "
-        f"acceptance rate {rate}"
+        f"acceptance rate {rate} · {result.drafted_by}"
     )
-    if lossy:
+    if result.lossy:
         line += " · lossy: not the model's own distribution"
     return painted(line, DIM) if shows_colour(sys.stderr) else line

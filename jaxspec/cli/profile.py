@@ -1,4 +1,4 @@
-"""`jaxspec profile`: what this device makes of a model, and what a described one would."""
+"""`jaxspec profile`: measures decoding steps on this device, or predicts them from an accelerator's figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import ModelOptions
-from jaxspec.console.terminal import Progress
+from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measure how fast this device could decode a model, and how near it comes.
+    """Measure the decoding speed of a model on this device, and compare it with the limit of memory bandwidth.
 
-    The floor is the time in which this device read every weight once, the best of several. It is measured, and so
-    noisy: where the weights stay in the processor's cache, a step may come out below it.
+    The floor is the time to read every weight once, the fastest of several measurements. A step may be faster than
+    the floor through noise, or if the weights stay in the processor's cache.
 
-    A step of several rows verifies as many tokens; it should cost little more.
+    A step of several rows verifies several tokens; it should cost little more than a step of one row.
 
     Attributes:
-      shape: random weights of a usual shape instead: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
-      costs: show instead what steps cost by rows, layers, texts and tokens before them, and what drafts would gain. It
-        is measured once for a device, a shape and a dtype, and kept in the user's cache.
+      shape: use random weights of a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
+      costs: show the costs of steps by rows, layers, texts and live tokens instead, and predicted speed-ups. They are
+        measured once per device, shape and dtype, and kept in the user's cache.
       fresh: with --costs, measure again.
-      device_model: predict instead, on paper, what drafts would gain with --shape on a device of which only published
-        figures are known: h100, h200, a100, l4,
-        v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the compiler's cycles give
-        the costs of steps; compiling them takes a minute the first time.
-      batch: texts at once, for what drafts would gain. Default 1.
-      launch_us: with --device-model, microseconds for starting one operation; replaces the compiler's cycles. Default:
+      device_model: predict speed-ups for --shape from the published figures of a device instead: h100, h200, a100, l4,
+        v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the costs of steps are the
+        compiler's cycles; compiling them takes a minute the first time.
+      batch: the number of texts for which speed-ups are predicted. Default 1.
+      launch_us: with --device-model, microseconds to start one operation; replaces the compiler's cycles. Default:
         the device's.
       json: print one JSON object and nothing else.
     """
@@ -64,14 +63,14 @@ class Profile:
         return 0
 
     def _check(self) -> None:
-        """Refuses options that would say nothing."""
+        """Checks that the given options fit together."""
         paper = self.device_model is not None
         if paper and (self.costs or self.model != ModelOptions()):
             raise ValueError(
-                "`device_model` predicts for a named shape, on a device that is not here; give it with `shape`, "
+                "`device_model` predicts for a named shape on a device that is not attached; give it with `shape`, "
                 "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
             )
-        # Its random weights are made by each process on devices that it may not have.
+        # Each process would create the random weights on devices that may belong to another process.
         if self.shape is not None and self.model.processes.asked:
             raise ValueError(
                 "`shape` is measured by one process; give `model`, or leave out `distributed` and `coordinator_address`"
@@ -90,7 +89,7 @@ class Profile:
             raise ValueError(f"batch is {self.batch}; give at least 1")
 
     def _profile(self) -> dict[str, Any]:
-        from jaxspec.bench.profile import profile
+        from jaxspec.bench.device_profile import profile
 
         given = self.model
         with Progress() as progress:
@@ -105,7 +104,7 @@ class Profile:
             )
 
     def _costs(self) -> dict[str, Any]:
-        from jaxspec.bench.profile import language_model
+        from jaxspec.bench.device_profile import language_model
         from jaxspec.bench.step_costs import remembered_step_costs
         from jaxspec.choosing.costs import kinds, speedup_table
 
@@ -130,14 +129,14 @@ class Profile:
         }
 
     def _predict(self) -> dict[str, Any]:
-        from jaxspec.deviceless.roofline import report
+        from jaxspec.aot.roofline import report
 
         assert self.device_model is not None
         assert self.shape is not None
         given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
         if self.launch_us is not None:
             return report(*given)
-        from jaxspec.deviceless.estimates import estimated
+        from jaxspec.aot.cost_estimates import estimated
 
         with Progress() as progress:
             return report(*given, functools.partial(estimated, on_progress=progress))
@@ -146,17 +145,17 @@ class Profile:
 def _print(report: dict[str, Any]) -> None:
     table = _table(f"{report['model']}, {report['dtype']}, {report['device']}")
     floor, fraction = report["floor_ms"], report["floor_fraction"]
-    table.add_row("floor: all weights read once", f"{floor:.3f} ms")
+    table.add_row("floor: read all weights once", f"{floor:.3f} ms")
     steps: dict[str, float] = report["step_ms"]
     for rows, step_ms in steps.items():
         table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
-    table.add_row("floor ÷ step of 1 row, the best of each", f"{fraction:.2f}")
+    table.add_row("floor ÷ step of 1 row, fastest of each", f"{fraction:.2f}")
     table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
     tree, traced = report["tree_ratio"], report["traced_tree_ratio"]
     table.add_row("round with a tree of 8 tokens ÷ with a chain of 8", f"{tree:.2f}")
-    table.add_row("  with a tree whose shape is data", f"{traced:.2f}")
-    table.add_row("each token before it, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
-    table.add_row("  its keys and values, as fast as the floor", f"{report['live_token_floor_us']:.2f} µs")
+    table.add_row("  with a tree of traced shape", f"{traced:.2f}")
+    table.add_row("each live token, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
+    table.add_row("  its keys and values at the floor's bandwidth", f"{report['live_token_floor_us']:.2f} µs")
     table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
     table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
     _show(table)
@@ -172,30 +171,30 @@ def _print_costs(report: dict[str, Any]) -> None:
         table.add_row(f"step of {rows} row{'s' if rows > 1 else ''}{texts}", f"{step_ms:.3f} ms")
     cut, layers = costs.cut_layers, costs.num_layers
     table.add_row(f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms")
-    table.add_row("  so a layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms")
-    table.add_row("each token before a step", f"{1e3 * costs.live_token_ms:.2f} µs")
-    table.add_row("a round beside its steps", f"{costs.loop_ms:.3f} ms")
-    table.add_row("a search for what followed earlier", f"{costs.lookup_ms:.3f} ms")
-    table.add_row("a token of a prompt", f"{costs.absorb_ms:.3f} ms")
+    table.add_row("  one layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms")
+    table.add_row("each live token", f"{1e3 * costs.live_token_ms:.2f} µs")
+    table.add_row("overhead of a round", f"{costs.loop_ms:.3f} ms")
+    table.add_row("n-gram lookup of a draft", f"{costs.lookup_ms:.3f} ms")
+    table.add_row("prefill of a token", f"{costs.absorb_ms:.3f} ms")
     _show(table)
     _print_speedups(report["speedups"], f"predicted from these costs, {_texts(report['batch'])}")
 
 
 def _print_prediction(report: dict[str, Any]) -> None:
-    title = f"prediction on paper, nothing was measured: {report['shape']} on {report['device']}, {report['dtype']}"
+    title = f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
     table = _table(title)
     table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
-    table.add_row("operations a second at its peak", f"{1e-12 * report['flops']:,.0f} · 10¹²")
+    table.add_row("peak operations per second", f"{1e-12 * report['flops']:,.0f} · 10¹²")
     if report["estimated"]:
-        table.add_row("steps", "by the compiler's cycles")
+        table.add_row("steps", "from the compiler's cycles")
     else:
-        table.add_row("starting an operation (an assumption)", f"{report['launch_us']:g} µs")
+        table.add_row("start of an operation (assumed)", f"{report['launch_us']:g} µs")
     table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
     if not report["fits"]:
-        table.add_row("the weights do not fit its memory", "as if they did")
+        table.add_row("the weights do not fit its memory", "ignored")
     _show(table)
     _print_speedups(
-        report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} tokens before"
+        report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} live tokens"
     )
 
 

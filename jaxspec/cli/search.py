@@ -1,4 +1,4 @@
-"""`jaxspec search`: which sublayers a draft of the model itself may skip."""
+"""`jaxspec search`: searches the sublayers to skip in self-speculative drafts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import sys
 from typing import Any
 
 from jaxspec.cli.options import ModelOptions
-from jaxspec.console.bar import Bar
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.tables import Table
 from jaxspec.console.terminal import tell
-from jaxspec.io.extras import require
-from jaxspec.tuning.options import PromptOptions, SearchOptions
+from jaxspec.host.extras import require
+from jaxspec.host.progress import Progress
+from jaxspec.tuning.tuning_options import PromptOptions, SearchOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search which sublayers to skip when the model drafts for itself, for --method draft-verify.
+    """Search the sublayers to skip when the model drafts for itself, for --method draft-verify.
 
-    By Bayesian optimisation; no mask is tried twice.
+    The search uses Bayesian optimisation; no mask is tried twice. Every trial is logged, so the same command resumes
+    an interrupted search.
 
-    Trials are written down as they come: a search that was interrupted goes on with the same command.
-
-    The time is mostly that of compiling and of measuring what the parts of a round cost: about a minute on a CPU.
+    Most of the time, about a minute on a CPU, is spent on compilation and on measuring the costs of a round's parts.
 
     Attributes:
-      output: the plan file to write. Default: jaxspec.plan.json beside the model or, where that cannot be
-        written or comes with jaxspec, in the user's data directory; the method finds it in both.
-      resume: go on with a search that was interrupted; --no-resume begins again. Default: yes.
+      output: the plan file to write. Default: jaxspec.plan.json in the model's directory or, if that is not writable
+        or belongs to jaxspec, in the user's data directory; the method finds it in both.
+      resume: continue an interrupted search; --no-resume begins again. Default: yes.
       json: print one JSON object and nothing else.
     """
 
@@ -44,11 +44,11 @@ class Search:
         """Searches; returns the exit status."""
         if not self.search.random:
             require("search", "bayes_opt")
-        with Bar() as bar:
-            bar("loading the model")
-            from jaxspec.io import lock
-            from jaxspec.io.method_files import PLAN_NAME, write_plan
-            from jaxspec.tuning.search import found_by, report, search
+        with Progress() as progress:
+            progress("loading the model")
+            from jaxspec.host import lock
+            from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
+            from jaxspec.tuning.mask_search import found_by, report, search
             from jaxspec.tuning.texts import read_prompts
 
             options = self.search
@@ -61,9 +61,9 @@ class Search:
                     options,
                     output.with_suffix(".trials.jsonl"),
                     resume=self.resume,
-                    on_progress=bar,
-                    on_trial=lambda kind, done, budget, best: bar.count(
-                        f"{kind} search", done, budget, f"{best.score:.3f}"
+                    on_progress=progress,
+                    on_trial=lambda kind, done, budget, best: progress.count(
+                        f"{kind} search", done, budget, f"best {best.score:.3f}"
                     ),
                 )
                 write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
@@ -76,12 +76,12 @@ class Search:
         speedup = best["score"] if options.objective == "speed" else best["predicted_speedup"]
         if speedup < 1:
             print(
-                f"jaxspec: warning: no mask was found that makes drafts pay here ({speedup:.2f}× plain decoding)",
+                f"jaxspec: warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)",
                 file=sys.stderr,
             )
         if found.interrupted:
             print(
-                f"jaxspec: interrupted; the best so far is in {output}, and the same command goes on from here",
+                f"jaxspec: interrupted; the best so far is in {output}; the same command continues",
                 file=sys.stderr,
             )
             return INTERRUPTED
@@ -89,37 +89,24 @@ class Search:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(file=sys.stdout)
-    table = Table(
-        title=f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks"
+    console.print(title, markup=False, highlight=False)
     by_speed = report["objective"] == "speed"
-    table.add_column("search", no_wrap=True)
-    for heading in (
-        *("masks tried", "seconds", "skips attention + MLP"),
-        *(("tokens/s", "speed-up") if by_speed else ("agreement", "draft tokens", "predicted speed-up")),
-    ):
-        table.add_column(heading, justify="right")
+    headings = ["search", "masks tried", "seconds", "skips attention + MLP"]
+    headings += ["tokens/s", "speed-up"] if by_speed else ["agreement", "draft tokens", "predicted speed-up"]
+    rows = []
     for entry in report["searches"]:
         if by_speed:
             worth = [f"{entry['tokens_per_second']:.1f}", f"{entry['score']:.2f}"]
         else:
             worth = [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
             worth += [f"{entry['predicted_speedup']:.2f}"]
-        table.add_row(
-            entry["search"],
-            str(entry["trials"]),
-            f"{entry['seconds']:.0f}",
-            f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}",
-            *worth,
-        )
-    console.print(table)
+        skipped = f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}"
+        rows.append([entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped, *worth])
+    console.print(Table(headings, rows))
     best = report["best"]
     for name, key in (("attention", "skip_attention"), ("MLP", "skip_mlp")):
         layers = ", ".join(map(str, best[key])) or "none"

@@ -35,8 +35,7 @@ def warn_slower_by(lm: LanguageModel, method: Method, statistics: Statistics) ->
     """
     from jaxspec.choosing.costs import guessed, guessed_row, reached_speedup
 
-    cost = _cost(lm, method)
-    if cost is None or statistics.num_draft_tokens < _ENOUGH:
+    if statistics.num_draft_tokens < _ENOUGH or (cost := _cost(lm, method)) is None:
         return
     costs = lm.step_costs or guessed(lm.config.num_layers, guessed_row(lm.platform))
     speedup = reached_speedup(
@@ -83,7 +82,7 @@ def _cost(lm: LanguageModel, method: Method) -> DraftCost | None:
     """Returns the declared cost of a method's drafts; None if it declares none or drafts trees."""
     try:
         drafter, params = lm.drafter(method)
-    except (ValueError, OSError):  # for example a file that does not exist for this law
+    except (ValueError, OSError):  # for example a file that does not exist for this distribution
         return None
     cost = method.cost(lm.loaded, drafter, params)
     if cost is None or drafter.drafts_trees:

@@ -1,4 +1,4 @@
-"""`jaxspec vocab`: which tokens of a model are frequent."""
+"""`jaxspec vocab`: counts the frequent tokens of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import output_file
-from jaxspec.console.terminal import Progress
+from jaxspec.console.tables import Table
+from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """Count which tokens of a model are frequent, so that drafts can leave out the others (--draft-vocab N).
+    """Count the frequent tokens of a model, so that drafts can leave out the others (--draft-vocab N).
 
-    Count text like what the model will write: its own, or what it was trained on. Special tokens, and those that its
-    chat template writes, come first, however rare.
+    Count text similar to the model's output: its own, or its training data. Special tokens and the tokens of the chat
+    template are always included.
 
     Attributes:
-      data: a text file to count; of a .jsonl file the texts in its records.
-      generate: count what the model itself writes after prompts.
-      prompt_file: [--generate] a file that holds one prompt. Default: a few short ones.
-      max_new_tokens: [--generate] how many tokens the model writes at most after each prompt. Default 128.
-      chat: [--generate] put each prompt through the model's chat template.
-      size: keep the N most frequent tokens only. Default: all that were counted.
-      output: the file to write. Default: jaxspec.vocab.json beside the model or, where that cannot be written or comes
-        with jaxspec, in the user's data directory; the methods find it in both.
+      data: a text file to count; for a .jsonl file, the strings in its records.
+      generate: count the model's own text after prompts.
+      prompt_file: [--generate] a file with one prompt. Default: a few short ones.
+      max_new_tokens: [--generate] the maximum number of tokens to generate after each prompt. Default 128.
+      chat: [--generate] use the model's chat template for each prompt.
+      size: keep only the N most frequent tokens. Default: all tokens that occur.
+      output: the file to write. Default: jaxspec.vocab.json in the model's directory or, if that is not writable or
+        belongs to jaxspec, in the user's data directory; the methods find it in both.
       json: print one JSON object and nothing else.
     """
 
@@ -50,11 +51,11 @@ class Vocab:
         """Counts; returns the exit status.
 
         Raises:
-          ValueError: there is nothing to count, or an option without --generate that belongs to it.
+          ValueError: there is no text to count, or an option of --generate is given without it.
         """
         if not (self.data or self.generate):
             raise ValueError(
-                "there is nothing to count; give data=FILE, or generate=True for the model's own text"
+                "there is no text to count; give data=FILE, or generate=True for the model's own text"
             )
         given = {
             "--prompt-file": self.prompt_file,
@@ -66,8 +67,8 @@ class Vocab:
             raise ValueError(f"{foreign[0]} belongs to --generate; give both or neither")
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.io.vocabulary_file import VOCABULARY_NAME, write_vocabulary
-            from jaxspec.tuning.vocabulary import coverage, encoded, rank
+            from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME, write_vocabulary
+            from jaxspec.tuning.token_counts import coverage, encoded, rank
 
             lm = self.model.load()
             output = output_file(self.output, lm, VOCABULARY_NAME)
@@ -98,9 +99,9 @@ class Vocab:
         return 0
 
     def _written(self, lm: LanguageModel, progress: Progress) -> list[list[int]]:
-        """What the model writes after the prompts."""
-        from jaxspec.tuning.options import PromptOptions
+        """Generates the model's own text after the prompts."""
         from jaxspec.tuning.texts import continuations, read_prompts
+        from jaxspec.tuning.tuning_options import PromptOptions
 
         if not self.generate:
             return []
@@ -111,28 +112,22 @@ class Vocab:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(file=sys.stdout)
     console.print(
         f"{report['model']}: {report['num_counted']:,} tokens counted, {report['ranked']:,} of "
-        f"{report['vocab_size']:,} ranked, {report['always']} of them always there",
+        f"{report['vocab_size']:,} ranked, {report['always']} of them always included",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    table.add_column("--draft-vocab", justify="right")
-    table.add_column("of the counted tokens", justify="right")
-    for size, share in report["coverage"].items():
-        table.add_row(str(size), f"{100 * share:.1f} %")
-    console.print(table)
+    rows = [[str(size), f"{100 * share:.1f} %"] for size, share in report["coverage"].items()]
+    console.print(Table(("--draft-vocab", "share of the counted tokens"), rows))
     console.print(f"written to {report['output']}, for --draft-vocab N", highlight=False, soft_wrap=True)
     console.print(
-        "Of other text the share is lower, the more so the less was counted: `jaxspec compare --draft-vocab N` shows "
-        "what is accepted.",
+        "On other text the share is lower, especially after a small count. `jaxspec compare --run 'asd --draft-vocab "
+        "N'` measures the acceptance.",
         markup=False,
         highlight=False,
         soft_wrap=True,

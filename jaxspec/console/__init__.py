@@ -1,1 +1,1 @@
-"""What any command line of the project is made of: parsing, errors, exit statuses, progress, where to write."""
+"""Shared by the command lines of the project: parsing, errors, exit statuses, output files, tables and charts."""

@@ -1,4 +1,4 @@
-"""Several processes that run one command together: how they find each other, which of them speaks, how they end."""
+"""Several processes that run one command together: how they connect, which of them writes, and how they end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import time
 from typing import Any, TextIO
 
 from jaxspec.console import rendezvous
-from jaxspec.io import processes
-from jaxspec.io.messages import fitted
+from jaxspec.host import processes
+from jaxspec.host.messages import fitted
 
-# A process that fails alone is noticed by its missing heartbeats; where all fail, each says so before process 0 goes.
+# Process 0 waits before it ends with an error, so that others that fail too can write their own errors.
 _GRACE_S = 2.0
 
 
@@ -25,13 +25,13 @@ class ProcessOptions:
     """Several processes that run this command together, each with its own devices: give the same command to each.
 
     Attributes:
-      distributed: join the other processes of this job, on one mesh of all their devices. SLURM, Open MPI and TPU pods
-        say which these are; elsewhere say it with the three options below.
-      coordinator_address: where process 0 listens, HOST:PORT with a free port.
-      num_processes: how many there are.
-      process_id: which of them this is, from 0. Process 0 prints the text and writes the files.
-      join_timeout_seconds: how long to wait at the start for the other processes.
-      heartbeat_timeout_seconds: how long a process may be silent before the others give it up and end.
+      distributed: join the other processes of this job on one mesh of their devices. SLURM, Open MPI and TPU pods
+        name them; elsewhere give the next three options.
+      coordinator_address: the address of process 0, HOST:PORT with a free port.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0. Process 0 writes all output.
+      join_timeout_seconds: how long to wait for the other processes at the start.
+      heartbeat_timeout_seconds: the longest time without a heartbeat of a process.
     """
 
     distributed: bool = False
@@ -46,7 +46,7 @@ class ProcessOptions:
         if None in given and given != (None, None, None):
             raise ValueError(
                 "`coordinator_address`, `num_processes` and `process_id` go together; give all three, or "
-                "`distributed` alone where SLURM, Open MPI or a TPU pod says them"
+                "`distributed` alone if SLURM, Open MPI or a TPU pod provides them"
             )
         if self.num_processes is not None and self.process_id is not None:
             if self.num_processes < 1:
@@ -65,7 +65,7 @@ class ProcessOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether there are other processes to join."""
+        """Whether the options ask to join other processes."""
         return self.distributed or self.coordinator_address is not None
 
 
@@ -75,7 +75,7 @@ def _is_address(text: str) -> bool:
 
 
 def options_in(command: Any) -> tuple[ProcessOptions, Any]:
-    """The options of processes in a command, and its mesh; the defaults and None where it has none."""
+    """Returns the `ProcessOptions` of a command, by default the default ones, and its mesh, by default None."""
     found, mesh = ProcessOptions(), getattr(command, "mesh", None)
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
@@ -89,16 +89,16 @@ def options_in(command: Any) -> tuple[ProcessOptions, Any]:
 
 
 class _Streams:
-    """The standard error of this process, where it is not the first and keeps silent otherwise; and the program that
-    reads what libraries print."""
+    """The original standard error, if this process is not the first and its streams are closed, and the filter program
+    for the output of libraries."""
 
     errors: TextIO | None = None
     filter: subprocess.Popen[bytes] | None = None
 
 
 def complain(line: str) -> None:
-    """Writes an error to standard error as one line of at most 300 characters. Every process may do so; if there are
-    several, the line names the number of this one."""
+    """Writes an error of any process to standard error as one line of at most 300 characters, with the process's number
+    if there are several."""
     if _joined():
         import jax
 
@@ -108,11 +108,11 @@ def complain(line: str) -> None:
 
 
 def lost(error: BaseException) -> str:
-    """What to say before an error that a collective operation ends with where another process has gone; "" else."""
+    """Returns the beginning of the message if another process's end caused the error of a collective; else ""."""
     words = r"Gloo|NCCL|connection|peer|heartbeat|unavailable|deadline"
     if type(error).__name__ != "JaxRuntimeError" or not re.search(words, str(error), re.I) or not _joined():
         return ""
-    return "another process is lost; see what it said, and start all again: "
+    return "another process is lost; see its error, and start all again: "
 
 
 def _joined() -> bool:
@@ -121,19 +121,19 @@ def _joined() -> bool:
 
 
 def join(options: ProcessOptions, mesh: str | None, program: str, command: Any = None) -> None:
-    """Joins the other processes, if any are asked for; only then may JAX look for devices.
+    """Joins the other processes, if the options ask for it. JAX must not have looked for devices before.
 
-    From here on the first process speaks, the others only complain; the first Ctrl-C in any interrupts all of them
-    where they next agree on something.
+    Afterwards only process 0 writes output; the others write only errors. The first Ctrl-C in any process interrupts
+    all of them at their next agreement.
 
     Args:
-      options: which they are.
-      mesh: over which they run.
-      program: what lines of its errors begin with.
-      command: the dataclass of all options, which must be the same in each process; None where there is none.
+      options: the options of the processes.
+      mesh: the mesh over which they run.
+      program: the beginning of error lines.
+      command: the dataclass of all options, which must be the same in each process; None to skip this check.
 
     Raises:
-      ValueError: they are not to be found, there is no mesh, or one of them was given another command.
+      ValueError: the processes cannot connect, there is no mesh, or one of them was given another command.
     """
     if not options.asked:
         return
@@ -156,13 +156,13 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
         )
     except ValueError as error:
         raise ValueError(
-            f"`distributed`: neither SLURM nor Open MPI nor a TPU pod says which processes there are ({error}); give "
+            f"`distributed`: neither SLURM nor Open MPI nor a TPU pod names the processes ({error}); give "
             "`coordinator_address`, `num_processes` and `process_id`"
         ) from None
     if _Streams.filter is not None:
-        os.write(2, f"{_FOUND}\n".encode())
+        os.write(2, f"{_CONNECTED}\n".encode())
     if not processes.is_first():
-        from jaxspec.io import files
+        from jaxspec.host import files
 
         files.leave_to_another()
         _Streams.errors = sys.stderr
@@ -173,7 +173,7 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
 
 
 def _check_same(command: Any) -> None:
-    """Refuses another command than process 0 was given, in all processes: they would wait for each other for ever."""
+    """Refuses, in all processes, commands that differ from process 0's: they would wait for each other forever."""
     mine = {"command": type(command).__name__} | _options(command)
     first = json.loads(processes.of_first(json.dumps(mine)))
     others = [name for name in dict.fromkeys([*first, *mine]) if first.get(name) != mine.get(name)]
@@ -184,11 +184,13 @@ def _check_same(command: Any) -> None:
             "give each process the same command"
         )
     if wrong:
-        raise ValueError("another process was given another command, and says so; give each process the same")
+        raise ValueError(
+            "another process was given another command, see its error; give each process the same"
+        )
 
 
 def _options(command: Any) -> dict[str, str]:
-    """Every option but those of `ProcessOptions`, by its name."""
+    """Returns the options except those of `ProcessOptions`, by name."""
     found: dict[str, str] = {}
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
@@ -211,29 +213,29 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def leave(status: int) -> None:
-    """Ends this process with a status, if it has joined others; where the command is done, together with these."""
+    """Ends this process with a status if it has joined others; after success, together with them."""
     if not _joined():
         return
     import jax
 
     if status == 0:
-        processes.wait_for_all("the end of the command")  # however long the first one writes
+        processes.wait_for_all("the end of the command")  # process 0 may still write files
         jax.distributed.shutdown()
     elif processes.is_first():
-        time.sleep(_GRACE_S)  # the others end with it
+        time.sleep(_GRACE_S)  # the others end when process 0 does
     sys.stdout.flush()
     sys.stderr.flush()
-    # The usual way would wait for the others, who may wait for this one.
+    # A normal exit would wait for the others, which may wait for this process.
     os._exit(status)
 
 
 def _filter_libraries(program: str, timeout: int) -> None:
-    """Has what libraries written in C++ say, which Python cannot catch, read by another program: JAX ends a process
-    itself, with a page of text, where others are lost. The CPU's collectives greet on standard output."""
+    """Filters the output of C++ libraries, which Python cannot catch, through another program: JAX ends this process
+    with a page of text if another is lost, and the CPU's collectives write a greeting to standard output."""
     streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
     reader, writer = os.pipe()
-    # It outlives this process, and nobody waits for it.
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout), _FOUND]
+    # The filter outlives this process, which does not wait for it.
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout), _CONNECTED]
     _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
     os.close(reader)
     os.dup2(writer, 2)
@@ -244,8 +246,8 @@ def _filter_libraries(program: str, timeout: int) -> None:
     sys.stdout, sys.stderr = streams
 
 
-# Tells the program below that from here on a process is lost that was there.
-_FOUND = "jaxspec: all processes are here"
+# Tells the program below that all processes have connected, so that a later failure is a lost process.
+_CONNECTED = "jaxspec: all processes are here"
 _FILTER = r"""
 import re, signal, sys
 
@@ -270,10 +272,10 @@ for line in sys.stdin.buffer:
     sys.stderr.flush()
 if ended:
     which = f"process {', '.join(lost)} has" if len(lost) == 1 else f"processes {', '.join(lost)} have"
-    said = f"{which} not been heard of for {timeout} seconds" if lost else "another process is lost"
+    said = f"{which} not responded for {timeout} seconds" if lost else "another process is lost"
     if first:
         said = "process 0 has ended, or cannot be reached"
-    advice = "so this one ends too; see what that one said, and start all again"
+    advice = "so this one ends too; see the error of that one, and start all again"
     if not found:
         said = "the processes do not find each other"
         advice = "give each the address of process 0 and the same number of processes, and start all at about one time"

@@ -1,8 +1,26 @@
-"""Descriptions of a dataclass's fields, from its docstring."""
+"""Descriptions of a dataclass and of its fields, from its docstring."""
 
 from __future__ import annotations
 
+import inspect
+
 import docstring_parser
+
+
+def description_of(cls: type) -> str:
+    """Returns the docstring of a class without the list of its attributes.
+
+    Examples:
+      >>> class Options:
+      ...     '''Some options.
+      ...
+      ...     Attributes:
+      ...       seed: of the randomness.
+      ...     '''
+      >>> description_of(Options)
+      'Some options.'
+    """
+    return (inspect.getdoc(cls) or "").partition("\nAttributes:")[0].strip()
 
 
 def attribute_docs(cls: type) -> dict[str, str]:

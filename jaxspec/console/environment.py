@@ -1,4 +1,4 @@
-"""What the environment of a command is told before the libraries that read it are imported."""
+"""Sets environment variables of a command before the libraries that read them are imported."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import os
 
 
 def quieten() -> None:
-    """Keeps libraries from writing to standard error what a user can do nothing about."""
-    # transformers: that PyTorch is missing, and that a text is longer than a model's context. XLA: details of
-    # cached executables. Who sets these variables wants to see it.
+    """Suppresses warnings of libraries that a user can do nothing about, unless the user has set these variables."""
+    # transformers warns that PyTorch is missing, and that a text is longer than a model's context; XLA warns about
+    # details of cached executables.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def compile_only() -> None:
-    """Keeps JAX off this machine's accelerators, and lets an accelerator's compiler run without one.
+    """Keeps JAX off this machine's accelerators, and enables an accelerator's compiler without a device.
 
     Raises:
       ValueError: JAX has started on an accelerator in this process.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # libtpu would ask a cloud's metadata server where it is, complain of what it does not learn, and refuse to be
-    # loaded by two processes at a time. What is said here of this machine's chips changes no program: those that are
-    # compiled for are described apart.
+    # Without these, libtpu queries a cloud's metadata server, warns about missing answers, and refuses to be loaded by
+    # two processes at a time. The values do not affect the programs, whose target chips are described separately.
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-1",
@@ -39,5 +38,5 @@ def compile_only() -> None:
             f"JAX runs on a {jax.default_backend()} in this process already; compile for described devices in a "
             "process of its own"
         )
-    # What another process compiled would be no compile time.
+    # A cached program of another process would give a wrong compile time.
     jax.config.update("jax_enable_compilation_cache", False)

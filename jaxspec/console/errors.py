@@ -1,6 +1,6 @@
-"""Whatever stops a command becomes one line on standard error and an exit status; for every command line here.
+"""Turns exceptions into an exit status and one line on standard error, for every command line of the project.
 
-So does a warning, while it runs.
+A warning also becomes one line on standard error while a command runs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from jaxspec.console import interrupts
-from jaxspec.console.distributed import complain, lost
+from jaxspec.console.distributed import complain, leave, lost
+from jaxspec.console.environment import quieten
 from jaxspec.console.status import FAILED, INTERRUPTED, UNREAD, WRONG
-from jaxspec.io.extras import MissingExtra
-from jaxspec.io.files import is_full, named_errors
-from jaxspec.io.messages import fitted
+from jaxspec.host import progress
+from jaxspec.host.extras import MissingExtra
+from jaxspec.host.files import is_full, named_errors
+from jaxspec.host.messages import fitted
+
+
+class Failed(RuntimeError):
+    """A command failed although its input was valid: exit status 1, and a message without the name of this type."""
 
 
 class Guard:
-    """Runs a command and turns whatever stops it into an exit status and one line on standard error.
+    """Runs a command and turns an exception into an exit status and one line on standard error.
 
     Args:
-      prog: what the line begins with, such as `jaxspec`.
+      prog: the name of the program, with which the line begins, such as `jaxspec`.
       options: see the attribute.
 
     Attributes:
-      options: the parameter → option names by which messages are translated, see `option_names`; may be set later,
-        once it is known which command runs.
+      options: option by parameter, for `in_options`. It may be set after construction, once the command has been read.
     """
 
     def __init__(self, prog: str, options: Mapping[str, str] | None = None) -> None:
@@ -44,15 +49,22 @@ class Guard:
 
         Returns:
           the status of `run`, or 2 after bad input (ValueError, OSError), 1 after another error or a full disk, 130
-          after Ctrl-C, 141 if the reader of standard output has closed it.
+          after Ctrl-C, 141 if the reader of standard output has closed it. One of several connected processes does not
+          return: it exits with this status.
 
         Raises:
-          BaseException: the error itself, with its traceback, where JAXSPEC_DEBUG is set.
+          BaseException: the error itself, if JAXSPEC_DEBUG is set.
         """
+        quieten()
+        status = self._status(run)
+        leave(status)
+        return status
+
+    def _status(self, run: Callable[[], int]) -> int:
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # started without one, as `>&-` does: what is written goes nowhere
+            if getattr(sys, name) is None:  # the shell closed it (`>&-`); discard the output
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        # A character that the stream cannot encode becomes "?", because it must not lose the rest of the text.
+        # Write "?" for a character that the stream cannot encode. An error would lose the rest of the text.
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
             sys.stdout.reconfigure(errors="replace")
         try:
@@ -67,10 +79,10 @@ class Guard:
         except KeyboardInterrupt:
             return self._say("interrupted", INTERRUPTED) if interrupts.is_first_line() else INTERRUPTED
         except BrokenPipeError:
-            # Python would complain once more when it flushes standard output at its end.
+            # Else Python reports the error again when it flushes standard output at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return UNREAD
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic of a library in Rust is not an Exception
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
             said = in_options(one_line(error), self.options)
@@ -79,16 +91,17 @@ class Guard:
             if isinstance(error, (ValueError, OSError)):
                 return self._say(f"error: {said}", WRONG)
             # For example a device out of memory, a backend that does not start, or a bug.
-            kind = "" if isinstance(error, MissingExtra) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, (MissingExtra, Failed)) else f"{type(error).__name__}: "
             return self._say(f"error: {lost(error)}{kind}{one_line(error)}", FAILED)
 
     def _warn(self, message: Warning | str, *where: typing.Any, **more: typing.Any) -> None:
         if isinstance(message, Warning) and is_full(message):
-            if self._told_full:  # the compile cache warns once for each program
+            if self._told_full:  # the compile cache warns for each program; one warning is enough
                 return
             self._told_full = True
         text = " ".join(str(message).split())
-        print(fitted(f"{self._prog}: warning: {in_options(text, self.options)}"), file=sys.stderr)
+        with progress.hidden():
+            print(fitted(f"{self._prog}: warning: {in_options(text, self.options)}"), file=sys.stderr)
 
     def _say(self, what: str, status: int) -> int:
         complain(f"{self._prog}: {what}")
@@ -96,14 +109,14 @@ class Guard:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line; the name of its type where it says nothing."""
+    """Returns the message of an error in one line, or the name of its type if it has no message."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def option_names(command: type) -> dict[str, str]:
-    """Parameter → option, such as max_new_tokens → --max-new-tokens, of a command's dataclass and those in it."""
+    """Returns option by parameter, such as max_new_tokens: --max-new-tokens, of a dataclass and those nested in it."""
     found: dict[str, str] = {}
     hints = typing.get_type_hints(command)
     for field in dataclasses.fields(command):
@@ -115,18 +128,22 @@ def option_names(command: type) -> dict[str, str]:
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """A library's message, which names parameters of Python, in the options of a command line.
+    """Replaces the Python parameters in an error message by the options of a command line.
 
-    A parameter is known by how it is written, because many are ordinary words: `name` in backquotes, name=value,
-    "name is …" where the message begins so, and any name with an underscore. What stands in quotation marks,
-    within a path or just after a comma, as in data=1,model=4, is left alone.
+    Many parameters are ordinary words, so only four forms are replaced: `name` in backquotes, name=value, "name is …"
+    at the beginning of the message, and a name with an underscore. Text in quotation marks, in a path or directly after
+    a comma, such as data=1,model=4, is not changed.
 
     Args:
-      message: such as "max_new_tokens is 0; give at least 1" or "give plan=FILE".
+      message: the message of a library function.
       options: option by parameter, from `option_names`.
 
-    Returns:
-      such as "--max-new-tokens is 0; give at least 1" or "give --plan FILE".
+    Examples:
+      >>> options = {"max_new_tokens": "--max-new-tokens", "plan": "--plan"}
+      >>> in_options("max_new_tokens is 0; give at least 1", options)
+      '--max-new-tokens is 0; give at least 1'
+      >>> in_options("no plan for this model; give plan=FILE", options)
+      'no plan for this model; give --plan FILE'
     """
     if not options:
         return message

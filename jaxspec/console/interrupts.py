@@ -1,7 +1,7 @@
 """Handles Ctrl-C at any moment with one line: during imports, in a command, or while compiled code runs.
 
-Python calls a signal handler in the main thread, and only between two bytecode instructions, so not while a program is
-compiled, which may take minutes. Here the signal itself wakes a thread, which answers at once.
+Python calls a signal handler in the main thread, and only between two bytecode instructions: not during a compilation,
+which may take minutes. Here the signal wakes a thread, which responds at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.io.files import written_here
+from jaxspec.host.files import written_here
 
 # A second signal within this time counts as the same one: some programs signal a process and also its group.
 _SAME_S = 0.3
@@ -49,9 +49,6 @@ def at_start(program: str) -> None:
 def leave_at_once(program: str, status: int = INTERRUPTED) -> None:
     """Ends the process, after a line if none was written before."""
     say(f"{program}: interrupted")
-    with contextlib.suppress(OSError):
-        if os.isatty(2):
-            os.write(2, b"\x1b[?25h")  # a progress bar may have hidden the cursor
     os._exit(status)
 
 
@@ -66,7 +63,8 @@ def say(line: str) -> None:
     if is_first_line() and written_here():
         # Python's streams cannot be used here: the main thread may be writing to them.
         with contextlib.suppress(OSError):
-            os.write(2, f"{line}\n".encode())
+            clear = "\r\x1b[K" if os.isatty(2) else ""  # progress may be shown
+            os.write(2, f"{clear}{line}\n".encode())
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""Where a command leaves the files that it makes."""
+"""Chooses and checks the paths of a command's output files."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import tempfile
 from pathlib import Path
 from typing import Protocol
 
-from jaxspec.io.files import make_directory as make
-from jaxspec.io.files import written_here
+from jaxspec.host.files import make_directory as make
+from jaxspec.host.files import written_here
 from jaxspec.io.user_data import home
 
 
 class Model(Protocol):
-    """A model that says where it came from, as a `LanguageModel` does."""
+    """A model with its origin, such as a `LanguageModel`."""
 
     directory: Path | None
     name: str
 
     @property
     def fingerprint(self) -> str:
-        """Of its config and weights."""
+        """The fingerprint of its config and weights."""
         ...
 
 
 def output_file(given: str | None, lm: Model, name: str) -> Path:
-    """The file named by --output, or else `name` where the model's methods find it: beside the model, or in the
-    user's data directory if it comes with jaxspec or cannot be written. Checked before long work begins.
+    """Returns the file named by --output, or else `name` in the model's `user_data.home`, checked before long work.
 
     Raises:
-      ValueError: it cannot be written.
+      ValueError: the file cannot be written.
     """
     if given is not None:
         return writable(given, "output")
@@ -37,12 +36,12 @@ def output_file(given: str | None, lm: Model, name: str) -> Path:
 
 
 def writable(path: str | os.PathLike[str], option: str, make_directory: bool = False) -> Path:
-    """The path of a file that is to be written, checked before long work begins; nothing is left there.
+    """Returns the path of an output file after the check that it can be written; creates no file.
 
-    Where another process of the command writes it, that one checks.
+    If another process of the command writes the file, that process checks.
 
     Raises:
-      ValueError: it cannot be written; the line names the option that gave it.
+      ValueError: the file cannot be written; the message names its option.
     """
     path = Path(path)
     if not written_here():
@@ -60,10 +59,10 @@ def writable(path: str | os.PathLike[str], option: str, make_directory: bool = F
 
 
 def check_directory(directory: Path, option: str = "output") -> None:
-    """Refuses a place for several files before anything is computed; makes nothing.
+    """Checks an output directory before anything is computed; creates nothing.
 
     Raises:
-      ValueError: it cannot be a directory, or is not writable; the line names its option.
+      ValueError: it cannot be a directory, or is not writable; the message names its option.
     """
     if not written_here():
         return
@@ -72,7 +71,7 @@ def check_directory(directory: Path, option: str = "output") -> None:
         existing = existing.parent
     given = f"`{option}` {directory}"
     if not existing.is_dir():
-        kind = "a link to nothing" if existing.is_symlink() and not existing.exists() else "a file"
+        kind = "a broken link" if existing.is_symlink() and not existing.exists() else "a file"
         raise ValueError(f"{given} cannot be a directory: {existing} is {kind}; give another")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{given}: {existing} is not writable; give another directory")

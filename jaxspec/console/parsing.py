@@ -1,11 +1,14 @@
-"""A command line made from frozen dataclasses: options from fields, help from docstrings, errors of one line."""
+"""Makes a command line from frozen dataclasses: options from fields, help from docstrings, errors of one line."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import functools
 import inspect
 import io
+import itertools
 import re
 import types
 import typing
@@ -22,11 +25,11 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from jaxspec.console.docs import attribute_docs
+from jaxspec.console.docs import attribute_docs, description_of
 from jaxspec.console.errors import in_options, option_names
 from jaxspec.io.embedded import EMBEDDED
 
-# What the value of an option is called in the help, by its type and, where that says too little, by its name.
+# Names of values in the help, by the type and the name of an option. `_BY_TYPE` is for the other options of a type.
 _METAVARS: dict[type, dict[str, str]] = {
     int: {"every": "M"},
     float: {},
@@ -44,25 +47,29 @@ _METAVARS: dict[type, dict[str, str]] = {
     },
 }
 _BY_TYPE = {int: "N", float: "X", str: "TEXT"}
-# What an option that is left out means, where the code that reads it decides.
+# Defaults to show for options whose dataclass has None, because the code that reads them replaces None.
 _DEFAULTS = {"model": EMBEDDED}
 
 
+class RefusedValue(Exception):
+    """One of several values of an option is invalid. tyro hides the message of a ValueError in this case."""
+
+
 def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> Any:
-    """The command that `argv` asks for, as an instance of its dataclass.
+    """Parses the arguments of the program `jaxspec`, and returns an instance of the dataclass of a command.
 
     Args:
-      commands: a dataclass by name of command; its docstring is the help.
-      argv: without the name of the program.
-      description: of the program, for its own help.
+      commands: the dataclasses by the name of the command. The docstring of a dataclass is the help of its command.
+      argv: the arguments, without the name of the program.
+      description: the description of the program in its help.
 
     Raises:
-      SystemExit: help was asked for, and is printed.
-      ValueError: the arguments are wrong; one line.
+      SystemExit: after the help was printed, for --help.
+      ValueError: the arguments are invalid; one line.
     """
     name = argv[0] if argv else ""
     if name in commands:
-        return parse_as(commands[name], f"jaxspec {name}", argv[1:])
+        return parse_as(commands[name], argv[1:], f"jaxspec {name}")
     if name and not name.startswith("-"):
         raise ValueError(f"unknown command {name!r}; the commands are {', '.join(commands)}")
     union: Any = None
@@ -70,55 +77,62 @@ def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> A
         summary = (command.__doc__ or "").partition("\n")[0]
         member: Any = Annotated[command, tyro.conf.subcommand(name, description=summary)]
         union = member if union is None else union | member
-    return parse_as(union, "jaxspec", argv, description)
+    return parse_as(union, argv, "jaxspec", description)
 
 
-def parse_as(target: Any, prog: str, argv: Sequence[str], description: str | None = None) -> Any:
-    """What `argv` gives for `target`, a dataclass or a union of them; `prog` is called so in help and errors.
+def parse_as(
+    target: Any, argv: Sequence[str], prog: str, description: str | None = None, changeable: bool = False
+) -> Any:
+    """Parses `argv` as an instance of `target`, a dataclass or a union of dataclasses.
+
+    Args:
+      target: a dataclass, or a union of dataclasses.
+      argv: the arguments, without the name of the program.
+      prog: the name of the program in help and errors.
+      description: the description in the help; by default the docstring of `target`.
+      changeable: whether later arguments replace earlier ones, such as those of a file. The last value of an option
+        counts, --no-plot resets --plot, and the value None resets an option.
 
     Raises:
-      SystemExit, ValueError: as `parse`.
+      SystemExit: after the help was printed, for --help.
+      ValueError: the arguments are invalid; one line.
     """
-    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
+    markers: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
+    if not changeable:
+        markers += (tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
+    complaint = io.StringIO()
     try:
-        with one_line_errors(prog):
+        with contextlib.redirect_stderr(complaint):
             return tyro.cli(
                 target,
                 prog=prog,
                 description=description,
                 args=list(argv),
                 config=markers,
-                registry=_registry(),
+                registry=_registry(changeable),
             )
-    except ValueError as error:
-        # What a dataclass itself refuses, it names by its fields.
-        options = option_names(typing.cast(type, target)) if dataclasses.is_dataclass(target) else {}
-        raise ValueError(in_options(str(error), options)) from None
-
-
-@contextlib.contextmanager
-def one_line_errors(prog: str) -> Iterator[None]:
-    """Turns what `tyro.cli` complains of within the block, in a box, into a ValueError of one line.
-
-    Args:
-      prog: the program as its user calls it, for the end of the line.
-
-    Raises:
-      SystemExit: help was asked for, and is printed.
-      ValueError: the arguments are wrong.
-    """
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            yield
+    except RefusedValue as error:
+        said = f"{error}; see {prog} --help"
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from None
+        said = f"{_one_line(complaint.getvalue(), argv, _known(target, changeable))}; see {prog} --help"
+    # A dataclass that rejects a value names the field, not the option.
+    options = option_names(typing.cast(type, target)) if dataclasses.is_dataclass(target) else {}
+    raise ValueError(in_options(said, options))
 
 
-def _one_line(complaint: str) -> str:
-    """What tyro complains of, out of its box: a title, a statement, a rule, hints and more rules."""
+def _one_line(complaint: str, argv: Sequence[str], known: set[str]) -> str:
+    """Returns tyro's error message as one line.
+
+    tyro draws a box of a title, a statement and hints, separated by horizontal rules. It prints the values of an
+    unknown option as unknown options too, and reports it only if no option is missing, so such an option is found here.
+
+    Args:
+      complaint: the box.
+      argv: the arguments.
+      known: the options.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
     blocks: list[list[str]] = [[]]
     for line in plain.splitlines():
@@ -130,63 +144,118 @@ def _one_line(complaint: str) -> str:
         elif line:
             blocks[-1].append(line)
     if "╭" not in plain and len(blocks) > 1:
-        del blocks[0]  # drawn without a frame, as where there is no UTF-8: the title has a rule of its own
+        del blocks[0]  # without UTF-8 tyro draws no frame, and the title is a block
     statement = " ".join(map(str.strip, blocks[0])).rstrip(".") or "the arguments cannot be understood"
-    if missing := _missing(blocks[0]):
+    missing = _missing(blocks[0])
+    unknown = _unknown(argv, known)
+    if unknown and (missing or statement.startswith("Unrecognized options: ")):
+        return unknown
+    if missing:
         return f"{' and '.join(missing)} must be given"
     if wrong := re.fullmatch(r"Error parsing (-\S+): (is .*)", statement):
         return f"{wrong[1]} {wrong[2]}"
     if refused := re.fullmatch(r"Error parsing (?!-)\S+: (.*)", statement):
-        return refused[1]  # by a dataclass itself
+        return refused[1]  # a dataclass raised the error
     if extra := re.fullmatch(r"Unrecognized options: ([^-].*)", statement):
-        return f"unexpected argument {extra[1]!r}; put a text of several words in quotes"
-    for block in blocks[1:]:
-        if block[0].strip() == "Perhaps you meant:":
-            statement += f" (perhaps you meant {block[1].split()[0].rstrip(',')})"
+        return (
+            f"unexpected argument {extra[1]!r}; put a text in quotes, and give flags such as --chat no value"
+        )
     return statement[:1].lower() + statement[1:]
 
 
+def _known(target: Any, changeable: bool) -> set[str]:
+    """Returns all names of the options of a dataclass; for a union of commands only --help."""
+    if not dataclasses.is_dataclass(target):
+        return {"-h", "--help"}
+    names = {"-h", "--help"}
+    hints = typing.get_type_hints(target, include_extras=True)
+    for field in dataclasses.fields(target):
+        if dataclasses.is_dataclass(hints[field.name]):
+            names |= _known(hints[field.name], changeable)
+        elif tyro.conf.Positional not in getattr(hints[field.name], "__metadata__", ()):
+            name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
+            names |= {name, *field.metadata.get("aliases", ())}
+            if bool in _types(hints[field.name]) and (changeable or field.default is not False):
+                names.add("--no-" + name[2:])
+    return names
+
+
+def _unknown(argv: Sequence[str], known: set[str]) -> str | None:
+    """Returns the error message for the arguments that are not options; None if all are."""
+    words = list(itertools.takewhile(lambda word: word != "--", argv))
+    names = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
+    unknown = [name for name in dict.fromkeys(names) if name.replace("_", "-") not in known]
+    if not unknown:
+        return None
+    near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+    meant = f"; perhaps you meant {near[0]}" if near else ""
+    return f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}{meant}"
+
+
 def _missing(block: list[str]) -> list[str]:
-    """The required options that a statement names, each with its value; what explains them stands further right."""
+    """Returns the missing options, with their values, that a statement of tyro lists; [] for another statement.
+
+    The descriptions of the options are indented further and are left out.
+    """
     if not block or not block[0].lstrip().startswith("Missing from "):
         return []
     margin = min((len(line) - len(line.lstrip()) for line in block[1:]), default=0)
     return [line.strip() for line in block[1:] if len(line) - len(line.lstrip()) == margin]
 
 
-def _registry() -> ConstructorRegistry:
+def _registry(changeable: bool) -> ConstructorRegistry:
     registry = ConstructorRegistry()
-    registry.struct_rule(_dataclass_rule)
-    registry.primitive_rule(_optional_rule)
+    registry.struct_rule(functools.partial(_dataclass_rule, changeable=changeable))
+    if not changeable:
+        registry.primitive_rule(_optional_rule)
     registry.primitive_rule(_number_rule)
     return registry
 
 
-def _dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """As tyro's own, but the help names values by what they are, and is silent on a default of None."""
-    # tyro wraps what it is given in a generic dataclass of its own.
+def _dataclass_rule(info: StructTypeInfo, changeable: bool) -> StructConstructorSpec | None:
+    """Reads a dataclass as tyro does, but names values in the help by their meaning, and hides defaults of None."""
+    # tyro wraps the target in a generic dataclass of its own.
     if not dataclasses.is_dataclass(info.type) or info.type.__module__.startswith("tyro"):
         return None
     hints = typing.get_type_hints(info.type, include_extras=True)
     helps = attribute_docs(info.type)
     fields = []
-    # What a class adds stands before what it shares with others.
+    # The options that a class adds come before those that it inherits.
     own = inspect.get_annotations(info.type)
     for field in sorted(dataclasses.fields(info.type), key=lambda field: field.name not in own):
-        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
-        hint = hints[field.name]
-        if not dataclasses.is_dataclass(hint):
+        hint, default = hints[field.name], _default(field, info.default)
+        description = helps.get(field.name)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if changeable and not description:
+                description = description_of(hint)
+            title = hint.__name__.removesuffix("Options").removesuffix("Numbers").lower()
+            hint = Annotated[hint, tyro.conf.arg(name=title, prefix_name=False)]
+        elif not changeable:
             hint = Annotated[hint, _display(field, hint, default)]
-        if default is False:  # --json needs no --no-json
-            hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
-        help_text = " ".join(filter(None, (helps.get(field.name), field.metadata.get("details"))))
+            if default is False:  # --json needs no --no-json
+                hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
+        elif default is None or default == ():
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
+        help_text = " ".join(filter(None, (description, field.metadata.get("details"))))
         fields.append(StructFieldSpec(field.name, hint, default, help_text))
     return StructConstructorSpec(info.type, tuple(fields))
 
 
+def _default(field: dataclasses.Field[Any], owner: Any) -> Any:
+    """Returns the default of a field: that in `owner`, an instance of its dataclass, if it is one."""
+    if dataclasses.is_dataclass(owner):
+        return getattr(owner, field.name)
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
 def _display(field: dataclasses.Field[Any], hint: Any, default: Any) -> Any:
-    """How an option is called and explained; metadata `option` is a name other than the field's, `aliases`
-    further names, `metavar` what its value is called, `details` what follows its description."""
+    """Returns the name of an option and of its value, and the text of its default.
+
+    The metadata of a field may contain `option`, another name than the field's; `aliases`, additional names; `metavar`,
+    the name of the value; and `details`, text that follows the description.
+    """
     kind = next((kind for kind in _types(hint) if kind in _BY_TYPE), None)
     metavar = field.metadata.get("metavar") or (kind and _METAVARS[kind].get(field.name, _BY_TYPE[kind]))
     if isinstance(default, bool):
@@ -202,14 +271,14 @@ def _display(field: dataclasses.Field[Any], hint: Any, default: Any) -> Any:
 
 
 def _types(hint: Any) -> Iterator[Any]:
-    """A type, and those it is made of."""
+    """Yields a type and its type arguments, recursively."""
     yield hint
     for part in typing.get_args(hint):
         yield from _types(part)
 
 
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """`X | None` is read as X: None is what leaving the option out means, not a word to type."""
+    """Reads `X | None` as X, because None means that the option is not given."""
     members = typing.get_args(info.type)
     if (
         info.type_origin not in (types.UnionType, typing.Union)
@@ -233,7 +302,7 @@ _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """As tyro's own, but what is no number is called so."""
+    """Reads a number as tyro does, but with a message of the project for other text."""
     if info.type not in _NUMBERS:
         return None
 
@@ -248,7 +317,7 @@ def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | Non
         nargs=1,
         metavar=_BY_TYPE[info.type],
         instance_from_str=read,
-        # A default of 1 will do for a float.
+        # 1 is a valid default of a float.
         is_instance=lambda value: isinstance(value, (int, info.type)) and not isinstance(value, bool),
         str_from_instance=lambda value: [str(value)],
     )

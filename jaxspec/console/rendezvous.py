@@ -1,4 +1,4 @@
-"""Connects processes by plain sockets before JAX joins them, because JAX aborts a process that finds no other."""
+"""Connects processes by plain sockets before JAX joins them, because JAX aborts a process that cannot connect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 
 # Seconds between two attempts to reach process 0, and seconds that a caller has to identify itself.
-_AGAIN_S, _GREETING_S = 0.2, 2.0
+_RETRY_S, _GREETING_S = 0.2, 2.0
 _HERE, _GO, _NO = "jaxspec process", b"go\n", "no: "
 
 
@@ -15,14 +15,14 @@ def meet(address: str, count: int, number: int, timeout: float) -> None:
     """Waits until all processes are connected.
 
     Args:
-      address: HOST:PORT, where process 0 listens. The port is free again when this returns.
-      count: how many processes there are.
-      number: which of them this is, from 0.
-      timeout: how long to wait for the others, seconds.
+      address: HOST:PORT at which process 0 listens. The port is free again when this returns.
+      count: the number of processes.
+      number: the number of this process, from 0.
+      timeout: the longest time to wait for the others, seconds.
 
     Raises:
-      ValueError: a process is missing when the time is over, the address cannot be used, or processes were given
-        different counts or equal numbers; one line with the address.
+      ValueError: a process is missing after the timeout, the address cannot be used, or processes were given different
+        counts or equal numbers; one line with the address.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -32,7 +32,7 @@ def meet(address: str, count: int, number: int, timeout: float) -> None:
         _report((host.strip("[]"), int(port)), f"{_HERE} {number} of {count}", address, timeout, deadline)
 
 
-def _apart(what: str) -> ValueError:
+def _not_connected(what: str) -> ValueError:
     return ValueError(
         "the processes do not find each other, give each the address of process 0 and the same number of processes: "
         + what
@@ -60,7 +60,7 @@ def _gather(address: str, port: int, count: int, timeout: float, deadline: float
         while len(others) < len(expected):
             remaining = deadline - time.monotonic()
             missing = [str(number) for greeting, number in expected.items() if greeting not in others]
-            late = _apart(
+            late = _not_connected(
                 f"process {', '.join(missing[:8])} did not come to {address} within {timeout:g} seconds"
             )
             if remaining <= 0:
@@ -83,7 +83,7 @@ def _gather(address: str, port: int, count: int, timeout: float, deadline: float
         for caller in others.values():
             with contextlib.suppress(OSError):
                 caller.sendall(_GO)
-        for caller in others.values():  # they close first, so that the port is free at once
+        for caller in others.values():  # the other side closes first, so that the port is free at once
             _line(caller, _GREETING_S)
 
 
@@ -95,14 +95,14 @@ def _report(place: tuple[str, int], greeting: str, address: str, timeout: float,
             with socket.create_connection(place, timeout=remaining) as connection:
                 connection.sendall(greeting.encode() + b"\n")
                 answer = _line(connection, max(deadline - time.monotonic(), 0.01))
-        except (OSError, UnicodeError) as error:  # a host name that is none is a UnicodeError
+        except (OSError, UnicodeError) as error:  # an invalid host name raises UnicodeError
             answer, reason = "", f" ({(error.strerror if isinstance(error, OSError) else None) or error})"
         if answer == _GO.decode().strip():
             return
         if answer.startswith(_NO):
-            raise _apart(f"{answer.removeprefix(_NO)}, at {address}")
-        time.sleep(min(_AGAIN_S, max(remaining, 0)))
-    raise _apart(f"process 0 did not answer at {address} within {timeout:g} seconds{reason}")
+            raise _not_connected(f"{answer.removeprefix(_NO)}, at {address}")
+        time.sleep(min(_RETRY_S, max(remaining, 0)))
+    raise _not_connected(f"process 0 did not answer at {address} within {timeout:g} seconds{reason}")
 
 
 def _line(connection: socket.socket, timeout: float) -> str:

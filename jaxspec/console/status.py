@@ -1,4 +1,4 @@
-"""Exit statuses: 0 is success; those of signals are 128 and the signal's number, as shells have it."""
+"""Exit statuses. 0 is success; those of signals are 128 plus the signal's number, as in shells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafters share that copy from text which is there already: how it is joined and searched, what they give."""
+"""The base of drafters that copy from existing text: reference texts, the search, and the proposal."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 
 from jaxspec.model.cache import KVCache
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights, rising_widths
-from jaxspec.sampling import Law
+from jaxspec.sampling import Distribution
 
-# No token: what separates reference texts and ends their padding. It matches nothing and is never proposed.
+# Separates and pads reference texts. It is not a token: it matches none and is never proposed.
 BREAK = -1
 
 
 def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array:
-    """Returns texts as one reference, int32[R]: each with a `BREAK` after it.
+    """Returns the texts as one reference, int32[R], with a `BREAK` after each.
 
     Args:
       texts: token ids.
-      size: R, to which the reference is padded with `BREAK`, and of which the beginning is cut off where it is longer;
-        None for as long as the texts are.
+      size: R. A shorter reference is padded with `BREAK`; a longer one loses its beginning. None for the length of the
+        texts.
 
     Raises:
-      ValueError: a text is no sequence of token ids, or `size` is below 1.
+      ValueError: a text is not a sequence of token ids, or `size` is below 1.
 
     Examples:
       >>> joined([[4, 5], [6]]).tolist()
@@ -48,10 +48,10 @@ def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array
 
 
 def committed_text(view: View) -> jax.Array:
-    """Returns prompt and output of each row, int32[B, N], with `BREAK` behind.
+    """Returns prompt and output of each row, int32[B, N], padded with `BREAK`.
 
     Examples:
-      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, room=jnp.array([4]))
+      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, budget=jnp.array([4]))
       >>> committed_text(view).tolist()
       [[7, 8, 9, -1]]
     """
@@ -59,24 +59,25 @@ def committed_text(view: View) -> jax.Array:
 
 
 def match_lengths(text: jax.Array, view: View, longest: int) -> jax.Array:
-    """Returns how many tokens up to and including each place of a text equal the row's last ones.
+    """Returns the length of the match between the tokens that end at each place of a text and the row's last tokens.
 
     Args:
       text: int32[B, N].
       view: the rows.
-      longest: the most that is looked at.
+      longest: the longest match that is counted.
 
     Returns:
-      int32[B, N], at most `longest`.
+      int32[B, N], 0 to `longest`.
 
     Examples:
-      >>> view = View(jnp.array([[7, 8, 9, 7, 8]]), jnp.array([5]), cache=None, room=jnp.array([4]))
+      >>> view = View(jnp.array([[7, 8, 9, 7, 8]]), jnp.array([5]), cache=None, budget=jnp.array([4]))
       >>> match_lengths(committed_text(view), view, longest=3).tolist()
       [[0, 2, 0, 0, 3]]
     """
     batch, size = text.shape
     running = jnp.ones((batch, size), bool)
     total = jnp.zeros((batch, size), jnp.int32)
+    # Iteration n compares the token n places before each place with the row's n-th last token.
     for n in range(longest):
         last = jnp.take_along_axis(view.tokens, jnp.maximum(view.length - 1 - n, 0)[:, None], axis=1)
         shifted = jnp.pad(text, ((0, 0), (n, 0)), constant_values=BREAK)[:, :size]
@@ -100,18 +101,18 @@ class LookupDrafter(Drafter):
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """The widths of verification, one row where nothing was found among them."""
+        """The widths of verification, including a single row for rounds without a match."""
         return rising_widths(self.num_draft_tokens)
 
     def look_up(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
-        """Returns the draft of each row, and how many of its tokens should be accepted, float32[B].
+        """Returns the draft of each row, without `log_probs`, and the expected number of accepted tokens, float32[B].
 
-        The tokens are certain (point masses): where a copied token comes from has nothing to do with the target's law.
+        Copied tokens are deterministic given the text and the keys, so their distributions are point masses.
         """
         raise NotImplementedError
 
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
-        """Proposes what was found; the target's cache is returned untouched."""
+        """Proposes the draft of `look_up`; the target's cache is returned unchanged."""
         return self.look_up(keys, view)[0], state, view.cache

@@ -1,1 +1,1 @@
-"""Text in, text out: everything between a user and the compiled loop."""
+"""Turns text into requests for the compiled loop, and its tokens into text."""

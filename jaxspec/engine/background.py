@@ -1,4 +1,4 @@
-"""Work in the background that a process leaves undone when it ends."""
+"""Background threads that do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 _Queue = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-# The threads that have not ended, those of workers that nobody holds any more among them.
+# All running threads, including those of workers that have been garbage-collected.
 _threads: dict[threading.Thread, _Queue] = {}
 _leaving = threading.Event()
-# How long a thread that has nothing to do takes to end, at most, and between two looks at one that has, seconds.
+# Seconds: the longest time an idle thread takes to end, and the interval between two checks of a busy one.
 _POLL = 0.1
 
 
 class Worker:
-    """A thread that does one piece of work after another.
+    """A thread that runs tasks one after another.
 
-    When the process ends, what has not begun is dropped, which a `ThreadPoolExecutor` would do first. One piece that
-    has begun is waited for, up to its next `go_on`: a thread that comes back from XLA while the interpreter is torn
-    down ends the process by SIGABRT, and nothing interrupts XLA. After Ctrl-C the process ends at once.
+    When the process ends, tasks that have not started are dropped; a `ThreadPoolExecutor` would run them first. A task
+    that has started runs until its next `go_on`, because XLA cannot be interrupted, and a thread that returns from it
+    during interpreter shutdown aborts the process (SIGABRT). After Ctrl-C the process ends at once.
 
     Args:
-      name: of the thread.
-      begin: what the thread does first.
+      name: the thread's name.
+      begin: called once when the thread starts.
 
     Examples:
       >>> Worker("adder").submit(sum, [1, 2]).result()
@@ -53,10 +53,10 @@ class Worker:
 
 
 def go_on() -> None:
-    """Gives work in the background up between two of its parts, where the process is about to end.
+    """Ends a background task between two of its steps if the process is about to end.
 
     Raises:
-      CancelledError: it is, and this is a worker's thread.
+      CancelledError: the process is about to end, and the caller runs in a worker's thread.
 
     Examples:
       >>> go_on()
@@ -73,15 +73,15 @@ def _loop(work: _Queue, begin: Callable[[], None] | None) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # the future's reader has it
+            except BaseException as error:  # raised again where the result is read
                 future.set_exception(error)
-        # Else the last piece of work would keep what it holds until the next one comes.
+        # Without this, the objects of the last task stay alive until the next one arrives.
         del piece, future, function, args
     _threads.pop(threading.current_thread(), None)
 
 
 def _drop(work: _Queue) -> None:
-    """Takes out what has not begun, and lets the thread end."""
+    """Cancels the tasks that have not started, and ends the thread."""
     with contextlib.suppress(queue.Empty):
         while True:
             dropped = work.get_nowait()
@@ -92,7 +92,7 @@ def _drop(work: _Queue) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Ends all threads: before JAX ends, as this is registered later."""
+    """Ends all threads. It runs before JAX's exit handler, because it is registered later."""
     threads, interrupted = dict(_threads), False
     try:
         _leaving.set()
@@ -102,20 +102,32 @@ def _leave() -> None:
         interrupted = isinstance(last, KeyboardInterrupt) and not hasattr(sys, "ps1")
         for thread in threads:
             thread.join(_POLL)
-            # In between a signal that came to another thread is looked at.
+            # Short joins, so that Python can handle a signal that another thread received.
             while not interrupted and thread in _threads:
                 thread.join(_POLL)
     except KeyboardInterrupt:
         interrupted = True
-    # Python takes a thread for ended once Ctrl-C came while it was joined.
+    # After Ctrl-C during a join, Python treats the thread as ended, so `_threads` is checked.
     if interrupted and _threads:
         _end_by_interrupt()
 
 
-def _end_by_interrupt() -> None:
-    """Ends the process as Python ends it after Ctrl-C, but for its tear-down."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.clear)  # a child has none of these threads
+
+
+def leave(status: int) -> None:
+    """Ends the process at once, without waiting for a task that XLA runs."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or its reader has gone
+        with contextlib.suppress(Exception):  # closed, or a pipe without a reader
+            stream.flush()
+    os._exit(status)
+
+
+def _end_by_interrupt() -> None:
+    """Ends the process as Python does after Ctrl-C, but without interpreter shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or a pipe without a reader
             stream.flush()
     if os.name == "posix":
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Compiled functions outlive the process: the second run of a program does not compile again."""
+"""Keeps compiled functions on disk, so that the next process does not compile them again."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import contextlib
 import errno
 import functools
 import os
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxspec.io.user_cache import user_cache
+from jaxspec.host.user_cache import user_cache
+
+# `bypassed.now`: whether this thread compiles without JAX's cache.
+_bypass = threading.local()
 
 
 def enable() -> None:
-    """Switches JAX's persistent compilation cache on, in the user's cache directory (see `io.user_cache`).
+    """Switches JAX's persistent compilation cache on, in the user's cache directory (see `host.user_cache`).
 
-    A damaged entry is removed, and one warning names the directory. JAX itself never overwrites an entry that exists:
-    a truncated entry, left by a full disk or a killed writer, would be compiled again at every start.
+    A damaged entry is removed, and one warning names the directory. JAX itself never overwrites an existing entry, so
+    a program with a truncated one (full disk, killed writer) would be compiled again at every start.
 
-    Does nothing where JAX has a directory already (`JAX_COMPILATION_CACHE_DIR`, `jax.config`): then all of its
-    settings are the user's. Nor where there is no user's cache, or it cannot be written: everything works, and
-    compiles each time.
+    Does nothing if the user has set JAX's cache directory (`JAX_COMPILATION_CACHE_DIR`, `jax.config`), if there is no
+    user's cache, or if it cannot be written. Programs are then compiled at each start.
     """
     cache = user_cache()
     if jax.config.values["jax_compilation_cache_dir"] or cache is None:
@@ -31,41 +35,66 @@ def enable() -> None:
     directory = cache / "compiled"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):  # JAX would warn at every program that it compiles
+        if not os.access(directory, os.W_OK | os.X_OK):  # JAX would warn once per compiled program
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         if "JAXSPEC_CACHE" in os.environ:  # a directory that the user has named
             _warn_about(str(directory), f"cannot be written ({error.strerror}); each start compiles again")
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    # JAX leaves out what compiled in less than a second, which here is most of it.
+    # By default JAX skips programs that compile in less than a second, which most programs here do.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _heal()
 
 
+def bypasses() -> bool:
+    """Whether `enable` has switched the cache on, and `bypassed` has an effect."""
+    cache = user_cache()
+    found = jax.config.values["jax_compilation_cache_dir"]
+    return cache is not None and found == str(cache / "compiled") and _heal()
+
+
+@contextlib.contextmanager
+def bypassed() -> Iterator[None]:
+    """Within this context, this thread neither reads nor writes JAX's cache.
+
+    An executable that XLA has read from a file cannot be serialised again, so programs that are kept in another way
+    (`stored_programs`) are compiled without it.
+    """
+    _bypass.now = True
+    try:
+        yield
+    finally:
+        _bypass.now = False
+
+
 @functools.cache  # once per process
-def _heal() -> None:
-    """Makes JAX remove an entry that it cannot read or could not write completely."""
+def _heal() -> bool:
+    """Makes JAX remove an entry that it cannot read or could not write completely; returns whether it could."""
     try:
         # The public API does not give the key of a failing entry.
         from jax._src import compilation_cache as jax_cache
 
         read, write = jax_cache.get_executable_and_time, jax_cache.put_executable_and_time
-    except (ImportError, AttributeError):  # another version of JAX: its entries are used, and not healed
-        return
+    except (ImportError, AttributeError):  # another version of JAX: damaged entries stay
+        return False
 
     @functools.wraps(read)
     def read_or_remove(cache_key: str, *args: Any, **more: Any) -> Any:
+        if getattr(_bypass, "now", False):
+            return None, None
         try:
             return read(cache_key, *args, **more)
-        except Exception:  # from zlib or XLA, depending on where the damage is
+        except Exception:  # from zlib or XLA, depending on the damage
             _remove(cache_key)
             _warn_once("had damaged entries, which are removed; their programs are compiled again")
-            return None, None  # JAX compiles, and writes the entry again
+            return None, None  # a miss: JAX compiles, and writes the entry again
 
     @functools.wraps(write)
     def write_or_remove(cache_key: str, *args: Any, **more: Any) -> None:
+        if getattr(_bypass, "now", False):
+            return
         try:
             write(cache_key, *args, **more)
         except OSError as error:
@@ -74,6 +103,7 @@ def _heal() -> None:
 
     jax_cache.get_executable_and_time = read_or_remove
     jax_cache.put_executable_and_time = write_or_remove
+    return True
 
 
 def _remove(cache_key: str) -> None:

@@ -1,4 +1,4 @@
-"""The compiled functions of the loop: positional arguments are traced, keywords static."""
+"""The jitted functions of the decode loop. Positional arguments are traced; keyword arguments are static."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import decoding, protocol
-from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets
+from jaxspec.engine.executables import Executables
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.prefill import Prefilling
-from jaxspec.model.sharding import state_shardings
+from jaxspec.model.sharding import put, state_shardings
 from jaxspec.protocol import Drafter, Weights
 
-# Tokens a row can emit between two host polls, beyond the K + 1 of the last round.
+# Tokens that a row can emit between two host polls, in addition to the K + 1 of the last round.
 WINDOW = 64
-State = TypeVar("State", DecodeState, Prefilling, KVCache)
+State = TypeVar("State", DecodeState, Caches, Prefilling, KVCache)
 
 
 def constrained(mesh: Mesh | None, state: State) -> State:
-    """Fixes where a state lives, so that what one call returns the next one takes."""
+    """Fixes a state's sharding, so that the output of one call fits the input of the next."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
 
 def prefill_static(
     config: LlamaConfig, longest: int, capacity: int, platform: str, log_probs: bool, mesh: Mesh | None
 ) -> dict[str, Any]:
-    """The static arguments of `prefill` where the longest prompt has `longest` tokens."""
+    """Returns the static arguments of `prefill` for a longest prompt of `longest` tokens."""
     return {
         "config": config,
         "chunk_size": min(buckets.prefill_chunk_size(longest, platform), capacity),
@@ -45,16 +47,21 @@ def prefill_static(
 def rounds_static(
     config: LlamaConfig, drafter: Drafter, log_probs: bool, mesh: Mesh | None
 ) -> dict[str, Any]:
-    """The static arguments of `run_rounds`."""
+    """Returns the static arguments of `run_rounds`."""
     window = WINDOW + drafter.num_draft_tokens + 1
     return {"config": config, "window": window, "log_probs": log_probs, "mesh": mesh}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"),
+    donate_argnames="caches",
+)
 def prefill(
     params: Weights,
     parts: Parts,
     request: Request,
+    caches: Caches | None = None,
     *,
     config: LlamaConfig,
     chunk_size: int,
@@ -62,20 +69,23 @@ def prefill(
     log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
-    """See `decoding.prefill`."""
+    """See `decoding.prefill`; `caches` is donated."""
     state, emitted = decoding.prefill(
-        config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
+        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged, log_probs=log_probs
     )
     return constrained(mesh, state), emitted
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh", "longest")
+    jax.jit,
+    static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh", "longest"),
+    donate_argnames="caches",
 )
 def begin(
     params: Weights,
     parts: Parts,
     request: Request,
+    caches: Caches | None = None,
     *,
     config: LlamaConfig,
     chunk_size: int,
@@ -84,10 +94,12 @@ def begin(
     mesh: Mesh | None,
     longest: int,
 ) -> tuple[DecodeState, protocol.State, Emitted]:
-    """As `prefill`, for a text whose drafter may change: plain decoding's state, with statistics of drafts of up to
-    `longest` tokens, and the drafter's apart."""
+    """Runs `prefill` for a text whose drafter may change, and returns the drafter's state separately; donates `caches`.
+
+    The first result is the state of plain decoding, with statistics for drafts of up to `longest` tokens.
+    """
     state, emitted = decoding.prefill(
-        config, params, parts, request, chunk_size=chunk_size, merged=merged, log_probs=log_probs
+        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged, log_probs=log_probs
     )
     histogram = jnp.zeros((state.length.shape[0], longest + 1), jnp.int32)
     stats = dataclasses.replace(state.stats, acceptance_histogram=histogram)
@@ -99,14 +111,14 @@ def begin(
 def start_prefill(
     params: Weights,
     request: Request,
-    tapped: Drafter | None,
+    aux_drafter: Drafter | None,
     *,
     config: LlamaConfig,
     merged: bool,
     mesh: Mesh | None,
 ) -> Prefilling:
     """See `decoding.start_prefill`."""
-    return constrained(mesh, decoding.start_prefill(config, params, request, tapped, merged=merged))
+    return constrained(mesh, decoding.start_prefill(config, params, request, aux_drafter, merged=merged))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
@@ -116,14 +128,14 @@ def feed(
     fed: Prefilling,
     first: jax.Array,
     stop: jax.Array,
-    tapped: Drafter | None,
+    aux_drafter: Drafter | None,
     *,
     config: LlamaConfig,
     chunk_size: int,
     mesh: Mesh | None,
 ) -> Prefilling:
-    """See `decoding.feed`; what was fed before is donated."""
-    fed = decoding.feed(config, params, request, fed, first, stop, tapped, chunk_size=chunk_size)
+    """See `decoding.feed`; `fed` is donated."""
+    fed = decoding.feed(config, params, request, fed, first, stop, aux_drafter, chunk_size=chunk_size)
     return constrained(mesh, fed)
 
 
@@ -145,7 +157,7 @@ def end_prefill(
     log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
-    """See `decoding.end_prefill`; what goes on into the state, caches, comes apart from the rest, and is donated."""
+    """See `decoding.end_prefill`; the caches of `fed` are separate arguments, so that only they are donated."""
     fed = dataclasses.replace(fed, cache=cache, absorbed=absorbed)
     state, emitted = decoding.end_prefill(
         config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs
@@ -176,11 +188,11 @@ def run_rounds(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
-def take_up(
+def catch_up(
     params: Weights, parts: Parts, state: DecodeState, *, config: LlamaConfig, chunk_size: int
 ) -> protocol.State:
-    """See `decoding.take_up`."""
-    return decoding.take_up(config, params, parts, state, chunk_size=chunk_size)
+    """See `decoding.catch_up`."""
+    return decoding.catch_up(config, params, parts, state, chunk_size=chunk_size)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
@@ -192,6 +204,57 @@ def insert(
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
-def grow(state: DecodeState, *, capacity: int, mesh: Mesh | None) -> DecodeState:
+def grow(state: State, *, capacity: int, mesh: Mesh | None) -> State:
     """See `decoding.grow`."""
-    return constrained(mesh, decoding.grow(state, capacity))
+    grown: State = decoding.grow(state, capacity)
+    return constrained(mesh, grown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The compiled loop of one model, with the arguments that all calls for a batch share.
+
+    Args:
+      executables: holds the programs that have been compiled.
+      config: the configuration of the target.
+      log_probs: whether log-probabilities are reported.
+      mesh: the devices over which the parameters are spread; None for one device.
+      device: the device if there is no mesh; None for JAX's default device.
+    """
+
+    executables: Executables
+    config: LlamaConfig
+    log_probs: bool = False
+    mesh: Mesh | None = None
+    device: jax.Device | None = None
+
+    @functools.cached_property
+    def place(self) -> Any:
+        """The device or sharding of the arrays that the host makes."""
+        return self.device if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def platform(self) -> str:
+        """The platform of the parameters: cpu, gpu or tpu."""
+        device = self.device or jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        platform: str = device.platform
+        return platform
+
+    def put(self, tree: Any) -> Any:
+        """Returns arrays on the devices of the loop."""
+        return put(tree, self.place)
+
+    def prefill_static(self, longest: int, capacity: int) -> dict[str, Any]:
+        """Returns the static arguments of `prefill` where the longest prompt has `longest` tokens."""
+        return prefill_static(self.config, longest, capacity, self.platform, self.log_probs, self.mesh)
+
+    def rounds_static(self, drafter: Drafter) -> dict[str, Any]:
+        """Returns the static arguments of `run_rounds`."""
+        return rounds_static(self.config, drafter, self.log_probs, self.mesh)
+
+    def rounds(
+        self, params: Weights, parts: Parts, state: DecodeState, max_rounds: int, halt: np.ndarray
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `run_rounds`, traced and static; `halt`: bool[B]."""
+        numbers = self.put((np.int32(max_rounds), halt))
+        return (params, parts, state, *numbers), self.rounds_static(parts.drafter)

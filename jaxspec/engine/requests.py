@@ -1,4 +1,4 @@
-"""From the arguments of a call to one request per text; every wrong argument is one clear line."""
+"""Turns the arguments of `generate` into one request per text; a wrong argument raises ValueError with one line."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.io.arguments import listed, real, whole
-from jaxspec.io.chat import text_of
-from jaxspec.io.hf_generation import NO_RULES, Rules
-from jaxspec.io.messages import shown
+from jaxspec.host.arguments import listed, real, whole
+from jaxspec.host.messages import shown
+from jaxspec.io.hf.generation_json import NO_RULES, Rules
+from jaxspec.io.tokenizers.chat import text_of
 from jaxspec.model.config import LlamaConfig
 
-# A message has `role` and `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
+# A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
-Conversation = Sequence[Message]
-Prompts = Prompt | Conversation | Sequence[Prompt | Conversation] | np.ndarray | jax.Array
+Messages = Sequence[Message]
+Prompts = Prompt | Messages | Sequence[Prompt | Messages] | np.ndarray | jax.Array
 # For all prompts, or per prompt; None for the default.
 Integers = int | Sequence[int | None] | None
 Numbers = float | Sequence[float | None] | None
-# Tokens generated where nobody says how many.
+# The most tokens to generate if `max_new_tokens` is not given.
 DEFAULT_BUDGET = 128
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MASK = "give 0 or 1 for each token id of the prompts"
@@ -40,13 +40,14 @@ class RowRequest:
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: at least 1.
-      eos_ids: tokens that end it.
-      stop_ids: those of `eos_ids` that the call added to the model's own.
+      eos_ids: the tokens that end it.
+      stop_ids: the tokens of `eos_ids` that the call has added to the model's own.
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
-      seed: with `stream`, names the row's randomness.
-      stream: apart from other rows of the same seed.
+      seed: the seed of its random numbers.
+      stream: distinguishes requests with the same seed, which otherwise draw the same random numbers.
+      start: the first tokens of the prompt that are not fed, because caches hold them already.
 
     Raises:
       ValueError: a number outside its range.
@@ -66,6 +67,12 @@ class RowRequest:
     rules: Rules = NO_RULES
     seed: int = 0
     stream: int = 0
+    start: int = 0
+
+    @property
+    def num_fed(self) -> int:
+        """The number of prompt tokens to feed."""
+        return len(self.prompt) - self.start
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -88,14 +95,14 @@ class RowRequest:
 
 
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:
-    """Whether any row is drawn at random."""
+    """Whether any text is sampled, that is, not greedy."""
     return any(request.temperature > 0 for request in requests)
 
 
 def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
-    """Warns if filters were given that have no effect on any text, because every request with a filter is greedy.
+    """Warns if a filter was given that has no effect, because each request with this filter is greedy.
 
-    `given`: the sampling parameters that the caller gave, by name; None for those that were not given.
+    `given`: the sampling parameters of the call, by name; None if not given.
     """
     drawn = filters_used([request for request in requests if request.temperature > 0])
     if idle := [name for name in filters_used(requests) if name not in drawn and given.get(name) is not None]:
@@ -108,10 +115,10 @@ def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) 
 
 
 def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
-    """The same texts, of which no two are drawn by the same randomness.
+    """Returns the requests with streams such that no two of them draw the same random numbers.
 
-    For batches in which what one text accepted has a say in how the others go on: a text that is ahead by the same
-    randomness would tell of what is still to be drawn.
+    It is for batches in which the tokens accepted in one row influence the drafts of other rows. With the same random
+    numbers, a row that is ahead would reveal the next draws of the others, and drafts would depend on them.
     """
     before: Counter[tuple[int, int]] = Counter()
     apart = []
@@ -123,7 +130,7 @@ def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
 
 
 def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
-    """The numbers a `Sampling` law needs for these rows; filters that none of them uses stay None."""
+    """Returns the parameters of `Sampling` that these requests need; the others stay None."""
     used = ["temperature"]
     if any(request.top_k > 0 for request in requests):
         used.append("top_k")
@@ -175,13 +182,13 @@ def stops_of(stop: Any, token_ids: Any, special: Callable[[str], int | None], vo
 
 
 def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
-    """The prompts as a list of texts, lists of token ids and lists of messages, and whether it was a single one.
+    """Returns a list of prompts, each a text, token ids or messages, and whether a single prompt was given.
 
     Args:
       prompts, messages: as in `LanguageModel.generate`; one of them is None.
 
     Raises:
-      ValueError: they are nothing of the kind.
+      ValueError: they are not such prompts, both are given, or there is no prompt.
     """
     if messages is not None and prompts is not None:
         raise ValueError("got both prompts and messages; give one of them")
@@ -200,16 +207,27 @@ def batch_of(prompts: Any, messages: Any = None) -> tuple[list[Any], bool]:
     return [_prompt(f"{name}[{index}]", prompt, wanted) for index, prompt in enumerate(batch)], False
 
 
+def template_variables(given: Any) -> Mapping[str, Any] | None:
+    """Returns `chat_template_kwargs` of `LanguageModel.generate`.
+
+    Raises:
+      ValueError: they are not variables by name.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"chat_template_kwargs is {shown(given)}; give variables of the template by name")
+    return given
+
+
 def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
     """Returns the prompts without the padding that `attention_mask` marks; without a mask they are unchanged.
 
     Args:
       prompts: as in `LanguageModel.generate`.
-      mask: 0 for each id that is padding and 1 for the others, in the shape of the ids; None if not given.
-      pad_ids: tokens that a tokenizer may pad with.
+      mask: 0 for each padding id and 1 for the others, in the shape of the ids; None if not given.
+      pad_ids: the tokens with which a tokenizer may pad.
 
     Raises:
-      ValueError: the mask has another form, or an array of two dimensions has padded rows and no mask.
+      ValueError: the mask has another shape or other values, or an array of two dimensions is padded and has no mask.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:  # the result of a transformers tokenizer
         mask = prompts.get("attention_mask") if mask is None else mask
@@ -230,14 +248,14 @@ def unpadded(prompts: Any, mask: Any, pad_ids: Collection[int]) -> Any:
 
 
 def _kept(ids: list[Any] | None, mask: list[Any] | None) -> list[Any]:
-    """Returns the ids for which the mask is 1."""
+    """Returns the ids whose mask is 1."""
     if ids is None or mask is None or len(ids) != len(mask) or any(one not in (0, 1) for one in mask):
         raise ValueError(f"attention_mask has {shown(mask)} for the ids {shown(ids)}; {_MASK}")
     return [token for token, one in zip(ids, mask, strict=True) if one]
 
 
 def _looks_padded(rows: list[list[int]], pad_ids: Collection[int]) -> bool:
-    """Whether only some rows begin or end with a padding token, or some row does so with two equal ones."""
+    """Whether some but not all rows begin or end with a padding token, or a row does so with two equal ones."""
     for at, next_at in ((0, 1), (-1, -2)):
         padded = [row[at] in pad_ids for row in rows if row]
         if any(padded) and not all(padded):
@@ -248,7 +266,7 @@ def _looks_padded(rows: list[list[int]], pad_ids: Collection[int]) -> bool:
 
 
 def is_text_or_ids(prompt: Any) -> bool:
-    """Whether a prompt is no list of messages."""
+    """Whether a prompt is a text or token ids, and not a list of messages."""
     return isinstance(prompt, str) or not prompt or not isinstance(prompt[0], Mapping)
 
 
@@ -278,10 +296,12 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuses half a character, which no tokenizer takes.
+    """Checks that a text is valid Unicode.
+
+    Python puts surrogates into a text where it has decoded invalid bytes; tokenizers do not accept them.
 
     Raises:
-      ValueError: there is one; Python puts them where it decoded bytes that are not text.
+      ValueError: the text has a surrogate.
     """
     at = next((at for at, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
     if at is not None:
@@ -294,36 +314,40 @@ def requests_of(
     config: LlamaConfig,
     *,
     max_new_tokens: Any,
-    law: Mapping[str, Any],
+    distribution: Mapping[str, Any],
     seed: Any,
     ignore_eos: bool,
+    min_new_tokens: Any = None,
+    copies: int = 1,
     stop_ids: Sequence[int] = (),
     rules: Rules = NO_RULES,
     name: str = "prompts",
 ) -> list[RowRequest]:
-    """One request per prompt.
+    """Returns `copies` requests per prompt, those of a prompt beside each other.
 
     Args:
-      batch: from `batch_of`.
-      encode: a text or messages → token ids.
-      config: the target.
-      max_new_tokens, seed: as in `LanguageModel.generate`.
-      law: temperature, top_k, top_p, min_p and penalties, as there; None for those not given.
-      ignore_eos: as there.
+      batch: the prompts, from `batch_of`.
+      encode: returns the token ids of a text or of messages.
+      config: the configuration of the target.
+      max_new_tokens, min_new_tokens, seed, ignore_eos: as in `LanguageModel.generate`.
+      copies: `n` of `LanguageModel.generate`.
+      distribution: temperature, top_k, top_p, min_p and the penalties of `LanguageModel.generate`, by name; None if not
+        given.
       stop_ids: as in `Stops`.
       rules: the bans of the model's generation_config.json.
-      name: of the argument that holds the batch.
+      name: the name of the argument with the prompts, for errors.
 
     Raises:
-      ValueError: one line that says what was got, what was expected, what to do.
+      ValueError: an argument is wrong.
     """
     count = len(batch)
     numbers = {
         name: per_row(name, value, count, whole if name == "top_k" else real)
-        for name, value in law.items()
+        for name, value in distribution.items()
         if value is not None
     }
     budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
+    least = per_row("min_new_tokens", min_new_tokens, count, whole)
     seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
     ends = () if ignore_eos else config.eos_token_ids
     stop_ids = tuple(index for index in stop_ids if index not in ends)
@@ -339,24 +363,37 @@ def requests_of(
             raise ValueError(
                 f"token id {outside} of {which} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
             )
-        requests.append(
+        budget = _budget(which, len(ids), budgets[index], config.context_length)
+        requests += [
             RowRequest(
                 prompt=tuple(ids),
-                max_new_tokens=_budget(which, len(ids), budgets[index], config.context_length),
+                max_new_tokens=budget,
                 eos_ids=(*ends, *stop_ids),
                 stop_ids=stop_ids,
-                rules=rules,
+                rules=_with_minimum(rules, least[index], budget),
                 seed=0 if seeds[index] is None else seeds[index],
-                # With a seed of its own a row does not depend on its place in the list.
-                stream=0 if own else index,
+                # A request with its own seed gives the same text at each place in the list.
+                stream=copy if own else index * copies + copy,
                 **{key: values[index] for key, values in numbers.items() if values[index] is not None},
             )
-        )
+            for copy in range(copies)
+        ]
     return requests
 
 
+def _with_minimum(rules: Rules, min_new_tokens: int | None, budget: int) -> Rules:
+    """Returns the rules with the given minimum in place of the model's own, if one is given."""
+    if min_new_tokens is None:
+        return rules
+    if not 0 <= min_new_tokens <= budget:
+        raise ValueError(
+            f"min_new_tokens is {min_new_tokens}; give a number from 0 to max_new_tokens ({budget})"
+        )
+    return dataclasses.replace(rules, min_new_tokens=min_new_tokens)
+
+
 def _budget(name: str, length: int, asked: int | None, context: int) -> int:
-    """How many tokens to generate after a prompt of `length` tokens."""
+    """Returns the most tokens to generate after a prompt of `length` tokens."""
     if asked is not None and asked < 1:
         raise ValueError(f"max_new_tokens is {asked}; give at least 1")
     if length >= context:
@@ -372,16 +409,16 @@ def _budget(name: str, length: int, asked: int | None, context: int) -> int:
 
 
 def per_row(name: str, value: Any, count: int, number: Callable[[str, Any], Any]) -> list[Any]:
-    """A number for each of `count` texts, from one for all or one each; None stands for the default.
+    """Returns a number for each text, from one number for all texts or one for each; None means the default.
 
     Args:
-      name: of the argument.
-      value: a number or a list of them; of Python, NumPy or JAX.
-      count: how many texts.
-      number: `whole` or `real`.
+      name: the name of the argument, for errors.
+      value: a number or a list of numbers, of Python, NumPy or JAX.
+      count: the number of texts.
+      number: `whole` or `real`, which check and convert one number.
 
     Raises:
-      ValueError: something is no such number, or there are too many or too few of them.
+      ValueError: a value is not such a number, or the list has not `count` values.
     """
     values = listed(value)
     if values is None:

@@ -1,27 +1,34 @@
-"""What a generation returns."""
+"""The results of a generation: tokens, statistics, texts and their pieces."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import reprlib
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxspec.engine.executables import VariantCounts
 
+if TYPE_CHECKING:
+    from jaxspec.engine.text import RowText
+
+# Readable on a light and on a dark page.
+_DRAFTED = "rgba(46, 160, 67, 0.35)"
 FinishReason = Literal["eos", "stop", "length", "error"]
 
 
 class Token(NamedTuple):
-    """One generated token, and how it came about.
+    """One generated token, with the details of its round.
 
     Attributes:
       id: the token id.
-      drafted: whether it was an accepted draft; else the target's own: the last token of its round.
-      proposed: how many draft tokens its round verified.
-      round: the number of its round, from 1; 0 for the first token, which the prefill gives.
-      log_prob: its log-probability under the model's raw law (temperature 1, no filter); None if not asked for.
+      drafted: whether it was an accepted draft token; otherwise the target's own token, the last of its round.
+      proposed: the number of draft tokens that its round verified.
+      round: the number of its round, from 1; 0 for the first token, which comes from the prefill.
+      log_prob: its log-probability under the model's raw distribution (temperature 1, no filter); None if not
+        requested.
 
     Examples:
       >>> Token(7, drafted=True, proposed=3, round=1).drafted
@@ -36,10 +43,10 @@ class Token(NamedTuple):
 
 
 def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
-    """Returns how many draft tokens each round verified, and how many of those are among the tokens, as pairs.
+    """Returns a pair for each round of the tokens: the draft tokens it verified, and those of them that are included.
 
-    A round is listed if some of the tokens come from it; the prefill is none. Where a round's own token is missing,
-    since the text was cut before it, the drafts after the cut do not count as verified.
+    The prefill is not a round. If the text was cut before a round's own token, draft tokens after the cut do not count
+    as verified.
 
     Examples:
       >>> played_rounds([Token(7), Token(8, drafted=True, proposed=3, round=1), Token(9, proposed=3, round=1)])
@@ -56,7 +63,7 @@ def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """The counts and times of one text, in the field's names; tokens past its end are not counted.
+    """The counts and times of one text; tokens past its end are not counted.
 
     Attributes:
       num_tokens: tokens emitted, the prefill's first one included.
@@ -64,11 +71,13 @@ class Statistics:
       num_drafts: rounds with at least one draft token.
       num_draft_tokens: draft tokens verified.
       num_accepted_tokens: draft tokens emitted.
-      acceptance_histogram: drafting rounds by how many tokens were accepted, 0 … K.
+      acceptance_histogram: drafting rounds by the number of accepted tokens, 0 … K.
       elapsed_ms: from the start of its batch to this row's end, compilation included.
-      decode_ms: of that, from its first token to its last.
-      compile_ms: of `elapsed_ms`, spent waiting for programs that were being compiled.
-      decode_compile_ms: of `decode_ms`, spent waiting for programs that were being compiled.
+      decode_ms: from its first token to its last, a part of `elapsed_ms`.
+      compile_ms: the part of `elapsed_ms` spent waiting for compilation.
+      decode_compile_ms: the part of `decode_ms` spent waiting for compilation.
+      num_prompt_tokens: tokens of the prompt.
+      num_reused_tokens: those of them that were not fed, because the caches of an earlier turn held them.
       static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
 
     Examples:
@@ -90,6 +99,8 @@ class Statistics:
     compile_ms: float
     static_plans: VariantCounts = VariantCounts()  # noqa: RUF009
     decode_compile_ms: float = 0.0
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -98,31 +109,31 @@ class Statistics:
 
     @property
     def mean_acceptance_length_drafting(self) -> float | None:
-        """1 + accepted draft tokens ÷ drafting rounds, as vLLM counts; None where nothing was drafted."""
+        """1 + accepted draft tokens ÷ drafting rounds, as vLLM counts; None without draft tokens."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted ÷ drafted tokens; None where nothing was drafted."""
+        """Accepted ÷ drafted tokens; None without draft tokens."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed after the first token, compilation left out; None for a single token."""
+        """Speed after the first token, without compilation; None for a single token."""
         running = self.decode_ms - self.decode_compile_ms
         return 1e3 * (self.num_tokens - 1) / running if self.num_tokens > 1 and running > 0 else None
 
 
 class Expected(NamedTuple):
-    """What `auto` expected of a candidate before a batch's first round.
+    """The estimates of `auto` for a candidate before a batch's first round.
 
     Attributes:
-      name: of the candidate, `off` for plain decoding.
-      length: of the drafts that would give the most tokens per millisecond.
-      acceptance: the share of first draft tokens that are accepted; None of plain decoding.
-      round_ms: of a round; None where nothing was measured yet, so that only ratios are guessed.
-      speedup: over plain decoding.
-      ready: whether its programs were there.
+      name: the candidate's name; `off` for plain decoding.
+      length: the draft length with the most tokens per millisecond.
+      acceptance: the share of first draft tokens that are accepted; None for plain decoding.
+      round_ms: the time of a round, milliseconds; None before the first measurement, when only ratios are estimated.
+      speedup: the speed-up over plain decoding.
+      ready: whether its programs were compiled.
 
     Examples:
       >>> Expected("ngram", 4, 0.5, 11.0, 1.2, True).name
@@ -138,16 +149,16 @@ class Expected(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What `auto` chose for some rounds of a batch, and what came of it.
+    """One choice of `auto` for some rounds of a batch, with its outcome.
 
     Attributes:
-      round: how many rounds of the batch were over.
-      name: of the candidate, `off` for plain decoding.
-      length: of its drafts at most.
-      num_rounds, num_tokens: until the next choice, of all rows.
-      expected_ms: by the costs of its steps, for the drafts that there were, and of bringing its state up where that
-        was done first; None where nothing was measured yet.
-      took_ms: as the host saw it.
+      round: the number of rounds of the batch before the choice.
+      name: the candidate's name; `off` for plain decoding.
+      length: its maximum draft length.
+      num_rounds, num_tokens: rounds and tokens until the next choice, of all rows.
+      expected_ms: the expected time, from the costs of its steps for the actual drafts, and of catching up its state if
+        that was necessary; None before the first measurement.
+      took_ms: the time measured on the host.
 
     Examples:
       >>> Chosen(8, "ngram", 4, 8, 20, 80.0, 84.0).num_tokens
@@ -173,14 +184,16 @@ class Result:
       finish_reason: `eos`, `stop` (a stop string or a token of `stop_token_ids`, which is not part of the text),
         `length`, or `error` (see `error`).
       statistics: counts and times.
-      gamma: the γ of its adaptive stop rule when the text ended, cut to [0, 1]; of several such rules that of the
-        first; None where there is none. Each text starts from the γ given (`gamma=`), in a batch too: to go on from
-        text to text as Draft & Verify does, generate one after another with `gamma=result.gamma`. The rounds that ran
-        before the host found a stop string have moved it too.
-      lossy: whether the text follows another law than the model's: it was drawn at random, and its drafts were accepted
-        by an acceptor that changes the law (`acceptor="typical"`).
-      expected, choices: with `method="auto"` and `explain`, what was expected of each candidate, the fastest first, and
-        what was chosen, of the whole batch up to this text's end; else ().
+      gamma: the γ of its adaptive stop rule (the first, if there are several) at the end of the text, clipped to
+        [0, 1]; None without such a rule. Each text starts from `gamma=`, also in a batch. To carry γ from text to text
+        as Draft & Verify does, generate one after another with `gamma=result.gamma`. Rounds that ran before the host
+        found a stop string have changed γ too.
+      lossy: whether the text follows another distribution than the model's: it was sampled, and its draft tokens were
+        accepted by an acceptor that changes the distribution (`acceptor="typical"`).
+      expected, choices: with `method="auto"` and `explain`, the estimates of the candidates, the fastest first, and the
+        choices for the whole batch up to this text's end; else ().
+      drafted_by: the name of the method; with method `auto`, the methods that drafted, or why none did.
+      new_text: returns a new converter of the tokens to text, for `spans`; None for a result that was read from a file.
 
     Examples:
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
@@ -196,6 +209,8 @@ class Result:
     lossy: bool = False
     expected: tuple[Expected, ...] = ()
     choices: tuple[Chosen, ...] = ()
+    drafted_by: str = ""
+    new_text: Callable[[], RowText] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -214,8 +229,19 @@ class Result:
         )
 
     @property
+    def spans(self) -> list[tuple[str, bool]]:
+        """The text in parts: those that each token completes, and whether the token was an accepted draft token."""
+        if self.text is None or self.new_text is None:
+            return [(str(self), False)]
+        return self.new_text().spans(self.token_records, True)
+
+    def _repr_html_(self) -> str:
+        """Returns the text for a notebook, with accepted draft tokens on a green background."""
+        return _html(self.spans, self.statistics, self.finish_reason)
+
+    @property
     def error(self) -> str | None:
-        """Why the text ended where it should not, in one line; None if it did not."""
+        """The error that ended the text, in one line; None without an error."""
         if self.finish_reason != "error":
             return None
         return (
@@ -231,14 +257,16 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a stream yields: the next piece of one text.
+    """The next piece of one text in a stream.
 
     Attributes:
-      index: which prompt.
-      text: new text that is final; "" where a character or a stop string may still be incomplete.
-      token_records: the new tokens, each with how it came about.
-      statistics: of this text up to here.
-      result: the whole, once this text has ended.
+      index: the index of the prompt.
+      text: new text that is final; "" while a character or a stop string may be incomplete.
+      token_records: the new tokens, each with the details of its round.
+      statistics: counts and times of this text so far.
+      result: the complete result, in the last piece of the text; else None.
+      written: the tokens of the text, of which the first `statistics.num_tokens` are those so far, for `spans`.
+      new_text: returns a new converter of the tokens to text, for `spans`.
 
     Examples:
       >>> statistics = Statistics(1, 0, 0, 0, 0, (0,), elapsed_ms=30.0, decode_ms=0.0, compile_ms=0.0)
@@ -251,8 +279,34 @@ class Piece:
     token_records: list[Token]
     statistics: Statistics
     result: Result | None = None
+    written: Sequence[Token] = dataclasses.field(default=(), repr=False, compare=False)
+    new_text: Callable[[], RowText] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def tokens(self) -> list[int]:
         """The ids of the new tokens."""
         return [token.id for token in self.token_records]
+
+    @property
+    def spans(self) -> list[tuple[str, bool]]:
+        """The whole text so far, as `Result.spans`."""
+        tokens = self.written[: self.statistics.num_tokens]
+        text = None if self.new_text is None else self.new_text()
+        if text is None or not text.has_text:
+            return [(" ".join(str(token.id) for token in tokens), False)]
+        return text.spans(tokens, self.result is not None)
+
+    def _repr_html_(self) -> str:
+        """Returns the whole text so far for a notebook, as that of a `Result`."""
+        return _html(self.spans, self.statistics, "…" if self.result is None else self.result.finish_reason)
+
+
+def _html(spans: Iterable[tuple[str, bool]], counts: Statistics, end: str) -> str:
+    shown = []
+    for text, drafted in spans:
+        escaped = html.escape(text)
+        shown.append(f'<span style="background: {_DRAFTED}">{escaped}</span>' if drafted else escaped)
+    caption = f"{counts.num_tokens} tokens in {counts.num_rounds} rounds, {counts.num_accepted_tokens} of "
+    caption += f"{counts.num_draft_tokens} draft tokens accepted (green), {end}"
+    body = f'<div style="white-space: pre-wrap; font-family: monospace">{"".join(shown)}</div>'
+    return f"{body}<small>{caption}</small>"

@@ -1,4 +1,4 @@
-"""One text, gathered from what its row gains at each host poll."""
+"""Builds the pieces and the result of one text from its row's updates."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from jaxspec.engine.executables import VariantCounts
 from jaxspec.engine.requests import RowRequest
 from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
 from jaxspec.engine.session import Update
-from jaxspec.engine.switching import Switching
+from jaxspec.engine.strategies import Strategy
 from jaxspec.engine.text import RowText
 
 
 class Row:
-    """Gathers one text from its updates.
+    """Builds one text from the updates of its row.
 
     Args:
-      request: what was asked for.
-      text: turns tokens into text.
-      began: when its batch began, by `time.perf_counter`.
+      request: the row's request.
+      new_text: returns a converter of the row's tokens to text, at the beginning of the text.
+      began: the start of its batch, by `time.perf_counter`.
       lossy: see `Result`.
     """
 
-    def __init__(self, request: RowRequest, text: RowText, began: float, lossy: bool = False) -> None:
-        self._request, self._text, self._began, self._lossy = request, text, began, lossy
+    def __init__(
+        self, request: RowRequest, new_text: Callable[[], RowText], began: float, lossy: bool = False
+    ) -> None:
+        self._request, self._new_text, self._began, self._lossy = request, new_text, began, lossy
+        self._text = new_text()
         self._first: tuple[float, float] | None = None
         self._tokens: list[Token] = []
 
@@ -39,19 +42,19 @@ class Row:
         blocked_ms: float,
         variants: VariantCounts,
         gamma: Callable[[], float | None],
-        switching: Switching | None = None,
+        strategy: Strategy,
     ) -> Piece:
-        """One update becomes one piece; the last one carries the result.
+        """Converts one update to one piece; the last piece contains the result.
 
-        `now`: as `began`; `blocked_ms`: how long the batch has waited for programs since it began; `gamma`: reads
-        `Result.gamma`; `switching`: knows `Result.choices`.
+        `now`: the time, by the same clock as `began`; `blocked_ms`: the batch's waiting time for compilation since it
+        began; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected` and `Result.choices`.
         """
         if self._first is None:
             self._first = (now, blocked_ms)
         gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)
         tokens = update.tokens[:used]
         self._tokens += tokens
-        # The rounds after a stop string ran before the host saw it: they are no part of this text.
+        # Rounds that ran before the host found the stop string are not part of this text.
         counts = recount(self._tokens) if stopped else _counts(update.stats)
         width = len(update.stats.acceptance_histogram)
         histogram = counts.pop("acceptance_histogram")
@@ -64,18 +67,29 @@ class Row:
             compile_ms=blocked_ms,
             decode_compile_ms=blocked_ms - self._first[1],
             static_plans=variants,
+            num_prompt_tokens=len(self._request.prompt),
+            num_reused_tokens=self._request.start,
         )
         if not (stopped or update.done):
-            return Piece(update.index, gained, tokens, statistics)
+            return Piece(update.index, gained, tokens, statistics, None, self._tokens, self._new_text)
         reason: FinishReason = "stop" if stopped else "error" if update.broken else self._reason()
         text = self._text.text if self._text.has_text else None
-        result = Result(text, self._tokens, reason, statistics, gamma(), self._lossy)
-        if switching is not None:
-            result = dataclasses.replace(result, expected=switching.expected, choices=switching.chosen)
-        return Piece(update.index, gained, tokens, statistics, result)
+        chosen = strategy.expected, strategy.chosen
+        result = Result(
+            text,
+            self._tokens,
+            reason,
+            statistics,
+            gamma(),
+            self._lossy,
+            *chosen,
+            strategy.drafted_by,
+            self._new_text,
+        )
+        return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)
 
     def _reason(self) -> FinishReason:
-        """Returns the reason why the text ended, judged by its last token."""
+        """Returns the reason why the text ended, by its last token."""
         last = self._tokens[-1].id if self._tokens else None
         if last in self._request.stop_ids:
             return "stop"
@@ -83,13 +97,13 @@ class Row:
 
 
 def _counts(stats: Stats) -> dict[str, Any]:
-    """The loop's own counts, as `recount` gives them."""
+    """Returns the loop's counts in the form of `recount`."""
     counts = {name: np.asarray(value).tolist() for name, value in dataclasses.asdict(stats).items()}
     return counts | {"acceptance_histogram": tuple(counts["acceptance_histogram"])}
 
 
 def recount(tokens: Sequence[Token]) -> dict[str, Any]:
-    """The counts of a text that was cut, from its tokens; drafts after the cut are left out.
+    """Counts the rounds and drafts of a text that was cut, without draft tokens after the cut.
 
     Returns:
       The counts of `Statistics` by name; the histogram may be shorter than K + 1.

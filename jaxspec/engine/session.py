@@ -1,10 +1,9 @@
-"""A batch of rows on their way through the compiled loop: begun, refilled, ended. Tokens only, no text."""
+"""A batch of requests in the compiled loop: prefill, rounds, and refills of finished rows. Tokens only, no text."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,36 +11,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled
-from jaxspec.engine.executables import Executables
+from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.penalties import Settings
+from jaxspec.engine.penalty_rows import Settings
+from jaxspec.engine.prefix import Prefix
 from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
 from jaxspec.engine.results import Token
-from jaxspec.engine.switching import Plan, Switching
-from jaxspec.io import processes
-from jaxspec.model.config import LlamaConfig
-from jaxspec.model.plan import LayerPlan
+from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.model.prefill import Prefilling
-from jaxspec.model.sharding import fetched, put
-from jaxspec.protocol import Acceptor, Drafter, Weights
-from jaxspec.sampling import Greedy, Law, Sampling, seed_key
+from jaxspec.model.sharding import fetched
+from jaxspec.protocol import Acceptor, Weights
+from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.stopping import GammaState
+
+# A request and its index.
+_Held = tuple[int, RowRequest]
 
 
 @dataclasses.dataclass
 class _Refill:
-    """Rows to be replaced by requests whose prompts are being fed.
+    """Requests whose long prompts are fed in chunks, between the rounds of the other rows.
 
-    `arguments` and `static` are what `compiled.prefill` takes; `fed` is what of the prompts has been fed, up to
-    chunk number `next_chunk` of `num_chunks`.
+    Attributes:
+      rows: the requests, by the number of their row.
+      arguments, static: the arguments of `compiled.prefill`.
+      fed: the state after the first `next_chunk` of `num_chunks` chunks.
     """
 
-    rows: dict[int, tuple[int, RowRequest]]
+    rows: dict[int, _Held]
     arguments: tuple[Weights, Parts, decoding.Request]
     static: dict[str, Any]
     fed: Prefilling
@@ -51,14 +52,14 @@ class _Refill:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one row gained between two host polls.
+    """The progress of one row in one host poll.
 
     Attributes:
-      index: which request.
-      row: which row of the batch holds it until the next step.
+      index: the index of the request.
+      row: the row of the batch that holds the request until the next step.
       tokens: the new tokens.
       done: whether the row has ended.
-      broken: whether it did because its next logits are not finite.
+      broken: whether it has ended because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
     """
 
@@ -71,58 +72,47 @@ class Update:
 
 
 class Session:
-    """Runs requests through the loop, `max_batch` rows at a time; a finished row makes room for the next.
+    """Runs requests through the loop, at most `max_batch` rows at a time; the next request takes a finished row.
 
     Args:
-      executables: where compiled functions are kept.
-      config: the target.
-      params: all parameters.
-      drafter, acceptor: the method.
-      requests: the texts.
-      max_batch: most rows at once.
-      log_probs: whether to report them.
-      mesh: where params live; None for one device.
-      device: that one device.
-      plan: what may draft in place of `drafter`, which then is plain decoding; None for nothing. On one device alone.
+      loop: the compiled loop of the target.
+      params: the parameters of the target and of the drafter.
+      strategy: decides which drafter drafts; made for the same loop.
+      acceptor: accepts drafts.
+      requests: one for each text.
+      max_batch: the most rows at a time.
+      prefix: a text whose caches hold the tokens before `start` of the only request; they are used up.
+
+    Attributes:
+      strategy, requests: as given.
     """
 
     def __init__(
         self,
-        executables: Executables,
-        config: LlamaConfig,
+        loop: Loop,
         params: Weights,
-        drafter: Drafter,
+        strategy: Strategy,
         acceptor: Acceptor,
         requests: Sequence[RowRequest],
         *,
         max_batch: int = 8,
-        log_probs: bool = False,
-        mesh: Mesh | None = None,
-        device: jax.Device | None = None,
-        plan: Plan | None = None,
+        prefix: Prefix | None = None,
     ) -> None:
-        self._executables = executables
-        self._config, self._params, self._log_probs, self._mesh = config, params, log_probs, mesh
-        self._device: Any = device if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._platform = (device or jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).platform
+        self._loop, self._executables, self._params = loop, loop.executables, params
+        self.strategy, self._drafter, self._acceptor = strategy, strategy.drafter, loop.put(acceptor)
+        self.requests = requests
         self._filters = filters_used(requests) if needs_sampling(requests) else None
         self._settings = Settings(requests)
-        self._drafter, self._acceptor = self._put((drafter, acceptor))
-        # The drafter for the one mask that all rows have, where there is one; whether the rows are others since.
-        self._specialised: Drafter | None = None
-        self._rows_changed = True
         self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
         self._waiting = deque(enumerate(requests))
-        # Which request each row holds; None once it has ended.
-        self._rows: list[tuple[int, RowRequest] | None] = []
-        # Rows whose long prompts are being fed, the first first; they count as ended until then.
+        # The request of each row; None once it has ended.
+        self._rows: list[_Held | None] = []
+        # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
         self._refills: deque[_Refill] = deque()
-        self._max_batch = max_batch
+        self._max_batch, self._prefix = max_batch, prefix
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
         self._halt = np.zeros(0, bool)
-        self._plan = plan
-        self.switching: Switching | None = None
 
     @property
     def done(self) -> bool:
@@ -131,20 +121,48 @@ class Session:
 
     @property
     def capacity(self) -> int:
-        """Tokens a row has room for at present; 0 before the first step."""
+        """The number of token slots per row; 0 before the first step."""
         return self._state.capacity if self._state is not None else 0
 
+    def warm_up(self, longest: int) -> None:
+        """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
+        first = [request for _, request in list(self._waiting)[: self._max_batch]]
+        self._parts = self._parts_of(first)
+        arguments, static = self._first_arguments(first)
+        self.step(1)
+        self._executables.warmed.add(self._executables.key(compiled.prefill, *arguments, **static))
+        if not self.done:
+            self.step(1)  # method auto prepares the programs of its candidates between rounds
+        state = self._state
+        assert state is not None
+        while self._loop.mesh is None and buckets.must_grow(longest, self._drafter.reach, state.capacity):
+            state = self._prepare_next(state)
+        self._executables.wait()
+
     def halt(self, index: int) -> None:
-        """Ends a request before the next step (a stop string was seen)."""
+        """Ends a request before the next step, such as after a stop string."""
         for row, held in enumerate(self._rows):
             if held is not None and held[0] == index:
                 self._halt[row] = True
-                self._end(row)
+                self._rows[row] = None
+
+    def prefix(self) -> Prefix | None:
+        """Returns the text of the only row as it is now, for a later text; the session can no longer run then.
+
+        Before the first step it is the prefix given. None if a call was interrupted, or the text ended in an error.
+        """
+        state = self._state
+        if state is None:
+            return self._prefix
+        if state.tokens.is_deleted() or bool(fetched(state.broken)[0]):
+            return None
+        tokens = fetched(state.tokens)[0, : int(fetched(state.length)[0])]
+        return Prefix(tokens, self.strategy.caches(state))
 
     def gamma(self, row: int) -> float | None:
-        """The adaptive γ of a row as the last step left it, cut to [0, 1]; None where the stop rule has none.
+        """Returns the adaptive γ of a row (`Update.row`) after the last step, clipped to [0, 1].
 
-        Of several stop rules with one, the first counts. Row: `Update.row`.
+        With several adaptive stop rules it is the γ of the first; without one it is None.
         """
         assert self._state is not None
         nodes = jax.tree.leaves(self._state.drafter_state, is_leaf=lambda node: isinstance(node, GammaState))
@@ -153,10 +171,10 @@ class Session:
 
     @needed()
     def step(self, max_rounds: int) -> list[Update]:
-        """One host poll: prefills what waits and fits, else runs up to `max_rounds` rounds.
+        """Runs one host poll: prefills waiting requests if rows are free, else runs up to `max_rounds` rounds.
 
-        A long prompt that comes after another text is fed in bounded chunks, between the rounds of its neighbours.
-        (A drafter with a cache of its own fills that in one go, once the whole prompt is through.)
+        The long prompt of a request that refills a row is fed in chunks, between the rounds of the other rows. A
+        drafter with its own cache fills that cache in one call after the last chunk.
         """
         if self._state is None:
             first = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
@@ -166,53 +184,60 @@ class Session:
             return updates
         return self._decode(max_rounds)
 
-    def _begin(self, first: list[tuple[int, RowRequest]]) -> list[Update]:
+    def _begin(self, first: list[_Held]) -> list[Update]:
         self._rows = list(first)
         self._lengths = np.zeros(len(first), np.int64)
         self._halt = np.zeros(len(first), bool)
         requests = [request for _, request in first]
         self._parts = self._parts_of(requests)
-        if self._plan is not None:
-            self.switching = Switching(
-                self._plan,
-                *(self._executables, self._config, self._log_probs, self._device, self._platform),
-                batch=len(first),
-            )
-        capacity = buckets.start_capacity(requests, self._drafter.reach)
-        arguments, static = self._prefill_arguments(requests, capacity, self._parts)
+        arguments, static = self._first_arguments(requests)
         if (
-            self._mesh is None
+            self._loop.mesh is None
             and any(request.max_new_tokens > 1 for request in requests)
             and not self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
         ):
-            # It traces the prefill, which takes some milliseconds of each first token.
-            state, _ = compiled.prefill.eval_shape(*arguments, **static)
-            self._prepare_rounds(state)  # beside the prefill
-        began, blocked_ms = time.perf_counter(), self._executables.blocked_ms
-        begun = None if self.switching is None else self.switching.begin(*arguments, static)
-        if begun is None:
-            begun = self._executables.call(compiled.prefill, *arguments, **static)
-        self._state, emitted = begun
+            # The loop is made ready in the background during the prefill.
+            state, _ = self._executables.shapes(compiled.prefill, *arguments, **static)
+            self._prepare_rounds(state)
+        self._state, emitted = self.strategy.begin(*arguments, **static)
+        self._prefix = None
         updates = self._updates(emitted, range(len(first)), begins=True)
-        if self.switching is not None and self._executables.blocked_ms == blocked_ms:
-            took_ms = 1e3 * (time.perf_counter() - began)
-            self.switching.prefilled(sum(len(request.prompt) for request in requests), took_ms)
         if any(row is not None for row in self._rows):
-            # The loop is there before anybody sees a first token: a text that has begun goes on.
-            self._executables.compiled(
-                compiled.run_rounds, *self._rounds_arguments(0), **self._rounds_static()
-            )
+            # The loop is compiled before the first token is returned, so that the text continues without a pause.
+            rounds, static = self._loop.rounds(self._params, self._parts, self._state, 0, self._halt)
+            self._executables.compiled(compiled.run_rounds, *rounds, **static)
         return updates
 
+    def _first_arguments(self, requests: list[RowRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the first prefill: for programs of `warm_up` if they fit, else for its own."""
+        needed = buckets.start_capacity(requests, self._drafter.reach)
+        if self._prefix is not None:
+            caches = self._prefix.caches
+            needed = max(needed, caches.cache.capacity)
+            if needed > caches.cache.capacity:
+                caches = self._executables.call(compiled.grow, caches, capacity=needed, mesh=self._loop.mesh)
+            arguments, static = self._prefill_arguments(requests, needed, self._parts)
+            return (*arguments, caches), static
+        own = self._prefill_arguments(requests, needed, self._parts)
+        if not self._executables.warmed:
+            return own
+        for capacity in buckets.capacities_from(needed):
+            arguments, static = self._prefill_arguments(requests, capacity, self._parts)
+            for chunk_size in buckets.chunk_sizes_from(static["chunk_size"], self._loop.platform):
+                static = static | {"chunk_size": min(chunk_size, capacity)}
+                if self._executables.key(compiled.prefill, *arguments, **static) in self._executables.warmed:
+                    return arguments, static
+        return own
+
     def _refill(self) -> list[Update]:
-        """Gives the free rows to requests that wait: short prompts are prefilled at once, all in one call."""
+        """Assigns waiting requests to free rows. All short prompts are prefilled in one call."""
         taken = {row for refill in self._refills for row in refill.rows}
         free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
         given = {row: self._waiting.popleft() for row in free[: len(self._waiting)]}
-        short: dict[int, tuple[int, RowRequest]] = {}
-        long: dict[int, tuple[int, RowRequest]] = {}
+        short: dict[int, _Held] = {}
+        long: dict[int, _Held] = {}
         for row, held in given.items():
-            (long if buckets.is_long(held[1], self._platform) else short)[row] = held
+            (long if buckets.is_long(held[1], self._loop.platform) else short)[row] = held
         if long:
             arguments, static = self._refill_arguments(long)
             names = ("config", "merged", "mesh")
@@ -220,10 +245,10 @@ class Session:
                 compiled.start_prefill,
                 arguments[0],
                 arguments[2],
-                decoding.tapped_drafter(arguments[1]),
+                decoding.aux_drafter_of(arguments[1]),
                 **{name: static[name] for name in names},
             )
-            longest = max(len(request.prompt) for _, request in long.values())
+            longest = max(request.num_fed for _, request in long.values())
             self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["chunk_size"])))
         if not short:
             return []
@@ -231,7 +256,7 @@ class Session:
         return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
 
     def _feed(self) -> list[Update]:
-        """Feeds some chunks of the long prompts that came first; with the last of them their rows begin."""
+        """Feeds some chunks of the first refill; after the last chunk its rows begin."""
         if not self._refills:
             return []
         refill = self._refills[0]
@@ -239,10 +264,10 @@ class Session:
         shared = {name: refill.static[name] for name in ("config", "chunk_size", "mesh")}
         first = refill.next_chunk
         refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
-        numbers = self._put((np.int32(first), np.int32(refill.next_chunk)))
-        tapped = decoding.tapped_drafter(parts)
+        numbers = self._loop.put((np.int32(first), np.int32(refill.next_chunk)))
+        aux_drafter = decoding.aux_drafter_of(parts)
         refill.fed = self._executables.call(
-            compiled.feed, params, request, refill.fed, *numbers, tapped, **shared
+            compiled.feed, params, request, refill.fed, *numbers, aux_drafter, **shared
         )
         if refill.next_chunk < refill.num_chunks:
             return []
@@ -251,15 +276,17 @@ class Session:
         arguments = (params, parts, request, fed, refill.fed.cache, refill.fed.absorbed)
         return self._insert(
             refill.rows,
-            *self._executables.call(compiled.end_prefill, *arguments, **shared, log_probs=self._log_probs),
+            *self._executables.call(
+                compiled.end_prefill, *arguments, **shared, log_probs=self._loop.log_probs
+            ),
         )
 
     def _refill_arguments(
-        self, rows: dict[int, tuple[int, RowRequest]]
+        self, rows: dict[int, _Held]
     ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
-        """What `compiled.prefill` takes for requests that take rows over, in a capacity in which they fit.
+        """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
-        Their number is rounded up to a power of two, so that few programs serve all: the first one stands in.
+        The number of requests is padded to a power of two with copies of the first, to limit the number of programs.
         """
         requests = [request for _, request in rows.values()]
         needed = buckets.start_capacity(requests, self._drafter.reach)
@@ -269,25 +296,23 @@ class Session:
         requests += requests[:1] * (count - len(requests))
         return self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
 
-    def _insert(
-        self, rows: dict[int, tuple[int, RowRequest]], others: DecodeState, emitted: Emitted
-    ) -> list[Update]:
-        """Puts the first rows of `others`, which have been prefilled, into these rows."""
-        if others.capacity < self.capacity:  # the batch has grown since
-            others = self._executables.call(compiled.grow, others, capacity=self.capacity, mesh=self._mesh)
+    def _insert(self, rows: dict[int, _Held], others: DecodeState, emitted: Emitted) -> list[Update]:
+        """Inserts the first rows of the prefilled state `others` into the batch, at the rows given."""
+        if others.capacity < self.capacity:  # the batch has grown since the prefill began
+            others = self._executables.call(
+                compiled.grow, others, capacity=self.capacity, mesh=self._loop.mesh
+            )
         for which, (row, held) in enumerate(rows.items()):
-            numbers = self._put((np.int32(row), np.int32(which)))
+            numbers = self._loop.put((np.int32(row), np.int32(which)))
             self._state = self._executables.call(
-                compiled.insert, self._state, numbers[0], others, numbers[1], mesh=self._mesh
+                compiled.insert, self._state, numbers[0], others, numbers[1], mesh=self._loop.mesh
             )
             self._rows[row] = held
             self._halt[row] = False
-        # A row that has ended keeps some law: whatever it draws is thrown away.
+        # Ended rows need some sampling parameters too; their tokens are discarded.
         some = next(iter(rows.values()))
         self._parts = self._parts_of([(held or some)[1] for held in self._rows])
-        self._rows_changed = True
-        if self.switching is not None:
-            self.switching.forget()
+        self.strategy.changed()
         return self._updates(emitted, list(rows), begins=True)
 
     def _decode(self, max_rounds: int) -> list[Update]:
@@ -295,67 +320,25 @@ class Session:
         longest, reach = int(self._lengths.max()), self._drafter.reach
         if buckets.must_grow(longest, reach, self.capacity):
             self._grow(2 * self.capacity)
-        elif self._mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
-            self._prepare_next()
-        if self.switching is not None:
-            return self._take_turn(self.switching, max_rounds)
-        arguments, static, variant = self._rounds_arguments(max_rounds), self._rounds_static(), None
-        # When a program is compiled in the background is another matter in each of several processes.
-        if self._rows_changed and self._drafter.static and not processes.spans_processes(self._mesh):
-            self._specialise()
-        if self._specialised is not None:
-            params, parts, *rest = arguments
-            special = (params, dataclasses.replace(parts, drafter=self._specialised), *rest)
-            variant = self._executables.variant(compiled.run_rounds, *special, **static)
-        if variant is not None:
-            self._state, emitted = variant(*special)
-        else:
-            self._state, emitted = self._executables.call(compiled.run_rounds, *arguments, **static)
-        return self._updates(emitted, range(len(self._rows)))
-
-    def _take_turn(self, switching: Switching, max_rounds: int) -> list[Update]:
-        """Runs rounds of what drafts next."""
-        assert self._state is not None
-        lengths, rows = self._lengths.copy(), list(self._rows)
-        limits = [len(held[1].prompt) + held[1].max_new_tokens if held else 0 for held in rows]
-        remaining = np.maximum(np.array(limits) - lengths, 0)
-        blocked_ms = self._executables.blocked_ms
-        params, parts, state, most = switching.next(
-            self._params, self._parts, self._state, lengths, remaining, max_rounds
-        )
-        began = time.perf_counter()
-        static = compiled.rounds_static(self._config, parts.drafter, self._log_probs, None)
-        numbers = self._put((np.int32(most), self._halt))
-        state, emitted = self._executables.call(compiled.run_rounds, params, parts, state, *numbers, **static)
-        updates = self._updates(emitted, range(len(rows)))
-        took_ms = 1e3 * (time.perf_counter() - began)
-        gained: list[list[Token]] = [[] for _ in rows]
+        elif self._loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
+            self._prepare_next(self._state)
+        limits = [len(held[1].prompt) + held[1].max_new_tokens if held else 0 for held in self._rows]
+        remaining = np.maximum(np.array(limits) - self._lengths, 0)
+        turn = Turn(max_rounds, self._halt, self._lengths.copy(), remaining)
+        self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
+        updates = self._updates(emitted, range(len(self._rows)))
+        gained: list[list[Token]] = [[] for _ in self._rows]
         for update in updates:
             gained[update.row] = update.tokens
-        blocked = self._executables.blocked_ms > blocked_ms
-        self._state = switching.learn(state, gained, lengths, took_ms, blocked)
+        self.strategy.learn(gained)
         return updates
-
-    def _specialise(self) -> None:
-        """Finds out whether all rows have one mask."""
-        assert self._state is not None
-        self._rows_changed = False
-        live = jnp.array([held is not None for held in self._rows])
-        plans = np.asarray(self._drafter.plans(self._state.drafter_state, live))[np.asarray(live)]
-        alike = len(plans) > 0 and bool((plans == plans[0]).all())
-        self._specialised = self._drafter.specialised(LayerPlan.of(plans[0])) if alike else None
-
-    def _end(self, row: int) -> None:
-        """Frees a row."""
-        self._rows[row] = None
-        self._rows_changed = True
 
     def _prefill_arguments(
         self, requests: list[RowRequest], capacity: int, parts: Parts
     ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
-        """What `compiled.prefill` takes, traced and static."""
+        """Returns the arguments of `compiled.prefill`, traced and static."""
         batch = len(requests)
-        longest = max(len(request.prompt) for request in requests)
+        longest = max(request.num_fed for request in requests)
         tokens = np.zeros((batch, capacity), np.int32)
         eos_ids = np.full((batch, self._num_eos), -1, np.int32)
         for row, request in enumerate(requests):
@@ -371,15 +354,16 @@ class Session:
             "eos_ids": eos_ids,
             "keys": jnp.stack(keys),
         }
-        static = compiled.prefill_static(
-            self._config, longest, capacity, self._platform, self._log_probs, self._mesh
-        )
-        return (self._params, parts, decoding.Request(**self._put(arrays))), static
+        if any(request.start for request in requests):
+            arrays["start"] = np.array([request.start for request in requests], np.int32)
+        static = self._loop.prefill_static(longest, capacity)
+        return (self._params, parts, decoding.Request(**self._loop.put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
-        self._state = self._executables.call(compiled.grow, self._state, capacity=capacity, mesh=self._mesh)
-        if self.switching is not None:
-            self.switching.forget()
+        self._state = self._executables.call(
+            compiled.grow, self._state, capacity=capacity, mesh=self._loop.mesh
+        )
+        self.strategy.changed()
 
     def _unfinished(self) -> list[RowRequest]:
         return [
@@ -388,41 +372,34 @@ class Session:
             if held is not None
         ]
 
-    def _prepare_next(self) -> None:
-        """Compiles the next bucket's executables in the background."""
-        state = self._state
-        assert state is not None
+    def _prepare_next(self, state: DecodeState) -> DecodeState:
+        """Compiles the programs for twice the capacity in the background; returns the shapes of that state."""
         capacity = 2 * state.capacity
-        larger = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
+        larger: DecodeState = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
         self._executables.prepare(compiled.grow, state, capacity=capacity, mesh=None)
         self._prepare_rounds(larger)
+        return larger
 
     def _prepare_rounds(self, state: Any) -> None:
-        """Compiles the loop in the background for a state of such shapes."""
-        scalar, halt = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
-        self._executables.prepare(
-            compiled.run_rounds, self._params, self._parts, state, scalar, halt, **self._rounds_static()
-        )
-
-    def _rounds_arguments(self, max_rounds: int) -> tuple[Any, ...]:
-        """What `compiled.run_rounds` takes, traced."""
-        limits = self._put((np.int32(max_rounds), self._halt))
-        return (self._params, self._parts, self._state, *limits)
-
-    def _rounds_static(self) -> dict[str, Any]:
-        return compiled.rounds_static(self._config, self._drafter, self._log_probs, self._mesh)
+        """Compiles the loop in the background for a state of these shapes."""
+        numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
+        static = self._loop.rounds_static(self._drafter)
+        self._executables.prepare(compiled.run_rounds, self._params, self._parts, state, *numbers, **static)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        law, penalties = self._put((law_of(requests, self._filters), self._settings.of(requests)))
+        distribution, penalties = self._loop.put(
+            (distribution_of(requests, self._filters), self._settings.of(requests))
+        )
         return Parts(
-            self._drafter, self._acceptor, law, one_width=self._platform != "cpu", penalties=penalties
+            self._drafter,
+            self._acceptor,
+            distribution,
+            one_width=self._loop.platform != "cpu",
+            penalties=penalties,
         )
 
-    def _put(self, tree: Any) -> Any:
-        return put(tree, self._device)
-
     def _updates(self, emitted: Emitted, rows: Sequence[int], begins: bool = False) -> list[Update]:
-        """What rows gained; `begins`: by their prefills."""
+        """Reads the emitted tokens of some rows; `begins`: whether they come from a prefill."""
         host = fetched(emitted)
         self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
@@ -432,17 +409,20 @@ class Session:
                 continue
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
             tokens = _tokens_of(host, at)
-            if self.switching is not None and begins:
-                self.switching.begin_row(row, [*held[1].prompt, *(token.id for token in tokens)])
+            if begins:
+                self.strategy.begin_row(row, [*held[1].prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
             updates.append(Update(held[0], row, tokens, done, broken, stats))
             if done:
-                self._end(row)
+                self._rows[row] = None
         return updates
 
 
-def law_of(requests: Sequence[RowRequest], filters: Sequence[str] | None) -> Law:
-    """The law of a batch, from the numbers named in `filters` (see `filters_used`); None for greedy texts alone."""
+def distribution_of(requests: Sequence[RowRequest], filters: Sequence[str] | None) -> Distribution:
+    """Returns the sampling distribution of a batch.
+
+    `filters`: the parameters that it uses, see `filters_used`; None if all texts are greedy.
+    """
     if filters is None:
         return Greedy()
     numbers: dict[str, Any] = {
@@ -453,10 +433,11 @@ def law_of(requests: Sequence[RowRequest], filters: Sequence[str] | None) -> Law
 
 
 def _tokens_of(host: Emitted, row: int) -> list[Token]:
-    """What a row gained, from what a call emitted, on the host."""
+    """Returns the new tokens of a row; `host`: on the host."""
     count = int(host.count[row])
     drafted = host.drafted[row, :count]
-    # Every round but perhaps a text's last ends with a token that is no draft: the rounds are counted from the last.
+    # Each round ends with a token that was not drafted, except perhaps the last round of a text. Therefore rounds are
+    # numbered backwards from the last token.
     ends = np.cumsum(~drafted[::-1])[::-1]
     rounds = host.stats.num_rounds[row] - (ends - ends[-1:])
     log_probs = [None] * count if host.log_probs is None else host.log_probs[row, :count].tolist()

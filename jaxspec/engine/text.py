@@ -1,14 +1,19 @@
-"""Tokens of one row become text: incremental decoding and stop strings across token borders."""
+"""Converts the tokens of one row to text: incremental decoding, and stop strings that cross token boundaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxspec.io.tokenizer import Detokenizer
+from jaxspec.engine.results import Token
+from jaxspec.io.tokenizers.tokenizer import Detokenizer, Tokenizer
 
 
 class StopStrings:
-    """Finds the first of several strings in text that arrives piece by piece.
+    """Finds the first of several strings in text that arrives in pieces.
+
+    The first is the one that ends first, and of those that end at the same character the one that begins first. Another
+    rule, such as the first to begin, would depend on the pieces: a string that is complete cannot wait for another that
+    began before it.
 
     Args:
       stops: strings that end the text; may be empty.
@@ -19,11 +24,11 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes new text; returns what is certainly before any stop string, and whether one was found."""
+        """Takes new text; returns the text that is before any possible stop string, and whether one was found."""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            before, self._held = self._held[: min(found)], ""
+            before, self._held = self._held[: min(found)[1]], ""
             return before, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
@@ -31,13 +36,13 @@ class StopStrings:
         return certain, False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Returns the text that was held back; call it when no more text comes."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` might begin with."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -48,9 +53,9 @@ class RowText:
     """The text of one row.
 
     Args:
-      detokenizer: None for a model without a tokenizer: no text then.
+      detokenizer: None for a model without a tokenizer; there is then no text.
       stops: stop strings.
-      silent: ids of tokens that stop the text and are not part of it.
+      silent: ids of the tokens that stop the text and are not part of it.
     """
 
     def __init__(
@@ -64,20 +69,19 @@ class RowText:
 
     @property
     def has_text(self) -> bool:
-        """Whether tokens become text at all."""
+        """Whether tokens are converted to text."""
         return self._detokenizer is not None
 
     def push(self, tokens: Sequence[int], last: bool) -> tuple[str, int, bool]:
         """Takes new tokens, `last` if no more will come.
 
         Returns:
-          New text that is final, how many of the tokens belong to the row, and whether a stop string ended
-          it.
+          New text that is final, how many of the tokens belong to the row, and whether a stop string ended it.
         """
         if self._detokenizer is None:
             return "", len(tokens), False
         gained = ""
-        # A stop string ends the row at the token that completes it, so then tokens go one by one.
+        # A stop string ends the row at the token that completes it, so the tokens are pushed one at a time.
         steps = [[token] for token in tokens] if self._watched else [list(tokens)]
         used = 0
         for step in steps:
@@ -96,3 +100,22 @@ class RowText:
             return gained, used, stopped
         self.text += gained
         return gained, used, False
+
+    def spans(self, tokens: Sequence[Token], last: bool) -> list[tuple[str, bool]]:
+        """Takes new tokens one by one, `last` if no more will come.
+
+        Returns:
+          The new text that each token makes final, and whether the token was an accepted draft token.
+        """
+        found = [
+            (self.push([token.id], last and at == len(tokens))[0], token.drafted)
+            for at, token in enumerate(tokens, 1)
+        ]
+        return found if tokens or not last else [(self.push([], True)[0], False)]
+
+
+def row_text(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], stops: Sequence[str], silent: Sequence[int] = ()
+) -> RowText:
+    """Returns the empty text after a prompt's tokens; see `RowText`."""
+    return RowText(None if tokenizer is None else tokenizer.stream(prompt), stops, silent)

@@ -1,4 +1,4 @@
-"""Checks that the parts of a zip archive together have no more bytes than its file, so that it is not a zip bomb."""
+"""Refuses zip bombs: archives whose parts have more bytes than the file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def refuse_larger(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> None:
-    """Refuses an archive whose parts have more bytes than its file: compressed parts, and parts that overlap.
+    """Refuses an archive with compressed or overlapping parts.
 
     Raises:
-      ValueError: the parts have more bytes than the file.
+      ValueError: a part is compressed, or the parts have more bytes than the file.
     """
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):

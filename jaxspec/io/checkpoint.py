@@ -1,6 +1,6 @@
-"""A model's files of either kind, a Hugging Face directory or a GGUF file: found, and read alike.
+"""Finds and reads a model's files in either format: a Hugging Face directory or a GGUF file.
 
-Their tokenizers are read by `io.tokenizer`, which tells the two apart as well.
+`io.tokenizers.tokenizer` reads their tokenizers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.io import gguf, huggingface
+from jaxspec.host.messages import brief_errors
 from jaxspec.io.directories import settled
-from jaxspec.io.gguf_file import SUFFIX, is_gguf
-from jaxspec.io.huggingface import Place
-from jaxspec.io.messages import brief_errors
+from jaxspec.io.gguf import gguf
+from jaxspec.io.gguf.container import SUFFIX, is_gguf
+from jaxspec.io.hf import huggingface
+from jaxspec.io.hf.huggingface import Place, Shardings
+from jaxspec.io.trained_for import TrainedFor
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
@@ -25,15 +27,15 @@ _HUB_FILE = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*):([^:]+{re.escape(SUFFIX)})
 
 @brief_errors()
 def resolve(name: str | os.PathLike[str]) -> Path:
-    """The local files of a model: a GGUF file, or a directory for the functions below.
+    """Returns the local path of a model: a GGUF file, or a directory for the functions below.
 
     Args:
-      name: a `.gguf` file; a directory of Hugging Face's layout, or with one `.gguf` file as its only weights; a
-        hub id (`owner/model`) of either; or `owner/model:FILE.gguf`.
+      name: a `.gguf` file; a directory in Hugging Face's layout, or with one `.gguf` file as its only weights; a hub id
+        (`owner/model`) of either; or `owner/model:FILE.gguf`.
 
     Raises:
       ValueError: there are several GGUF files to choose from, or the hub's model is not supported.
-      FileNotFoundError: there is no such file or directory, and the hub does not give it.
+      FileNotFoundError: there is no such file or directory, and no such model on the hub.
     """
     text = os.fspath(name)
     path = Path(text).expanduser()
@@ -53,7 +55,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a directory that holds no other weights; None if it holds none."""
+    """Returns the GGUF file of a directory without other weights; None if there is none."""
     if huggingface.is_orbax(directory) or any(directory.glob("*.safetensors")):
         return None
     files = sorted(directory.glob("*" + SUFFIX))
@@ -65,7 +67,7 @@ def _only_gguf(directory: Path) -> Path | None:
 
 
 def directory_of(path: Path) -> Path:
-    """Where the files of a model's methods lie: the model's directory, or that of its GGUF file."""
+    """Returns the directory for the files of a model's methods: the model's, or that of its GGUF file."""
     return path.parent if is_gguf(path) else path
 
 
@@ -76,20 +78,20 @@ def read_config(path: Path) -> LlamaConfig:
 
 
 @brief_errors()
-def read_exits(path: Path, num_layers: int) -> tuple[int, ...]:
-    """See `huggingface.read_exits`; a GGUF file names none."""
-    return () if is_gguf(path) else huggingface.read_exits(path, num_layers)
+def read_trained_for(path: Path, config: LlamaConfig) -> TrainedFor:
+    """See `huggingface.read_trained_for`; a GGUF file does not record it."""
+    return TrainedFor() if is_gguf(path) else huggingface.read_trained_for(path, config)
 
 
 @brief_errors()
 def generation_defaults(path: Path) -> dict[str, Any]:
-    """See `huggingface.generation_defaults`; a GGUF file names none."""
+    """See `huggingface.generation_defaults`; a GGUF file has none."""
     return {} if is_gguf(path) else huggingface.generation_defaults(path)
 
 
 @brief_errors()
 def unapplied_settings(path: Path) -> list[str]:
-    """Returns the result of `huggingface.unapplied_settings`; a GGUF file has no such settings."""
+    """See `huggingface.unapplied_settings`; a GGUF file has none."""
     return [] if is_gguf(path) else huggingface.unapplied_settings(path)
 
 
@@ -100,7 +102,9 @@ def stored_dtype(path: Path) -> np.dtype:
 
 
 @brief_errors()
-def load_params(path: Path, config: LlamaConfig, dtype: Any, place: Place | None = None) -> Params:
+def load_params(
+    path: Path, config: LlamaConfig, dtype: Any, place: Place | Shardings | None = None
+) -> Params:
     """See `huggingface.load_params` and `gguf.load_params`."""
     load = gguf.load_params if is_gguf(path) else huggingface.load_params
     return load(path, config, dtype, place)

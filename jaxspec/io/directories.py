@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jaxspec.io.files import read_json
-from jaxspec.io.messages import shown
+from jaxspec.host.files import read_json
+from jaxspec.host.messages import shown
 
 _ADAPTER = "adapter_config.json"
 _FOREIGN = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx")
@@ -15,14 +15,14 @@ _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def settled(directory: Path) -> Path:
-    """Returns the directory that holds the files: the given one, or the snapshot in a directory of the hub's cache.
+    """Returns the directory that contains the files: the given one, or the snapshot in a directory of the hub's cache.
 
     Args:
       directory: an existing directory.
 
     Raises:
       ValueError: it is a cache without a snapshot, with several snapshots of which none is the main one, or of several
-        models; or it holds an adapter. The line tells the user what to do.
+        models; or it contains an adapter. The message tells the user what to do.
     """
     if any(directory.glob("*.safetensors")) or (directory / "config.json").exists():
         refuse_adapter(directory)
@@ -47,7 +47,7 @@ def refuse_adapter(directory: Path) -> None:
     """Refuses a directory with an adapter, whose weights have no meaning without another model's weights.
 
     Raises:
-      ValueError: it holds an adapter; the line names the other model.
+      ValueError: it contains an adapter; the message names the other model.
     """
     weights = {path.name for path in directory.glob("*.safetensors")}
     if not (directory / _ADAPTER).is_file() or weights - {"adapter_model.safetensors"}:
@@ -62,7 +62,7 @@ def refuse_adapter(directory: Path) -> None:
 
 
 def foreign_weights(directory: Path) -> list[str]:
-    """Returns the names of the files in a directory that hold weights in other formats."""
+    """Returns the names of the files in a directory with weights in other formats."""
     return sorted(path.name for path in directory.iterdir() if path.suffix in _FOREIGN)
 
 

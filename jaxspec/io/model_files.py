@@ -1,4 +1,4 @@
-"""Finds the files of a model in a directory, so that nothing overwrites them."""
+"""Finds the files of a model in a directory, so that they are not overwritten."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from jaxspec.io import tokenizer
-from jaxspec.io.hf_config import GENERATION
-from jaxspec.io.huggingface import ORBAX_PARAMS
+from jaxspec.io.hf.config_json import GENERATION
+from jaxspec.io.hf.huggingface import ORBAX_PARAMS
+from jaxspec.io.tokenizers import tokenizer
 
 _NAMES = ("config.json", GENERATION, *tokenizer.FILES)
 # A link counts even if its weights are gone, because the files of a hub's cache are links.
@@ -18,14 +18,14 @@ _WEIGHTS = re.compile(
 
 
 def held(directory: str | os.PathLike[str], *, weights_only: bool = False) -> str | None:
-    """Finds a file of a model, or of a part of one, directly in a directory.
+    """Returns a file of a model, or of a part of one, directly in a directory.
 
     Args:
       directory: the directory; it need not exist.
       weights_only: ignore configuration and tokenizer files, which other directories have too.
 
     Returns:
-      the name of the first file found; None if there is none.
+      The name of the first file found; None if there is none.
     """
     if not Path(directory).is_dir():
         return None

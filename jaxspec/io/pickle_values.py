@@ -1,4 +1,4 @@
-"""Reads pickles of plain values without `pickle`: it makes, hashes and changes no objects but those of the caller.
+"""Reads pickles of plain values without `pickle`, and creates only plain values and the results of given functions.
 
 `pickle.Unpickler` builds any object that a pickle describes. A pickle of a few hundred bytes can describe a tuple whose
 hash takes years, or change an array used elsewhere. This reader takes one step for each opcode of `pickletools`.
@@ -102,7 +102,7 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise ValueError("its pickle appends to something else than a list")
+            raise ValueError("its pickle appends to a value that is not a list")
         self.stack[-1].extend(values)
 
     def _setitem(self, _: None) -> None:
@@ -139,7 +139,7 @@ class _Machine:
     def _stack_global(self, _: None) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not (isinstance(name, str) and isinstance(module, str)):
-            raise ValueError("its pickle names a function by something else than text")
+            raise ValueError("its pickle names a function by a value that is not text")
         self._push_maker(f"{module}.{name}")
 
     def _push_maker(self, name: str) -> None:
@@ -153,7 +153,7 @@ class _Machine:
     def _reduce(self, _: None) -> None:
         arguments, maker = self.stack.pop(), self.stack.pop()
         if not (isinstance(maker, Maker) and isinstance(arguments, tuple)):
-            raise ValueError("its pickle calls something that is no function")
+            raise ValueError("its pickle calls a value that is not a function")
         try:
             self.stack.append(maker.call(*arguments))
         except TypeError:

@@ -1,8 +1,8 @@
-"""Safetensors files, mapped for reading and streamed for writing, so that a model is never held twice.
+"""Safetensors files, mapped for reading and streamed for writing, so that a model is never in memory twice.
 
-The format is eight bytes with the header's length, the header (JSON: name → dtype, shape, byte range) and the
-numbers, little-endian. The `safetensors` package copies each tensor on reading, and for writing wants a
-whole file's tensors in memory at once.
+The format is eight bytes with the header's length, the header (JSON: name → dtype, shape, byte range) and the numbers,
+little-endian. The `safetensors` package copies each tensor on reading, and needs all tensors of a file in memory for
+writing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.io.files import atomic, parse_json, refuse_pointer
-from jaxspec.io.messages import brief_errors
+from jaxspec.host.files import atomic, parse_json, refuse_pointer
+from jaxspec.host.messages import brief_errors
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -26,7 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# What tables beside weights may be stored as.
+# The dtypes of tables that are not weights.
 INTEGERS: dict[str, np.dtype] = {
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
@@ -42,7 +42,7 @@ class Tensors(dict[str, np.ndarray]):
     """Tensors by name.
 
     Attributes:
-      left_out: dtype, as the file calls it, by name of those that no weight of ours can be: integers, 8-bit floats.
+      left_out: tensors that were not read because their dtype is not supported: the file's name of the dtype by tensor.
     """
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class Tensors(dict[str, np.ndarray]):
         self.left_out: dict[str, str] = {}
 
     def add(self, others: Tensors) -> None:
-        """Takes in those of another file."""
+        """Adds the tensors of another file."""
         self.update(others)
         self.left_out |= others.left_out
 
 
 @brief_errors()
 def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
-    """Every tensor of a file by name, as read-only views of the mapped file: nothing is read until used.
+    """Returns the tensors of a file by name, as read-only views of the mapped file, which are read on first use.
 
-    `integers`: whether those that are no weights, but tables, are read as well.
+    `integers`: whether to include integer and Boolean tables.
 
     Raises:
       ValueError: the file is truncated or not safetensors, or its tensors overlap.
@@ -103,7 +103,7 @@ def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
 
 
 def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
-    """What a header says of a tensor: dtype, shape, first byte, and the byte behind its last."""
+    """Returns a header's entry for a tensor: dtype, shape, first byte, and the byte after its last."""
     code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if type(code) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or begin > end:
         raise ValueError("not an entry of a header")
@@ -118,16 +118,16 @@ def write(
     fetch: Callable[[str], np.ndarray],
     dtype: np.dtype,
 ) -> None:
-    """Writes tensors of one dtype, asking for one at a time.
+    """Writes tensors of one dtype, one at a time.
 
     Args:
       path: the file, written whole or not at all.
       shapes: shape by name, in the order of the file.
-      fetch: gives a tensor of that name, of that shape and of `dtype`.
+      fetch: returns the tensor of a name, with its shape and `dtype`.
       dtype: one of the values of `DTYPES`.
 
     Raises:
-      ValueError: `dtype` has no place in the format, or a tensor is not what `shapes` and `dtype` say.
+      ValueError: the format does not support `dtype`, or a tensor has another shape or dtype.
     """
     dtype = np.dtype(dtype)
     if dtype not in _CODES:

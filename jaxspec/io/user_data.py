@@ -1,4 +1,4 @@
-"""Where files that were found out about a model go when they cannot lie beside it, and are found again from there."""
+"""The user's data directory, for files about a model that cannot be stored beside it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from jaxspec.io.embedded import comes_along
 
 
 def user_data() -> Path:
-    """The directory of what jaxspec keeps for its user: `JAXSPEC_DATA`, or this system's for user data.
+    """Returns jaxspec's data directory: `JAXSPEC_DATA`, or the system's directory for user data.
 
     It need not exist.
 
     Raises:
-      ValueError: there is no home directory, and `JAXSPEC_DATA` names no other place.
+      ValueError: there is no home directory, and `JAXSPEC_DATA` is not set.
     """
     try:
         return Path(os.environ.get("JAXSPEC_DATA") or platformdirs.user_data_dir("jaxspec")).expanduser()
-    except RuntimeError:  # of `expanduser`
+    except RuntimeError:  # from `expanduser`
         raise ValueError(
-            "there is no home directory, and so no place for the user's data; name one in the environment variable "
-            "JAXSPEC_DATA"
+            "there is no home directory for the user's data; set the environment variable JAXSPEC_DATA to a directory"
         ) from None
 
 
 def has_user_data() -> bool:
-    """Whether anything is in `user_data` that this user can read."""
+    """Whether `user_data` contains data of any model that this user can read."""
     try:
-        return os.path.isdir(model_data(""))  # unlike `Path.is_dir` no error where a home is not the user's
+        return os.path.isdir(model_data(""))  # unlike `Path.is_dir`, without an error for an unreadable home
     except ValueError:
         return False
 
 
 def model_data(fingerprint: str) -> Path:
-    """The part of `user_data` that belongs to the model of this fingerprint; it need not exist.
+    """Returns the directory in `user_data` for the model of this fingerprint; it need not exist.
 
     Raises:
       ValueError: as `user_data`.
@@ -45,13 +44,14 @@ def model_data(fingerprint: str) -> Path:
 
 
 def home(directory: Path | None, name: str, fingerprint: str) -> Path:
-    """The directory for files that belong to a model: its own, if it is the user's and can be written, else one in
-    the user's data directory.
+    """Returns the directory for files that belong to a model.
+
+    That is the model's own directory if it is writable and the model is not an embedded one, else one in `user_data`.
 
     Args:
-      directory: the model's own; None for a model made in memory.
-      name: by which it was loaded.
-      fingerprint: of the model, see `method_files.fingerprint`.
+      directory: the model's directory; None for a model made in memory.
+      name: the name by which it was loaded.
+      fingerprint: the model's fingerprint, see `method_files.fingerprint`.
 
     Raises:
       ValueError: as `user_data`.

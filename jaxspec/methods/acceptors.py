@@ -1,32 +1,32 @@
-"""Acceptors by name: how a draft is verified. Only those in `LOSSY` change the law of the text."""
+"""Acceptors by name: rules to verify a draft. Only those in `LOSSY` change the distribution of the text."""
 
 from __future__ import annotations
 
 import typing
 from typing import TYPE_CHECKING, Literal
 
-from jaxspec.io.messages import shown
+from jaxspec.host.messages import shown
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Acceptor
 
 AcceptorName = Literal["greedy", "rejection", "block", "coupled", "typical"]
-# Those with which sampled text follows another law than the model's.
+# Acceptors whose sampled text does not follow the model's distribution.
 LOSSY: frozenset[AcceptorName] = frozenset({"typical"})
 
 
 def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
-    """Returns the acceptor of a name; without a name greedy for greedy texts and block for sampled ones.
+    """Returns the acceptor of a name; by default greedy for greedy texts and block for sampled ones.
 
-    One in `LOSSY` is never returned unless it is named. Where no text is drawn at random it is the greedy one, whose
-    text it has.
+    An acceptor in `LOSSY` is only returned by name. Without sampling, typical and coupled acceptance give the text of
+    the greedy acceptor, which is returned instead.
 
     Args:
-      name: of the acceptor.
-      sampling: whether any text is drawn at random.
+      name: name of the acceptor; None for the default.
+      sampling: whether any text is sampled.
 
     Raises:
-      ValueError: there is no such acceptor, or it is the greedy one and texts are drawn at random.
+      ValueError: the acceptor is unknown, or it is greedy and texts are sampled.
 
     Examples:
       >>> build_acceptor(None, sampling=False)
@@ -41,7 +41,7 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
     name = name or ("block" if sampling else "greedy")
     if name == "greedy" and sampling:
         raise ValueError(
-            "acceptor='greedy' would not follow the law at a temperature above 0; choose rejection, block or coupled"
+            "acceptor='greedy' needs temperature 0, because it does not sample; choose rejection, block or coupled"
         )
     of_sampled: dict[str, type[Acceptor]] = {
         "rejection": RejectionAcceptor,
@@ -49,7 +49,7 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
         "coupled": CoupledAcceptor,
         "typical": TypicalAcceptor,
     }
-    # Without sampling, all acceptors give the same text up to near-ties, and the greedy one is the cheapest.
+    # Without sampling, all acceptors give the same text up to near ties, and the greedy one is the cheapest.
     if name == "greedy" or (not sampling and name in ("coupled", "typical")):
         return GreedyAcceptor()
     return of_sampled[name]()

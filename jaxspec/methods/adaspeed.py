@@ -1,10 +1,9 @@
-"""AdaSPEED: early-exit drafts that end when they are doubtful as a whole; with and without linear probes."""
+"""AdaSPEED: early-exit drafts that end at a low probability of the whole draft, with and without linear probes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.layerskip import LayerSkip
@@ -14,7 +13,7 @@ from jaxspec.methods.layerskip import LayerSkip
 class AdaSPEED(LayerSkip):
     """The model's first E layers, until the product of the draft's probabilities falls below γ.
 
-    AdaSPEED, §II.A: `layerskip` with another usual stop rule.
+    AdaSPEED, §II.A: `layerskip` with another default stop rule.
 
     Examples:
       >>> print(AdaSPEED(exit_layer=3, gamma=0.7))
@@ -29,7 +28,7 @@ class AdaSPEED(LayerSkip):
 class AdaSPEEDProbe(LayerSkip):
     """The model's first E layers, until the product of a linear probe's estimates falls below γ.
 
-    AdaSPEED with linear probes, §II.B: `layerskip` with another usual stop rule.
+    AdaSPEED with linear probes, §II.B: `layerskip` with another default stop rule.
 
     Examples:
       >>> AdaSPEEDProbe(exit_layer=3, probe="probe.safetensors")
@@ -39,8 +38,3 @@ class AdaSPEEDProbe(LayerSkip):
     name: ClassVar[str] = "adaspeed-probe"
     needs: ClassVar[str] = "a probe: `python -m training.probe`, or probe=FILE"
     usual_rule: ClassVar[StopName] = "probe"
-
-    @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns whether a probe is given, for then `jaxspec compare` can run the method."""
-        return "probe" in given and num_layers > 1

@@ -1,12 +1,12 @@
-"""ASD (Metel et al. 2024): what a draft skips follows from the cosine similarities of its prompt."""
+"""ASD (Metel et al. 2024): drafts skip sublayers chosen by the cosine similarities of the prompt."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.io.asd_numbers import ASDNumbers
-from jaxspec.methods.base import option
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.methods.base import layers_of, option
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import found
 from jaxspec.methods.masked import MaskedMethod
@@ -14,23 +14,24 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import DraftCost
-    from jaxspec.drafting.asd import ASD as Drafting
+    from jaxspec.drafting.asd_drafter import ASD as Drafting
     from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ASD(MaskedMethod):
-    """The model without the sublayers that the prompt's own similarities show to matter least.
+    """The model without the sublayers that change the prompt's hidden states least.
 
     Metel et al. 2024, Algorithm 1 (ADMG).
 
     Attributes:
-      alpha: skip attention whose cosine similarity is at least this, above 0; 1 switches the rule off. Default: as
-        tuned (`jaxspec tune`), else 0.985.
-      every: skip every m-th layer; 0 switches the rule off. Default: as tuned, else 3, for CodeLlama 4.
-      keep_last: never skip the last n layers; 0 switches the rule off. Default: as tuned, else 2, for CodeLlama 3.
-      asd_numbers: a file with these three numbers, instead of the one beside the model.
-      shared_mask: one mask for all prompts of a batch, from their mean similarities.
+      alpha: skip attention whose cosine similarity is at least this, above 0; 1 turns the rule off. Default: the tuned
+        value (`jaxspec tune`), otherwise 0.985.
+      every: skip every m-th layer; 0 turns the rule off. Default: the tuned value, otherwise 3, for CodeLlama 4.
+      keep_last: never skip the last n layers; 0 turns the rule off. Default: the tuned value, otherwise 2, for
+        CodeLlama 3.
+      asd_numbers: a file with these three numbers, instead of the one in the model's directory.
+      shared_mask: use one mask for all prompts of a batch, from their mean similarities.
 
     Examples:
       >>> ASD(alpha=0.98, every=4, keep_last=2)
@@ -47,10 +48,10 @@ class ASD(MaskedMethod):
     shared_mask: bool = False
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; of its own it has at most a vocabulary."""
+        """Makes the drafter; its only possible parameter is a draft vocabulary."""
         import jax.numpy as jnp
 
-        from jaxspec.drafting.asd import ASD as Drafting
+        from jaxspec.drafting.asd_drafter import ASD as Drafting
 
         given = {"alpha": self.alpha, "every": self.every, "keep_last": self.keep_last}
         usual = self._usual(target, resources) if None in given.values() else ASDNumbers()
@@ -70,17 +71,17 @@ class ASD(MaskedMethod):
         ), self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost without the layers that `every` and `keep_last` skip; `alpha` skips more, by prompt."""
+        """Returns the cost without the layers skipped by `every`; `alpha` skips more, depending on the prompt."""
         from jaxspec.choosing.costs import DraftCost
 
         made, depth = cast("Drafting", drafter), target.config.num_layers
         every, kept = int(made.every), int(made.keep_last)
         skipped = (depth - kept) // every if every else 0
-        return DraftCost(layers=depth - skipped, head=params is None)
+        return DraftCost(layers=depth - skipped + layers_of(params, target), head=params is None)
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
-        """Returns the numbers of the file named, else of the one beside the model, else the paper's for this model."""
-        from jaxspec.io import method_files
+        """Returns the numbers of the given file, of the one in the model's directory, or the paper's for this model."""
+        from jaxspec.io.methods import method_files
 
         path = found(self.asd_numbers, target, resources, method_files.ASD_NAME)
         if path is not None:

@@ -1,9 +1,8 @@
-"""No method but the choice between methods: what gives the most tokens per millisecond drafts next, or nothing does."""
+"""Chooses the drafting method at run time: the one with the most expected tokens per millisecond, or none."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -15,30 +14,30 @@ from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.acceptance import Expectation
+    from jaxspec.choosing.beliefs import Expectation
     from jaxspec.protocol import Drafter
 
-# Longer drafts are rarely accepted whole, and each verification is compiled for them.
+# The longest draft: longer ones are rarely accepted whole, and each verification is compiled for this length.
 _USUAL = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(DraftingMethod):
-    """What drafts, and how long, follows what is accepted and what it costs; where nothing pays, nothing is drafted.
+    """Chooses the drafting method and the draft length at run time: the fastest expected, or plain decoding.
 
-    A text begins with what is known to pay, such as a head whose acceptance lies beside it, else with plain decoding.
-    Between calls of the compiled loop the choice is made again, by estimates of what is accepted (Thompson sampling)
-    and the costs of steps, which `jaxspec profile --costs` measures; without them they are guessed, and observed times
-    correct both. A candidate's programs are compiled in the background, once it promises to gain what they take. On a
-    mesh nothing is chosen, and texts are decoded plainly.
+    A text begins with the best candidate whose acceptance has been measured, otherwise with plain decoding. Between
+    calls of the compiled loop the choice is made again, from the acceptances seen so far and the costs of steps.
+    `jaxspec profile --costs` measures these costs; otherwise they are guessed. Observed times correct both. Programs
+    are loaded or compiled in the background where they are expected to pay. What a process learns is kept in the user's
+    cache directory for the next one. On a mesh texts are decoded plainly.
 
     Attributes:
-      among: methods to choose among, plain decoding always with them; their options stand beside this one. Default:
-        ngram, suffix, early exits that the model was trained for, and heads that lie beside it or come with jaxspec.
+      among: methods to choose among, beside plain decoding; their options are given beside this one. Default: ngram,
+        suffix, early exits that the model was trained for, and heads that are beside it or come with jaxspec.
       choices: a file of choices. If it exists, its choices are repeated, so that a seed gives the same text with any
         acceptor; otherwise the choices are written to it.
-      explain: report what was expected and what was chosen, see `Result.choices`; the command line writes it to
-        standard error after the text.
+      explain: report expectations and choices, see `Result.choices`; the command line writes them to standard error
+        after the text.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip
@@ -48,6 +47,7 @@ class Auto(DraftingMethod):
 
     name: ClassVar[str] = "auto"
     composite: ClassVar[bool] = True
+    compared: ClassVar[bool] = False
 
     among: tuple[str | Method, ...] = option((), metavar="METHOD")
     choices: FilePath | None = option(None, metavar="FILE")
@@ -63,13 +63,8 @@ class Auto(DraftingMethod):
         )
 
     @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns that it is run only where it is named: a race is between methods."""
-        return False
-
-    @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
+        """Returns the defaults, by option."""
         return {"num_draft_tokens": str(_USUAL)}
 
     @classmethod
@@ -86,46 +81,36 @@ class Auto(DraftingMethod):
         own = {name: given[name] for name in cls.options() if name in given}
         made = cls(**own)
         rest = {name: value for name, value in given.items() if name not in own}
-        kinds = [type(one) for one in made.methods()]
-        # A method of others reads theirs; which they are, options say.
-        reads = [kind.known(rest) if kind.composite else frozenset(kind.options()) for kind in kinds]
-        if unread := sorted(name for name in rest if all(name not in names for names in reads)):
-            raise ValueError(made.refusal([f"`{name}`" for name in unread]))
-        parts = tuple(
-            kind.of(one.given | {name: value for name, value in rest.items() if name in names})
-            for kind, one, names in zip(kinds, made.methods(), reads, strict=True)
-        )
-        return dataclasses.replace(made, among=parts)
+
+        def with_options(one: Method) -> Method:
+            read = {name for part in (type(one), *type(one).parts(rest)) for name in part.options()}
+            return type(one).of(one.given | {name: value for name, value in rest.items() if name in read})
+
+        return dataclasses.replace(made, among=tuple(map(with_options, made.methods())))
 
     @classmethod
-    def readers(cls) -> tuple[type[Method], ...]:
-        """Returns this method and all that draft, whose options may stand beside its own."""
-        others = registry.available()[0].values()
-        return (cls, *(kind for kind in others if kind.options() and not issubclass(kind, Auto)))
-
-    @classmethod
-    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
-        """Returns its own options and those that the methods of `among` read."""
+    def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
+        """Returns the methods that `among` names, and the parts of those."""
         named = given.get("among") or ()
         among = (named,) if isinstance(named, (str, Method)) else tuple(named)
         kinds = [kind for kind in map(_kind, among) if not issubclass(kind, Auto)]
-        return super().known(given).union(*(kind.known(given) for kind in kinds))
+        return tuple(part for kind in kinds for part in (kind, *kind.parts(given)))
 
     def methods(self) -> tuple[Method, ...]:
         """Returns the methods that `among` names, with their options; () where it names none."""
         return cast("tuple[Method, ...]", self.among)
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes what a text begins with: plain decoding, with room for the others' drafts."""
-        from jaxspec.drafting.autoregressive import Autoregressive as Drafting
+        """Makes plain decoding, whose counts have space for the drafts of all candidates."""
+        from jaxspec.drafting.autoregressive_drafter import Autoregressive as Drafting
 
         return Drafting(self.length(_USUAL)), None
 
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
-        """Makes what may be chosen, each with this method's K where it is given none.
+        """Makes the candidates; one without a K of its own gets this method's.
 
         Raises:
-          ValueError, FileNotFoundError: one that is named in `among` cannot be built, or not be chosen; one line.
+          ValueError, FileNotFoundError: a method in `among` cannot be built or chosen; one line.
         """
         kinds = registry.available()[0].values()
         offered = [one for kind in kinds for one in kind.offered(target, resources)]
@@ -137,11 +122,11 @@ class Auto(DraftingMethod):
             except (ValueError, OSError) as error:
                 if self.methods():
                     raise
-                # Nobody asked for it: a stale file beside the model, say.
+                # The user did not name it: a file beside the model may be out of date.
                 warnings.warn(f"auto leaves out {method.name}: {error}", RuntimeWarning, stacklevel=2)
                 continue
             made.append(dataclasses.replace(candidate, offered=_of_any_length(method) in own))
-        # What is learnt of a candidate, and what a file of choices says, goes by its name.
+        # Estimates and files of choices distinguish candidates by name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
             before[one.name] += 1
@@ -151,50 +136,46 @@ class Auto(DraftingMethod):
 
     @staticmethod
     def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
-        """Returns what `jaxspec tune --method auto` found out about a model's candidates, by name; {} where nothing.
+        """Returns the acceptances that `jaxspec tune --method auto` measured, by candidate.
 
-        The model's own file has precedence. The file of a head that is distributed with jaxspec adds the candidates
-        that it lacks, unless the model has a head of that kind in its directory.
+        The model's own file has precedence over those that come with jaxspec, see `Method.shipped`.
 
         Raises:
           ValueError: a file is damaged or belongs to another model; one line.
         """
-        from jaxspec.io import acceptance_file
-        from jaxspec.io.heads import embedded_heads, head_name
+        from jaxspec.io.methods import acceptance_file
 
-        brought = (
-            directory / acceptance_file.NAME
-            for kind, directory in embedded_heads(target.fingerprint).items()
-            if found(None, target, resources, head_name(kind)) is None
-        )
-        own = found(None, target, resources, acceptance_file.NAME)
         expected: dict[str, Expectation] = {}
-        for path in (*filter(os.path.isfile, brought), *filter(None, [own])):
-            expected |= acceptance_file.read_acceptance(path, target.fingerprint)
-        return expected
+        for kind in registry.available()[0].values():
+            expected |= kind.shipped(target, resources)
+        own = found(None, target, resources, acceptance_file.NAME)
+        return expected | (acceptance_file.read_acceptance(own, target.fingerprint) if own else {})
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         longest = self.length(_USUAL)
         method = method.limited(longest)
         drafter, params = method.build(target, resources)
         cost = method.cost(target, drafter, params)
-        if cost is None or drafter.drafts_trees:
+        if cost is None:
             raise ValueError(
-                f"among names {method.name}, whose rounds have no price yet; choose it by method={method.name!r}"
+                f"among names {method.name}, whose rounds have no price; choose it by method={method.name!r}"
             )
-        # Rows have room for K + 1: a round that reaches farther would never run at a context's end.
-        needed = max(drafter.num_draft_tokens, drafter.reach - 1)
+        needed = drafter.num_draft_tokens
         if needed > longest:
             raise ValueError(
-                f"{method.name} drafts or writes up to {needed} tokens; give auto num_draft_tokens={needed} or more"
+                f"{method.name} drafts up to {needed} tokens in a row; give auto num_draft_tokens={needed} or more"
             )
-        layers = getattr(drafter, "exit_layer", None)
-        name = method.name if layers is None else f"{method.name} {layers}"
+        detail = getattr(drafter, "exit_layer", None)
+        if drafter.drafts_trees:
+            detail = f"{drafter.num_nodes}x{needed}"
+            # A shallower tree would be verified in as many rows, so its depth is no choice.
+            cost = dataclasses.replace(cost, adapts=True)
+        name = method.name if detail is None else f"{method.name} {detail}"
         return Candidate(name, drafter, params, cost, method.expectation(target, resources))
 
 
 def _of_any_length(method: Method) -> Method:
-    """The method, and those that it is made of, without their K: what is accepted is known by position."""
+    """Returns the method and its parts without their K: acceptance is measured by position."""
     parts: dict[str, Any] = {
         name: _of_any_length(one) for name, one in method.given.items() if isinstance(one, Method)
     }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Autoregressive(Method):
-    """Plain decoding: one token per step, nothing is drafted.
+    """Plain decoding: one token per step, without drafts.
 
     Examples:
       >>> Autoregressive().name
@@ -24,7 +24,7 @@ class Autoregressive(Method):
     name: ClassVar[str] = "autoregressive"
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter that drafts nothing."""
-        from jaxspec.drafting.autoregressive import Autoregressive as Drafting
+        """Makes the drafter whose drafts are empty."""
+        from jaxspec.drafting.autoregressive_drafter import Autoregressive as Drafting
 
         return Drafting(), None

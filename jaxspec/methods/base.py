@@ -1,6 +1,6 @@
-"""What a method of decoding is: its options, declared once, and the parts that are made of them.
+"""The base classes of decoding methods: a method declares its options once, and builds a drafter from them.
 
-Nothing here imports JAX at module scope, so that a command line can be made of the options without waiting for it.
+No module of a method imports JAX at module scope, so that the command line can show its options without this delay.
 """
 
 from __future__ import annotations
@@ -10,39 +10,40 @@ import functools
 import os
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from jaxspec.io.arguments import flag, listed, real, whole
-from jaxspec.io.messages import shown
+from jaxspec.host.arguments import flag, listed, real, whole
+from jaxspec.host.messages import shown
 from jaxspec.methods.resources import HasModel
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.acceptance import Expectation
+    from jaxspec.choosing.beliefs import Expectation
     from jaxspec.choosing.costs import DraftCost
     from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.protocol import Drafter
 
 T = TypeVar("T")
-# Longer drafts only compile longer: every width of a verification is compiled.
+# The largest number of draft tokens. Verification is compiled for every draft length up to K, so a larger K only takes
+# longer to compile.
 MAX_DRAFT_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """What a text may change to between two calls of the loop; equal to itself alone.
+    """A drafter that `auto` can switch to between two calls of the loop. Candidates are compared by identity.
 
     Attributes:
-      name: as reports call it.
+      name: the name in reports.
       drafter, params: the result of `Method.build`.
       cost: the cost of its drafts.
-      expected: the expected acceptance, if any was measured; else None.
-      offered: whether it is what the model offers, which `jaxspec tune --method auto` measures; another head or other
-        options are not.
+      expected: the expected acceptance; None if none was measured.
+      offered: whether it is a default candidate of the model. `jaxspec tune --method auto` measures only these, not
+        candidates with another head or with options.
 
     Examples:
       >>> from jaxspec.choosing.costs import DraftCost
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> Candidate("ngram", NGram(), None, DraftCost(lookup=True)).cost.lookup
       True
     """
@@ -57,19 +58,23 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """The base of every method: a frozen dataclass whose fields are the method's options.
+    """The base class of methods: a frozen dataclass whose fields are the method's options.
 
-    A subclass sets `name`, documents each field in its docstring under `Attributes:` (the command line's help is
-    made of it) and supplies `build`. A field has a default that means "not given": None, False, True or ().
+    A subclass sets `name`, defines `build`, and documents each field under `Attributes:` of its docstring, which the
+    command line shows as help. Each field has a default that means "not given": None, False, True or ().
 
-    Numbers of NumPy or JAX, lists and single values become what the field's type says; anything else raises a
-    ValueError of one line.
+    A value is converted to the type of its field: NumPy and JAX numbers to int or float, and lists and single values
+    to tuples. A value of another type raises a ValueError of one line.
 
     Class attributes:
-      name: of the method, as `--method` takes it.
-      needs: what a user must have before the method can run, "" for nothing; `jaxspec compare` leaves out such a
-        method unless its options are given.
-      composite: whether it is made of other methods, whose options stand beside its own.
+      name: the name of the method, the value of `--method`.
+      needs: what the user must have before the method can run, such as a trained head; "" for nothing.
+      composite: whether it combines other methods, whose options are then given together with its own.
+      compared: whether `jaxspec compare` and `bench` measure it by default. A method with `needs` is measured only if
+        it is named.
+      min_layers: the smallest number of layers of a target.
+      head_rank: 0 for a method without a trained head. If a model has several heads, `hybrid` offers the one with the
+        highest rank.
 
     Examples:
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,20 +88,19 @@ class Method:
     name: ClassVar[str]
     needs: ClassVar[str] = ""
     composite: ClassVar[bool] = False
+    compared: ClassVar[bool] = True
+    min_layers: ClassVar[int] = 1
+    head_rank: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, _taken(field, value, hints[field.name]))
-        known = self.known(self.given)
-        foreign = [f"`{name}`" for name in self.given if name not in known]
-        if foreign:
-            raise ValueError(self.refusal(sorted(foreign)))
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that were set, by name."""
+        """The options that differ from their defaults, by name."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -115,44 +119,29 @@ class Method:
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option, for the command line's help."""
+        """Returns the default of each option as text for the command line's help, by option."""
         return {}
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Method:
-        """Makes the method of options by name, those of all its `readers` among them."""
+        """Makes the method from options by name, including the options of its `parts`."""
         return cls(**given)
 
     @classmethod
-    def readers(cls) -> tuple[type[Method], ...]:
-        """Returns the methods whose options `of` may be given: this one alone, if it is not made of others."""
-        return (cls,)
-
-    @classmethod
-    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
-        """Returns the options that the method reads, where those in `given` are set."""
-        return frozenset(cls.options())
-
-    @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns whether `jaxspec compare` runs the method where no methods are named.
+    def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
+        """Returns the methods that a composite method combines; () if the method is not composite.
 
         Args:
-          given: the options that were set, of any method.
-          num_layers: of the target.
+          given: options by name; some of them may choose the parts.
         """
-        return not cls.needs
-
-    def refusal(self, foreign: Sequence[str]) -> str:
-        """Returns what to say of options that the method does not read."""
-        return f"method {self.name} has no option {', '.join(foreign)}; leave it out or choose another"
+        return ()
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter, and its parameters (None if it has none).
+        """Makes the drafter and its parameters (None if it has none).
 
         Args:
           target: the model that verifies.
-          resources: what the method may need from outside.
+          resources: the model's directory, the texts' sampling distributions and other inputs, see `Resources`.
 
         Raises:
           ValueError, FileNotFoundError: an option does not fit this target, or a file is missing; one line.
@@ -161,39 +150,48 @@ class Method:
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns what of this method `auto` chooses among where nobody says: what needs no option and may well pay.
+        """Returns the default candidates of `auto` with this class: those that need no options and are likely to pay.
 
         Args:
-          target, resources: as of `build`.
+          target, resources: as for `build`.
         """
         return ()
 
+    @classmethod
+    def shipped(cls, target: LoadedModel, resources: Resources) -> Mapping[str, Expectation]:
+        """Returns the acceptances that jaxspec includes for this model, by the name of a candidate of `auto`.
+
+        Args:
+          target, resources: as for `build`.
+        """
+        return {}
+
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
-        """Returns the declared cost of its drafts, which `auto`, `hybrid` and reports use; None if it declares none.
+        """Returns the cost of its drafts, which `auto`, `hybrid` and reports use; None if it is not declared.
 
         Args:
           target: the model that verifies.
-          drafter, params: what `build` made.
+          drafter, params: the result of `build`.
         """
         return None
 
     def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
-        """Returns what is accepted of its drafts, where something that it drafts with says so; None elsewhere.
+        """Returns the acceptance that is recorded with the files it drafts with, such as a head's; None without record.
 
         Args:
-          target, resources: as of `build`.
+          target, resources: as for `build`.
         """
         return None
 
     def limited(self, longest: int) -> Method:
-        """Returns the method with drafts of at most `longest` tokens where nothing says how long they are."""
+        """Returns the method with drafts of at most `longest` tokens, unless its options set the length."""
         return self
 
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
-        """Returns what a text may change to from what `build` makes; () for a method of one drafter.
+        """Returns the candidates among which the method switches; () for a method with one drafter.
 
         Args:
-          target, resources: as of `build`.
+          target, resources: as for `build`.
 
         Raises:
           ValueError, FileNotFoundError: as `build`.
@@ -201,7 +199,7 @@ class Method:
         return ()
 
     def __init_subclass__(cls) -> None:
-        # Else each dataclass would show all its options, most of them not given.
+        # The repr of a dataclass would show all options, most of which are not given.
         if "__repr__" not in vars(cls):
             cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
 
@@ -216,10 +214,10 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftingMethod(Method):
-    """The base of methods that draft.
+    """The base class of methods that draft.
 
     Attributes:
-      num_draft_tokens: the most tokens drafted in a round, K.
+      num_draft_tokens: the maximum number of tokens drafted in a round, K.
 
     Examples:
       >>> from jaxspec.methods import NGram
@@ -238,18 +236,18 @@ class DraftingMethod(Method):
             raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
 
     def limited(self, longest: int) -> Method:
-        """Returns the method with this K, if it is given none."""
+        """Returns the method with K = `longest`, unless K is given."""
         if self.num_draft_tokens is not None:
             return self
         return dataclasses.replace(self, num_draft_tokens=longest)
 
     def length(self, usual: int) -> int:
-        """Returns K: as given, else the method's usual one, which a file may name, as far as one may be given."""
+        """Returns K: the given one, else `usual`, at most `MAX_DRAFT_TOKENS`."""
         return min(usual, MAX_DRAFT_TOKENS) if self.num_draft_tokens is None else self.num_draft_tokens
 
 
 def option(default: T, *, metavar: str) -> T:
-    """Returns a field with the name that its value has in the command line's help.
+    """Returns a dataclass field whose value is called `metavar` in the command line's help.
 
     Examples:
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +258,7 @@ def option(default: T, *, metavar: str) -> T:
 
 
 def size_of(params: Any) -> int:
-    """Returns how many numbers parameters are.
+    """Returns the total number of elements of a tree of parameters.
 
     Examples:
       >>> import numpy as np
@@ -273,7 +271,7 @@ def size_of(params: Any) -> int:
 
 
 def layers_of(params: Any, target: LoadedModel) -> float:
-    """Returns the number of the target's layers that have together as many numbers as `params`.
+    """Returns the size of `params` in layers of the target: the ratio of the numbers of elements, times L; 0 for None.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -285,7 +283,7 @@ def layers_of(params: Any, target: LoadedModel) -> float:
 
 
 def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
-    """Returns the bytes of weights that one pass of a draft reads, relative to those of a step of the target.
+    """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads.
 
     Examples:
       >>> from jaxspec.choosing.costs import DraftCost
@@ -307,7 +305,9 @@ def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
 
 
 def plain_type(hint: Any) -> Any:
-    """Returns the type of an option as a command line reads it: of a union the first type that can be typed.
+    """Returns the type by which a command line reads an option: for a union, its first member that is plain text.
+
+    bool, int, float, str and Literal can be read from text. None stays in the union.
 
     Examples:
       >>> plain_type(str | os.PathLike[str])
@@ -328,10 +328,10 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _taken(field: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
-    """Returns the value as a field of type `hint` has it.
+    """Returns the value of a field, converted to its type `hint`.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: it cannot be converted.
     """
     if value is field.default:
         return value

@@ -1,12 +1,12 @@
-"""Options that all methods share whose draft is made token by token: length, stop rule and γ, and its vocabulary."""
+"""Options of all methods that draft token by token: length, stop rule, γ and draft vocabulary."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxspec.methods.base import DraftingMethod, option
 from jaxspec.methods.files import file_of
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
 GammaEdge = Literal["paper", "code"]
-# What only an adaptive γ has, and what any γ has; the usual γ0 of the rules that have one.
+# Options of an adaptive γ, options of any γ, and the default γ0 of the rules with a γ.
 _ADAPTIVE = ("gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon", "gamma_edge")
 _GAMMA = ("gamma", "adaptive_gamma", *_ADAPTIVE)
 _THRESHOLDS = {"confidence": 0.6, "product": 0.8, "probe": 0.8}
+# Options that only some stop rules read.
+_READ_BY = {**dict.fromkeys(_GAMMA, frozenset(_THRESHOLDS)), "probe": frozenset({"probe"})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,23 +34,25 @@ class ChainMethod(DraftingMethod):
     """The base of methods that draft token by token, with any stop rule.
 
     Attributes:
-      stop_rule: when to stop before K: constant (never), confidence (a token's raw draft probability is below
-        gamma), product (that of all the draft's tokens together is), probe (the same with a probe's probabilities),
-        adaptive-length (5, + 2 after a round fully accepted, else − 1). Several stop at the first of them.
-      gamma: the γ of confidence, product and probe to start with, 0 to 1. Default 0.6, of product and probe 0.8.
-      adaptive_gamma: let γ follow the acceptance rate, as in Draft & Verify.
-      gamma_alpha: of adaptive γ: the acceptance rate aimed at. Default 0.9.
-      gamma_beta1: of adaptive γ: memory of the acceptance rate. Default 0.5.
-      gamma_beta2: of adaptive γ: memory of γ. Default 0.9.
-      gamma_epsilon: of adaptive γ: its step. Default 0.01.
-      gamma_edge: of adaptive γ: as in the paper of Draft & Verify, or as in its authors' code, which leaves γ where
-        enough was accepted of a draft of K tokens. Default paper.
-      draft_vocab: draft with the head of the N most frequent tokens only, by the ranking beside the model (made by
-        `jaxspec vocab`), or with those of a file. The text stays the same; with a large vocabulary a draft costs much
-        less. Confidence is then a probability among these tokens. Default: all tokens.
+      stop_rule: when to stop before K tokens: constant (never), confidence (the probability of the last draft token is
+        below gamma), product (the product of all probabilities of the draft is below gamma), probe (the same with the
+        probabilities of a probe), adaptive-length (5 tokens, + 2 after a fully accepted draft, − 1 after any other).
+        With several rules, the first one to apply stops the draft.
+      gamma: the initial γ of confidence, product and probe, 0 to 1. Default 0.6, for product and probe 0.8.
+      adaptive_gamma: adapt γ to the acceptance rate, as in Draft & Verify.
+      gamma_alpha: for adaptive γ, the target acceptance rate. Default 0.9.
+      gamma_beta1: for adaptive γ, the decay of the acceptance rate's average. Default 0.5.
+      gamma_beta2: for adaptive γ, the decay of γ's average. Default 0.9.
+      gamma_epsilon: for adaptive γ, the step size. Default 0.01.
+      gamma_edge: for adaptive γ, the variant: the paper of Draft & Verify, or its authors' code, which keeps γ if
+        enough of a draft of K tokens was accepted. Default paper.
+      draft_vocab: draft only the N most frequent tokens of the ranking in the model's directory (made by
+        `jaxspec vocab`), or the tokens of a file. The text stays the same; with a large vocabulary a draft costs much
+        less. Probabilities of a draft are then among these tokens. Default: the tokens that the draft was trained for,
+        otherwise all.
 
     Class attributes:
-      usual_rule: the stop rule where none is given.
+      usual_rule: the default stop rule.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip
@@ -71,6 +75,12 @@ class ChainMethod(DraftingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        idle = [name for name in self.given if name in _READ_BY and _READ_BY[name].isdisjoint(self.rules)]
+        if idle:
+            raise ValueError(
+                f"method {self.name} with stop_rule={','.join(self.rules)} has no option "
+                f"{', '.join(f'`{name}`' for name in sorted(idle))}; leave it out or choose another"
+            )
         for name in ("gamma", "gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
@@ -84,48 +94,31 @@ class ChainMethod(DraftingMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
-        return {"num_draft_tokens": "5, with a stop rule 12", "stop_rule": cls.usual_rule}
+        """Returns the description of the default, by option."""
+        return {"num_draft_tokens": "5, or 12 with a stop rule", "stop_rule": cls.usual_rule}
 
-    @classmethod
-    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
-        """Returns the options that the method reads: γ's only with a rule that has a γ."""
-        known = super().known(given)
-        return known if _THRESHOLDS.keys() & set(cls.rules(given)) else known - set(_GAMMA)
-
-    @classmethod
-    def rules(cls, given: Mapping[str, Any]) -> tuple[StopName, ...]:
-        """Returns the stop rules that are given, else the method's usual one."""
-        rules: Any = given.get("stop_rule")
-        if isinstance(rules, str):
-            return (cast(StopName, rules),)
-        return (() if rules is None else tuple(rules)) or (cls.usual_rule,)
-
-    def refusal(self, foreign: Sequence[str]) -> str:
-        """Returns what to say of options that the method does not read, or not with its stop rules."""
-        if not any(name.strip("`") in self.options() for name in foreign):
-            return super().refusal(foreign)
-        rules = ",".join(self.rules(self.given))
-        options = ", ".join(foreign)
-        return f"method {self.name} with stop_rule={rules} has no option {options}; leave it out or choose another"
+    @property
+    def rules(self) -> tuple[StopName, ...]:
+        """The given stop rules, or the method's default."""
+        return self.stop_rule or (self.usual_rule,)
 
     def stopping(
         self, probe: Callable[[], Probe] | None = None, usual: int | None = None
     ) -> tuple[StopRule, int]:
-        """Makes the stop rule, and K: a rule that ends drafts early has room for those that go well.
+        """Makes the stop rule, and K, which is larger by default for rules that end a draft early.
 
         Args:
-          probe: makes the probe of the rule `probe`; None for a draft that has no single exit.
-          usual: K where none is given; None for 5, with a stop rule 12.
+          probe: makes the probe of the rule `probe`; None for drafts without a single exit.
+          usual: default of K; None for 5, or 12 with a stop rule.
 
         Raises:
-          ValueError: the rule `probe` is asked for where there can be none.
+          ValueError: the rule is `probe`, but the draft has no single exit.
         """
         import jax.numpy as jnp
 
         from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, ProductBelow
 
-        names = self.rules(self.given)
+        names = self.rules
         length = self.length(usual or (5 if set(names) == {"constant"} else 12))
         rules: list[StopRule] = []
         for name in names:
@@ -149,12 +142,14 @@ class ChainMethod(DraftingMethod):
     def params(
         self, target: LoadedModel, resources: Resources, draft: LoadedModel | None = None
     ) -> Params | None:
-        """Returns the parameters of the drafter, with the draft's vocabulary where one is asked for.
+        """Returns the parameters of the drafter, with the draft vocabulary: `draft_vocab`, or else the draft's own.
+
+        Warns if the draft was trained for another target.
 
         Args:
           target: the model that verifies, whose tokens are ranked.
-          resources: says where its ranking lies.
-          draft: the model that drafts; None for the target itself, whose own parameters are not repeated.
+          resources: gives the directory of the ranking.
+          draft: the model that drafts; None for the target itself, whose parameters are not repeated.
 
         Raises:
           ValueError, FileNotFoundError: there is no ranking, it is another model's, or it has too few tokens; one line.
@@ -168,19 +163,25 @@ class ChainMethod(DraftingMethod):
         """
         own = None if draft is None else draft.params
         ids = self.vocabulary_ids(target, resources)
+        if draft is not None:
+            import numpy as np
+
+            draft.warn_of_another(target)
+            if ids is None and (trained := draft.trained_for.draft_vocab):
+                ids = np.asarray(trained, np.int32)
         if ids is None:
             return own
         return {**(own or {}), "vocabulary": (draft or target).vocabulary(ids)}
 
     def vocabulary_ids(self, target: LoadedModel, resources: Resources) -> np.ndarray | None:
-        """Returns the tokens that `draft_vocab` names, int32[N], rising; None where all are drafted with.
+        """Returns the tokens of `draft_vocab`, int32[N], ascending; None for all tokens.
 
         Args:
           target: the model that verifies, whose tokens are ranked.
-          resources: says where its ranking lies.
+          resources: gives the directory of the ranking.
 
         Raises:
-          ValueError, FileNotFoundError: as `params`.
+          ValueError, FileNotFoundError: see `params`.
 
         Examples:
           >>> from jaxspec.methods import LayerSkip
@@ -191,14 +192,14 @@ class ChainMethod(DraftingMethod):
         """
         if self.draft_vocab is None:
             return None
-        from jaxspec.io import vocabulary_file
+        from jaxspec.io.methods import vocabulary_file
 
         if isinstance(self.draft_vocab, int):
             name, count = vocabulary_file.VOCABULARY_NAME, self.draft_vocab
             path = file_of(None, target, resources, name)
             if path is None or not path.is_file():
                 raise FileNotFoundError(
-                    f"draft_vocab={count} needs a ranking of tokens{f', and there is no {path}' if path else ''}; "
+                    f"draft_vocab={count} needs a ranking of tokens{f', but there is no {path}' if path else ''}; "
                     "make one with `jaxspec vocab --data FILE`, or give draft_vocab=FILE"
                 )
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import layers_of, option
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModel(ChainMethod):
-    """A smaller model drafts, or the model's own first layers with a cache of their own.
+    """A smaller draft model, or the model's own first layers with a separate cache.
 
     Chen et al. 2023, Leviathan et al. 2023.
 
@@ -37,14 +36,9 @@ class DraftModel(ChainMethod):
     draft: ModelLike | None = option(None, metavar="DIR|ID")
     draft_exit: int | None = None
 
-    @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns whether a draft is given, for then `jaxspec compare` can run the method."""
-        return "draft" in given or "draft_exit" in given
-
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; its parameters are the draft's."""
-        from jaxspec.drafting.draft_model import DraftModel as Drafting
+        """Makes the drafter; its parameters are those of the draft model."""
+        from jaxspec.drafting.draft_model_drafter import DraftModel as Drafting
 
         if self.draft is None and self.draft_exit is None:
             raise ValueError(
@@ -58,12 +52,12 @@ class DraftModel(ChainMethod):
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of as many target layers as have the draft's size, head included, with its own cache."""
+        """Returns the draft's cost as the number of target layers of the same size, including the head."""
         return own_model_cost(target, params)
 
 
 def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: float = 1.0) -> DraftCost:
-    """Returns the cost of a draft model with a cache of its own.
+    """Returns the cost of a draft model with a separate cache.
 
     Args:
       target: the model that verifies.

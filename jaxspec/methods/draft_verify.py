@@ -1,12 +1,11 @@
-"""Draft & Verify: the model without the layers that a search chose drafts for the whole (Zhang et al. 2023)."""
+"""Draft & Verify (Zhang et al. 2023): the model drafts for itself without the sublayers that a search chose."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import Method, option, size_of
+from jaxspec.methods.base import Method, layers_of, option, size_of
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import file_of, found
 from jaxspec.methods.masked import MaskedMethod
@@ -14,7 +13,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.costs import DraftCost
-    from jaxspec.drafting.draft_verify import DraftVerify as Drafting
+    from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
     from jaxspec.protocol import Drafter
 
 
@@ -23,7 +22,7 @@ class DraftVerify(MaskedMethod):
     """The model without the sublayers that a search chose (Zhang et al. 2023).
 
     Attributes:
-      plan: the file that says what to skip, instead of the one beside the model. Made by `jaxspec search`.
+      plan: the file with the sublayers to skip, instead of the one in the model's directory. Made by `jaxspec search`.
 
     Examples:
       >>> print(DraftVerify(plan="plan.json", stop_rule=["confidence"]))
@@ -36,20 +35,15 @@ class DraftVerify(MaskedMethod):
 
     plan: FilePath | None = option(None, metavar="FILE")
 
-    @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns whether a plan is given, for then `jaxspec compare` can run the method."""
-        return "plan" in given
-
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; of its own it has at most a vocabulary."""
-        from jaxspec.drafting.draft_verify import DraftVerify as Drafting
-        from jaxspec.io import method_files
+        """Makes the drafter; its only possible parameter is a draft vocabulary."""
+        from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
+        from jaxspec.io.methods import method_files
 
         path = file_of(self.plan, target, resources, method_files.PLAN_NAME)
         if path is None or (self.plan is None and not path.is_file()):
             raise FileNotFoundError(
-                f"method draft-verify needs a plan{f', and there is no {path}' if path else ''}; "
+                f"method draft-verify needs a plan{f', but there is no {path}' if path else ''}; "
                 "make one with `jaxspec search`, or give plan=FILE"
             )
         plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
@@ -59,13 +53,13 @@ class DraftVerify(MaskedMethod):
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method, where a plan lies beside the model."""
-        from jaxspec.io import method_files
+        """Returns the method if a plan for the model is found."""
+        from jaxspec.io.methods import method_files
 
         return (cls(),) if found(None, target, resources, method_files.PLAN_NAME) is not None else ()
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns as many layers as what the plan runs has the parameters of."""
+        """Returns the number of layers that have as many parameters as the sublayers that run."""
         import numpy as np
 
         from jaxspec.choosing.costs import DraftCost
@@ -74,4 +68,4 @@ class DraftVerify(MaskedMethod):
         layers = target.params["layers"]
         sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())
-        return DraftCost(layers=share * len(layers), head=params is None)
+        return DraftCost(layers=share * len(layers) + layers_of(params, target), head=params is None)

@@ -1,4 +1,4 @@
-"""Where the files of a model's methods (plans, thresholds, probes) are looked for, and how references are read."""
+"""Finds the files of a model's methods (plans, thresholds, probes), and reads references."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def directories(target: LoadedModel, resources: Resources) -> list[Path]:
-    """Returns the directories of a model's method files in the order in which they are searched.
+    """Returns the directories of a model's method files in search order.
 
-    First comes the one where commands write now, so that what was found last counts. A model made in memory has none.
+    The first is the directory that commands write to, so that the newest file is used. A model made in memory has none.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -28,7 +28,7 @@ def directories(target: LoadedModel, resources: Resources) -> list[Path]:
     beside = resources.directory
     if beside is None:
         return []
-    # A fingerprint takes a moment; most users have no such files.
+    # Avoids the slow fingerprint if the user has no such files.
     if not has_user_data():
         return [beside]
     own = model_data(target.fingerprint)
@@ -38,9 +38,9 @@ def directories(target: LoadedModel, resources: Resources) -> list[Path]:
 def file_of(
     named: str | os.PathLike[str] | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
-    """Returns the file that the user named, else the first of this name in `directories`.
+    """Returns the file given by the user, or the first of this name in `directories`.
 
-    Where there is none, the path that it would have beside the model; None for a model made in memory.
+    If none exists, returns its path in the model's directory; None for a model made in memory.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -59,7 +59,7 @@ def file_of(
 def found(
     named: str | os.PathLike[str] | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
-    """Returns the file that the user named, else the first of this name in `directories`, else None.
+    """Returns the file given by the user, or the first of this name in `directories`, or None.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -72,10 +72,10 @@ def found(
 
 
 def read_reference(paths: Sequence[str], resources: Resources) -> jax.Array | None:
-    """Returns the text files of an option `reference` as a drafter searches them, None where there is none.
+    """Returns the text files of an option `reference` as tokens for a lookup drafter; None without files.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing or no text; one line.
+      FileNotFoundError, ValueError: a file is missing or not text; one line.
 
     Examples:
       >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
@@ -85,6 +85,6 @@ def read_reference(paths: Sequence[str], resources: Resources) -> jax.Array | No
     if not paths:
         return None
     from jaxspec.drafting.lookup import joined
-    from jaxspec.io.files import read_text
+    from jaxspec.host.files import read_text
 
     return joined(resources.encode(read_text(path, "`reference` must be a text file")) for path in paths)

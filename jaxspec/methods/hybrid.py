@@ -1,4 +1,4 @@
-"""A method made of two: drafts copied from text where they promise more, a model's drafts elsewhere."""
+"""Combines two methods: drafts copied from text and drafts of a model, chosen per round by their expected gain."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from jaxspec.methods.base import Method, option, share_of_step
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.acceptance import Expectation
+    from jaxspec.choosing.beliefs import Expectation
     from jaxspec.choosing.costs import DraftCost
-    from jaxspec.drafting.hybrid import Hybrid as Drafting
+    from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
     from jaxspec.protocol import Drafter
 
-# Heads that draft best, the best first.
-_HEADS = ("eagle3", "eagle", "kangaroo")
-# Longer than any draft that pays.
+# Longer than any draft that gives a speed-up.
 _LONG = 16
 # The cost of a draft token, in steps of the target, if its method declares none.
 _UNKNOWN = 0.5
@@ -29,16 +27,16 @@ _USUAL = {"first": "suffix", "second": "layerskip"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid(Method):
-    """Two methods, in each round the one whose draft promises more for its cost.
+    """Two methods; each round uses the one whose draft has the larger expected gain for its cost.
 
-    On a command line the options of both are given beside these. In Python that holds for `generate(method="hybrid",
-    ...)`; this class takes two methods with options of their own.
+    On the command line and in `generate(method="hybrid", ...)`, the options of both methods are given next to these.
+    This class takes two methods with their own options.
 
     Attributes:
-      first: what copies drafts from text: suffix or ngram; its options stand beside this one. Default suffix.
-      second: what drafts with a model: any other method; its options stand beside this one. Default layerskip.
-      draft_cost: the cost of a draft token of the second method, in steps of one token. Default: the size of the
-        weights that it reads, relative to those that a step of the model reads.
+      first: the method that copies drafts from text: suffix or ngram. Give its options too. Default suffix.
+      second: the method that drafts with a model: any other method. Give its options too. Default layerskip.
+      draft_cost: the cost of a draft token of the second method, or of a level of its tree, in steps of one token.
+        Default: the size of the weights that it reads, relative to those that a step of the model reads.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip, Suffix
@@ -48,6 +46,7 @@ class Hybrid(Method):
 
     name: ClassVar[str] = "hybrid"
     composite: ClassVar[bool] = True
+    compared: ClassVar[bool] = False
 
     first: str | Method | None = option(None, metavar="METHOD")
     second: str | Method | None = option(None, metavar="METHOD")
@@ -65,10 +64,10 @@ class Hybrid(Method):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Hybrid:
-        """Makes both methods, of the options that each has, and this one.
+        """Makes both methods from their options, and this one.
 
         Raises:
-          ValueError: neither has an option, or one does not fit; one line.
+          ValueError: neither method has an option, or a value is invalid; one line.
 
         Examples:
           >>> Hybrid.of({"first": "ngram", "exit_layer": 3})
@@ -77,71 +76,52 @@ class Hybrid(Method):
         own: dict[str, Any] = {name: given[name] for name in cls.options() if name in given}
         rest = {name: value for name, value in given.items() if name not in own}
         kinds = _kinds(own)
-        unread = sorted(name for name in rest if all(name not in kind.options() for kind in kinds.values()))
-        if unread:
-            raise ValueError(cls(**own).refusal([f"`{name}`" for name in unread]))
         for role, kind in kinds.items():
             own[role] = kind.of({name: value for name, value in rest.items() if name in kind.options()})
         return cls(**own)
 
     @classmethod
-    def readers(cls) -> tuple[type[Method], ...]:
-        """Returns this method and all that draft, whose options may stand beside its own."""
-        return (cls, *registry.parts())
-
-    @classmethod
-    def known(cls, given: Mapping[str, Any]) -> frozenset[str]:
-        """Returns its own options and those that its two methods read."""
-        return super().known(given).union(*(kind.known(given) for kind in _kinds(given).values()))
-
-    @classmethod
-    def compared(cls, given: Mapping[str, Any], num_layers: int) -> bool:
-        """Returns whether one of its two methods is given."""
-        return num_layers > 1 and not _USUAL.keys().isdisjoint(given)
-
-    def refusal(self, foreign: Sequence[str]) -> str:
-        """Returns what to say of options that neither it nor its two methods read."""
-        first, second = (part.name for part in self._parts().values())
-        options = ", ".join(foreign)
-        return (
-            f"method hybrid of {first} and {second} has no option {options}; leave it out or choose another"
-        )
+    def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
+        """Returns the methods of `first` and `second` that are given by their names or left out."""
+        return tuple(_kinds(given).values())
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter of both; its parameters are the second's."""
+        """Makes the drafter of both methods; its parameters are those of the second."""
         import jax.numpy as jnp
 
         from jaxspec.choosing.costs import guessed_row
-        from jaxspec.drafting.hybrid import Hybrid as Drafting
+        from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
         from jaxspec.drafting.lookup import LookupDrafter
 
         parts = self._parts()
         first, _ = parts["first"].build(target, resources)
         if not isinstance(first, LookupDrafter):
             raise ValueError(
-                f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap both"
+                f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap the two"
             )
         second, own = parts["second"].build(target, resources)
-        if second.drafts_trees:
-            raise ValueError(f"second is {parts['second']}, which drafts a tree; let it draft a chain")
         second = second.taking_turns()
         declared = parts["second"].cost(target, second, own)
         usual = _UNKNOWN if declared is None else share_of_step(declared, target)
-        if declared is not None and declared.once:  # one pass gives all tokens
-            usual /= second.num_draft_tokens
-        cost = usual if self.draft_cost is None else self.draft_cost
         row = guessed_row(resources.platform)
+        if declared is not None:
+            usual *= 1 + row * (declared.rows - 1)  # a pass runs a level of a tree
+            if declared.once:  # one pass gives all tokens
+                usual /= second.num_draft_tokens
+        cost = usual if self.draft_cost is None else self.draft_cost
         numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
         return Drafting(target.config, first, second, *map(jnp.float32, numbers)), own
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns prompt lookup with a head, where there is one for the model; of several the first of `_HEADS`."""
-        heads = (head for name in _HEADS for head in registry.find(name).offered(target, resources))
-        return tuple(cls(first="ngram", second=head) for head in itertools.islice(heads, 1))
+        """Returns prompt lookup with a head of the model; of several heads the one with the highest rank."""
+        kinds = [kind for kind in registry.available()[0].values() if kind.head_rank]
+        heads = [one for kind in kinds for one in kind.offered(target, resources)]
+        best = max(heads, key=lambda head: head.head_rank, default=None)
+        return () if best is None else (cls(first="ngram", second=best),)
 
     def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
-        """Returns the second's, as far as its drafts pay; what is found beside is known in rounds alone."""
+        """Returns the second method's, up to its best draft length; copied drafts are only known in the rounds."""
         known = self._parts()["second"].expectation(target, resources)
         if known is None:
             return None
@@ -150,23 +130,25 @@ class Hybrid(Method):
         accept = (*known.accept, *known.accept[-1:] * _LONG)
         tokens = list(itertools.accumulate(itertools.accumulate(accept, operator.mul), initial=1.0))
         longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))
+        if drafter.drafts_trees:  # always as deep as it is
+            longest = min(drafter.second.num_draft_tokens, len(accept))
         return dataclasses.replace(known, accept=(*accept[:longest], 0.0), draft=(*[1.0] * longest, 0.0))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
-        """Returns the second's, with a search in each round, as long as it pays; what found drafts save, times tell."""
+        """Returns the second method's cost with a lookup per round; copied drafts lower the measured times."""
         second = self._parts()["second"].cost(target, cast("Drafting", drafter).second, params)
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
     def _accept(self, longest: int, target: LoadedModel, resources: Resources) -> Sequence[float]:
-        """Returns what is accepted of the second's drafts, by position, where anybody knows it."""
-        from jaxspec.drafting.hybrid import Hybrid as Drafting
+        """Returns the expected acceptance of the second method by position, or the default without an expectation."""
+        from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
 
         known = self._parts()["second"].expectation(target, resources)
         accept = (float(Drafting.accept),) if known is None else known.accept
         return (*accept, *accept[-1:] * longest)[:longest]
 
     def limited(self, longest: int) -> Method:
-        """Returns it with both methods limited."""
+        """Returns the method with both of its methods limited."""
         parts: dict[str, Any] = {role: part.limited(longest) for role, part in self._parts().items()}
         return dataclasses.replace(self, **parts)
 
@@ -175,19 +157,19 @@ class Hybrid(Method):
 
 
 def _kind(role: str, name: str) -> type[Method]:
-    """Returns the method of a name that may be a part."""
+    """Returns the method of a name after `_check`."""
     kind = registry.find(name)
     _check(role, kind)
     return kind
 
 
 def _check(role: str, kind: type[Method]) -> None:
-    """Raises a ValueError where a method cannot be a part."""
+    """Raises a ValueError for a method that does not draft, or that is a hybrid itself."""
     if kind.composite or not kind.options():
-        raise ValueError(f"{role} is {kind.name!r}; give a method that drafts, and no hybrid")
+        raise ValueError(f"{role} is {kind.name!r}; give a method that drafts and is not a hybrid")
 
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
-    """Returns the methods that are given by their names, or not at all: flat options are theirs."""
+    """Returns the methods given by name and the defaults; flat options belong to them."""
     names = {role: given.get(role) or usual for role, usual in _USUAL.items()}
     return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}

@@ -1,4 +1,4 @@
-"""The option that methods share whose mask of skipped sublayers is data."""
+"""The common option of methods that skip sublayers by a mask."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class MaskedMethod(ChainMethod):
     """The base of methods that skip sublayers by a mask.
 
     Attributes:
-      static: compile a program for the mask at hand, in the background, and use it once it is there; otherwise one
-        program serves all masks. Default: on a GPU, which would wait for the host at each sublayer.
+      static: compile a program for the current mask in the background and use it when it is ready; otherwise all masks
+        share one program. Default: on a GPU, where that program would wait for the host at each sublayer.
 
     Examples:
       >>> from jaxspec.methods import ASD
@@ -26,5 +26,5 @@ class MaskedMethod(ChainMethod):
     static: bool | None = None
 
     def is_static(self, resources: Resources) -> bool:
-        """Returns whether masks are compiled: as given, else on a GPU."""
+        """Returns whether masks are compiled; by default on a GPU."""
         return resources.platform == "gpu" if self.static is None else self.static

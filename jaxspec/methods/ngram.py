@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023): drafts copied from text that is there already."""
+"""Prompt lookup (Saxena 2023) and LLMA (Yang et al. 2023): drafts copied from existing text."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Match = Literal["latest", "earliest", "longest", "random"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NGram(DraftingMethod):
-    """Drafts are copied from the text itself, or from given references; good where text repeats.
+    """Drafts copied from the text itself or from references; useful for repetitive text.
 
     Prompt lookup (Saxena 2023); with references LLMA (Yang et al. 2023).
 
     Attributes:
-      ngram_max: the longest run of tokens that is looked for. Default 3, with a reference 5.
-      ngram_min: the shortest. Default 1.
-      match: which of several places: latest, earliest, longest continuation, or random among those. Default latest.
-      reference: text files in which alone to search (LLMA), instead of prompt and output.
+      ngram_max: the longest n-gram to search for. Default 3, with a reference 5.
+      ngram_min: the shortest n-gram. Default 1.
+      match: which of several matches to use: latest, earliest, longest (continuation), or random (one of the longest).
+        Default latest.
+      reference: text files to search (LLMA) instead of prompt and output.
 
     Examples:
       >>> NGram(ngram_max=4, match="longest")
@@ -42,19 +43,19 @@ class NGram(DraftingMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
-        return {"num_draft_tokens": "10, with a reference 20"}
+        """Returns the description of the default, by option."""
+        return {"num_draft_tokens": "10, or 20 with a reference"}
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        from jaxspec.drafting.ngram import NGram as Drafting
+        from jaxspec.drafting.ngram_drafter import NGram as Drafting
 
         reference = read_reference(self.reference, resources)
         longest = self.ngram_max if self.ngram_max is not None else (3 if reference is None else 5)
         shortest = self.ngram_min if self.ngram_min is not None else 1
         if not 1 <= shortest <= longest <= MAX_DRAFT_TOKENS:
             raise ValueError(
-                f"ngram_min={shortest} and ngram_max={longest} do not fit; "
+                f"ngram_min={shortest} and ngram_max={longest} are out of range; "
                 f"give 1 <= min <= max <= {MAX_DRAFT_TOKENS}"
             )
         drafter = Drafting(
@@ -68,11 +69,11 @@ class NGram(DraftingMethod):
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method itself: it needs nothing."""
+        """Returns the method itself, which needs no files."""
         return (cls(),)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns a lookup; without an option that changes it, one that can be replayed."""
+        """Returns the cost of a lookup, which can be replayed with the default search options."""
         from jaxspec.choosing.costs import DraftCost
 
         return DraftCost(lookup=True, replayed=set(self.given) <= {"num_draft_tokens"})

@@ -1,6 +1,6 @@
-"""Which methods there are: one per class in the files of this folder, and those that other packages add.
+"""Finds the methods of this package, in `jaxspec.methods` and `jaxspec.heads`, and those of other packages.
 
-Another package adds a method by an entry point of the group `jaxspec.methods`, whose name is the method's:
+Another package adds a method with an entry point of the group `jaxspec.methods`, which has the method's name:
 
     [project.entry-points."jaxspec.methods"]
     my-method = "my_package.method:MyMethod"
@@ -8,20 +8,20 @@ Another package adds a method by an entry point of the group `jaxspec.methods`, 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from jaxspec.methods.base import Method
 
 GROUP = "jaxspec.methods"
-_NO_DEFAULT = object()
+# The method where none is named.
+DEFAULT = "auto"
 # What other libraries call our arguments, where the spelling is too far from ours to be a guess.
 _ELSEWHERE = {
     "carry_gamma": "gamma=result.gamma of the text before",
@@ -32,24 +32,32 @@ _ELSEWHERE = {
 
 @functools.cache
 def built_in() -> dict[str, type[Method]]:
-    """Returns the methods of this package by name, in the order of their names.
+    """Returns the methods of this package by name, sorted.
 
     Examples:
       >>> "layerskip" in built_in()
       True
     """
-    package = importlib.import_module("jaxspec.methods")
     found = {}
-    for info in pkgutil.iter_modules(package.__path__, "jaxspec.methods."):
-        for member in vars(importlib.import_module(info.name)).values():
+    for name in _modules():
+        for member in vars(importlib.import_module(name)).values():
             if inspect.isclass(member) and issubclass(member, Method) and "name" in vars(member):
                 found[member.name] = member
     return dict(sorted(found.items()))
 
 
+def _modules() -> Iterator[str]:
+    """Yields the modules that may define methods: those of this package, and `method` of each head's package."""
+    for info in pkgutil.iter_modules(importlib.import_module("jaxspec.methods").__path__):
+        yield f"jaxspec.methods.{info.name}"
+    for info in pkgutil.iter_modules(importlib.import_module("jaxspec.heads").__path__):
+        if info.ispkg:
+            yield f"jaxspec.heads.{info.name}.method"
+
+
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """Returns the methods that other packages add, by name; a built-in name cannot be taken."""
+    """Returns the methods that other packages add, by name. A built-in method cannot be replaced."""
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in built_in()}
 
 
@@ -64,10 +72,10 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> type[Method]:
-    """Returns the method of a name.
+    """Returns the method with this name.
 
     Raises:
-      ValueError: there is none; the message lists those that are. Or the package that adds it cannot be loaded.
+      ValueError: no method has this name (the message lists all names), or the package that adds it cannot be loaded.
 
     Examples:
       >>> find("layerskip").__name__
@@ -77,11 +85,13 @@ def find(name: str) -> type[Method]:
         return built_in()[name]
     if name in _entry_points():
         return _loaded(_entry_points()[name])
-    raise ValueError(f"unknown method {name!r}; the methods are {', '.join(names())}")
+    guess = difflib.get_close_matches(name, names(), n=1)
+    meant = f"perhaps you meant {guess[0]}; " if guess else ""
+    raise ValueError(f"unknown method {name!r}; {meant}the methods are {', '.join(names())}")
 
 
 def available() -> tuple[dict[str, type[Method]], list[str]]:
-    """Returns every method that can be loaded, by name, and one line for each that cannot.
+    """Returns every method that can be loaded, by name, and an error message of one line for each other one.
 
     Examples:
       >>> methods, problems = available()
@@ -97,16 +107,6 @@ def available() -> tuple[dict[str, type[Method]], list[str]]:
     return found, problems
 
 
-def parts() -> tuple[type[Method], ...]:
-    """Returns the methods that draft and are not made of others: what others can be made of.
-
-    Examples:
-      >>> {"ngram", "layerskip"} <= {method.name for method in parts()}
-      True
-    """
-    return tuple(method for method in available()[0].values() if method.options() and not method.composite)
-
-
 def _loaded(point: EntryPoint) -> type[Method]:
     origin = f"method {point.name!r} of the entry point {point.value}"
     try:
@@ -116,9 +116,11 @@ def _loaded(point: EntryPoint) -> type[Method]:
             f"{origin} cannot be loaded ({type(error).__name__}: {error}); repair or remove its package"
         ) from error
     if not (inspect.isclass(method) and issubclass(method, Method)):
-        raise ValueError(f"{origin} is no subclass of jaxspec.methods.Method; repair or remove its package")
+        raise ValueError(
+            f"{origin} is not a subclass of jaxspec.methods.Method; repair or remove its package"
+        )
     if getattr(method, "name", None) != point.name:
-        raise ValueError(f"{origin} calls itself {getattr(method, 'name', None)!r}; give both the same name")
+        raise ValueError(f"{origin} has the name {getattr(method, 'name', None)!r}; give both the same name")
     return method
 
 
@@ -126,67 +128,72 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
     """Makes a method from its name and its options.
 
     Args:
-      name: of the method.
+      name: the name of the method.
       given: options by name.
-      others: names of arguments that are no method's, for the guess at what a misspelt option means.
+      others: names of arguments that are not options of a method. An error message may suggest one of them for a
+        misspelt option.
 
     Raises:
-      ValueError: there is no such method, or no such option, or its value does not fit; one line.
+      ValueError: the method or an option does not exist, or a value is invalid; one line.
 
     Examples:
       >>> make("layerskip", {"exit_layer": 3})
       LayerSkip(exit_layer=3)
     """
     method = find(name)
-    read = {option for reader in method.readers() for option in reader.options()}
-    foreign = [option for option in given if option not in read]
-    if not foreign:
-        return method.of(given)
-    known = {option for other in available()[0].values() for option in other.options()}
-    for option in foreign:
-        if option not in known:
-            raise ValueError(unknown(option, [*known, *others]))
-    fitting = method.of({option: value for option, value in given.items() if option not in foreign})
-    raise ValueError(fitting.refusal([f"`{option}`" for option in sorted(foreign)]))
+    check_options(method, given, others)
+    return method.of(given)
 
 
-def share(methods: Sequence[str], given: Mapping[str, Any]) -> dict[str, Method]:
-    """Makes several methods from one set of options, of which each takes those it reads.
+def check_options(method: type[Method], given: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+    """Raises an error for options that neither a method nor its parts have.
 
     Args:
-      methods: names.
+      method: the method.
       given: options by name.
+      others: as for `make`.
 
     Raises:
-      ValueError: an unknown method, an option that none of them reads, or what a method says of its options.
+      ValueError: one line that names the methods with this option, or suggests a similar option.
 
     Examples:
-      >>> share(["ngram", "layerskip"], {"exit_layer": 3})["layerskip"]
-      LayerSkip(exit_layer=3)
+      >>> check_options(find("layerskip"), {"exit_layer": 3})
     """
-    classes = {name: find(name) for name in methods}
-    defaults = {
-        field.name: field.default for cls in available()[0].values() for field in dataclasses.fields(cls)
-    }
-    # What has its default is not given, as for `make`.
-    given = {
-        option: value for option, value in given.items() if value is not defaults.get(option, _NO_DEFAULT)
-    }
-    read = {name: cls.known(given) & given.keys() for name, cls in classes.items()}
-    unread = sorted(given.keys() - {option for options in read.values() for option in options})
-    if unread:
-        raise ValueError(
-            f"none of the methods {', '.join(methods)} has an option {', '.join(f'`{one}`' for one in unread)}; "
-            "leave it out or add a method"
-        )
-    return {
-        name: cls.of({option: given[option] for option in given if option in read[name]})
-        for name, cls in classes.items()
-    }
+    check_known(given, others)
+    read = {option for part in (method, *method.parts(given)) for option in part.options()}
+    for option in given:
+        if option not in read:
+            having = [name for name, other in available()[0].items() if option in other.options()]
+            raise ValueError(f"method {method.name} has no option `{option}`; {_these(having)}")
+
+
+def check_known(given: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raises an error for options that no method has.
+
+    Args:
+      given: names of options.
+      others: as for `make`.
+
+    Raises:
+      ValueError: one line that suggests a similar option.
+
+    Examples:
+      >>> check_known(["exit_layer", "draft"])
+    """
+    known = {one for method in available()[0].values() for one in method.options()}
+    for option in given:
+        if option not in known:
+            raise ValueError(unknown(option, [*known, *others]))
+
+
+def _these(having: Sequence[str]) -> str:
+    if len(having) == 1:
+        return f"it is an option of {having[0]}"
+    return f"it is an option of {', '.join(having[:-1])} and {having[-1]}"
 
 
 def unknown(name: str, known: Collection[str]) -> str:
-    """Returns what to say of an argument that does not exist, with the one that was perhaps meant.
+    """Returns the error message for an argument that does not exist, with a similar one as a suggestion.
 
     Examples:
       >>> unknown("max_tokens", ["max_new_tokens", "seed"])

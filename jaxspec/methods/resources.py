@@ -1,6 +1,6 @@
-"""What a method is built from: the models and heads that are loaded, and how to load others.
+"""The inputs for building a method: loaded models and heads, and functions to load others.
 
-Nothing here imports JAX at module scope, see `jaxspec.methods.base`.
+This module does not import JAX at module scope, see `jaxspec.methods.base`.
 """
 
 from __future__ import annotations
@@ -8,21 +8,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from jaxspec.io.trained_for import TrainedFor
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxspec.model.config import LlamaConfig
-    from jaxspec.model.heads import AnyHead
+    from jaxspec.model.head import HeadConfig
     from jaxspec.model.llama import Params
+    from jaxspec.model.quantisation import Quantised
     from jaxspec.model.vocabulary import Vocabulary
+    from jaxspec.protocol import Drafter
 
 
 class HasModel(Protocol):
-    """A model that is loaded already, such as a `jaxspec.LanguageModel`.
+    """A loaded model, such as a `jaxspec.LanguageModel`.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -38,7 +43,7 @@ class HasModel(Protocol):
     def params(self) -> Params: ...
 
 
-# A model as a user names it: a directory, a .gguf file, a hub id, the name of an embedded model, or a loaded one.
+# A model as given by a user: a directory, a .gguf file, a hub id, the name of an embedded model, or a loaded model.
 ModelLike = str | os.PathLike[str] | HasModel
 FilePath = str | os.PathLike[str]
 
@@ -50,10 +55,10 @@ class LoadedModel:
     Attributes:
       config: the architecture.
       params: the parameters.
-      name: what messages call it.
-      exits: the exits it was trained for, in layers run.
-      sampled: for quantised parameters, the numbers of each leaf that the fingerprint reads; else None.
-      fitted_from: for a draft with other rows than its target, the original model; else None.
+      name: its name in messages.
+      trained_for: what it was trained for, as its config records it.
+      sampled: for quantised parameters, the numbers of each leaf that the fingerprint reads; otherwise None.
+      fitted_from: the original model of a draft that was fitted to the rows of its target; otherwise None.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -64,7 +69,7 @@ class LoadedModel:
     config: LlamaConfig
     params: Params
     name: str = ""
-    exits: tuple[int, ...] = ()
+    trained_for: TrainedFor = TrainedFor()
     sampled: Mapping[str, Sequence[np.ndarray]] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
@@ -72,15 +77,32 @@ class LoadedModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The name of the model in the files of its methods, see `jaxspec.io.method_files.fingerprint`."""
+        """The identifier of the model in its method files, see `jaxspec.io.methods.method_files.fingerprint`."""
         if self.fitted_from is not None:
             return self.fitted_from.fingerprint
-        from jaxspec.io import method_files
+        from jaxspec.io.methods import method_files
 
         return method_files.fingerprint(self.config, self.params, self.sampled)
 
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """The exits that it was trained for, in layers."""
+        return self.trained_for.exits
+
+    def warn_of_another(self, target: LoadedModel) -> None:
+        """Warns once of a target other than the one for which this draft was trained."""
+        recorded = self.trained_for.target
+        if recorded is not None and target.fingerprint not in {recorded, *self._warned_of}:
+            self._warned_of.add(target.fingerprint)
+            warnings.warn(
+                f"{self.name or 'the draft'} was trained for another model ({recorded}, this one is "
+                f"{target.fingerprint}); its draft vocabulary and thresholds may fit less well; the text is the same",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def until(self, num_layers: int) -> LoadedModel:
-        """Returns a model of the first `num_layers` layers alone, the same object each time."""
+        """Returns a model of only the first `num_layers` layers, the same object each time."""
         from jaxspec.model import llama
 
         if num_layers not in self._cut:
@@ -91,28 +113,40 @@ class LoadedModel:
                 self,
                 config=config,
                 params=params,
-                exits=(),
+                trained_for=dataclasses.replace(self.trained_for, exits=(), thresholds=()),
                 fitted_from=None if whole is None else whole.until(num_layers),
             )
         return self._cut[num_layers]
 
     @property
     def bits(self) -> int | None:
-        """The bits of the model's quantised weights; None where its weights are those it was loaded with."""
+        """The bits of the model's quantised weights; None if the weights are not quantised."""
+        weight = self._quantised_weight
+        return None if weight is None else weight.bits
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether products round activations to int8 too."""
+        weight = self._quantised_weight
+        return weight is not None and weight.outliers is not None
+
+    @property
+    def _quantised_weight(self) -> Quantised | None:
+        """The first quantised weight; all of them have the same form."""
         import jax
 
-        from jaxspec.model.quantised import is_quantised
+        from jaxspec.model.quantisation import is_quantised
 
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantised)
-        return next((leaf.bits for leaf in leaves if is_quantised(leaf)), None)
+        return next(filter(is_quantised, leaves), None)
 
     def has_quantised(self, bits: int) -> bool:
-        """Returns whether `quantised` has been asked for these bits before, and so makes nothing."""
+        """Returns whether `quantised` already has a copy with these bits."""
         return bits in self._quantised
 
     def quantised(self, bits: int) -> LoadedModel:
         """Returns the model with its matrices in int8 or int4 (8 or 4 bits), the same object each time."""
-        from jaxspec.model.quantised import quantise
+        from jaxspec.model.quantisation import quantise
 
         if bits not in self._quantised:
             params = quantise(self.config, self.params, bits)
@@ -120,18 +154,24 @@ class LoadedModel:
         return self._quantised[bits]
 
     def vocabulary(self, ids: np.ndarray) -> Vocabulary:
-        """Returns the head of tokens `ids`, int32[N], rising; its rows are gathered once, the same object each time."""
+        """Returns the head of tokens `ids`, int32[N], ascending; the same object each time."""
         import jax
 
         from jaxspec.model import llama
 
         if (few := self.params.get("vocabulary")) is not None:  # a draft with fewer rows than its target
             ids = ids[ids < len(few.ids)]
+        if not len(ids):
+            raise ValueError("the draft vocabulary has no token of the target; give draft_vocab=")
         key = ids.tobytes()
         if key not in self._vocabularies:
-            gather = jax.jit(llama.vocabulary, static_argnums=0)  # leaves the rows where the head is
+            gather = jax.jit(llama.vocabulary, static_argnums=0)  # keeps the placement of the head
             self._vocabularies[key] = gather(self.config, self.params, ids)
         return self._vocabularies[key]
+
+    @functools.cached_property
+    def _warned_of(self) -> set[str]:
+        return set()
 
     @functools.cached_property
     def _cut(self) -> dict[int, LoadedModel]:
@@ -148,29 +188,29 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
-    """A head's config and parameters, loaded to where its target is.
+    """A head's config and parameters, on the devices of its target.
 
     Attributes:
-      config: what it is made of.
-      params: the parameters, see `jaxspec.model.eagle` and its siblings.
+      config: the architecture.
+      params: the parameters, see the module `network` in the folder of its type.
       target: the fingerprint of the model that it was trained for; None if the head does not record it.
-      rows: the number of the target's tokens, from the first, that it has rows for and proposes; None for all.
+      rows: the head proposes only the first `rows` tokens of the target; None for all.
 
     Examples:
-      >>> from jaxspec.model.eagle import HeadConfig
+      >>> from jaxspec.heads.eagle.network import EagleConfig
       >>> from jaxspec.testing import TARGET
-      >>> LoadedHead(HeadConfig(TARGET.truncated(1)), params={}).config.kind
+      >>> LoadedHead(EagleConfig(TARGET.truncated(1)), params={}).config.kind
       'eagle'
     """
 
-    config: AnyHead
+    config: HeadConfig
     params: Params
     target: str | None = None
     rows: int | None = None
 
 
 def no_heads(path: FilePath, target: LoadedModel) -> LoadedHead:
-    """Refuses to load a head, where nothing says how.
+    """The default of `Resources.load_head`, which cannot load a head.
 
     Raises:
       ValueError: always.
@@ -186,28 +226,32 @@ def no_heads(path: FilePath, target: LoadedModel) -> LoadedHead:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a method may need from outside; functions are called only if the method needs them.
+    """Inputs and functions for building a method; functions are called only if the method needs them.
 
     Attributes:
-      load_draft: a model as a user names it → the model, checked to share the target's vocabulary.
+      load_draft: (model as given by a user) → the model, checked to have the target's vocabulary.
       encode: text → token ids, for references.
-      directory: the target's, where a method's files lie, if not in the user's data directory; None for a model made
-        in memory, which has no files.
-      laws: the names of the sampling laws that the texts of this batch follow, see `io.method_files.law_name`.
-      platform: where the target runs: cpu, gpu or tpu.
-      load_head: a head's directory or hub id and the target → the head, checked to fit.
-      quantise: a model and 8 or 4 bits → a copy of it with such weights, checked to fit.
+      directory: directory of the target and its method files, which may also be in the user's data directory; None for
+        a model made in memory, which has no files.
+      distributions: the names of the sampling distributions of this batch's texts, see
+        `io.methods.method_files.distribution_name`.
+      platform: platform of the target: cpu, gpu or tpu.
+      load_head: (directory or hub id of a head, target) → the head, checked to fit.
+      quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
+      first_accepted: (directory of a head, its drafter, its parameters) → the share of drafts whose first token the
+        target accepts in a short text, or None if it cannot be measured. None: heads are not measured.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
-      >>> resources.laws, resources.platform
+      >>> resources.distributions, resources.platform
       (('greedy',), 'cpu')
     """
 
     load_draft: Callable[[ModelLike], LoadedModel]
     encode: Callable[[str], Sequence[int]]
     directory: Path | None = None
-    laws: tuple[str, ...] = ("greedy",)
+    distributions: tuple[str, ...] = ("greedy",)
     platform: str = "cpu"
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
+    first_accepted: Callable[[FilePath, Drafter, Params], float | None] | None = None

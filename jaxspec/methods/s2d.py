@@ -1,11 +1,11 @@
-"""S2D: a draft with sorted exits serves several targets, each token from the first exit that is sure."""
+"""S2D (Kavehzadeh et al. 2024): a draft with sorted exits for several targets, with an exit chosen for each token."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import Method, option
+from jaxspec.methods.base import layers_of, option
 from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.files import found
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
     import jax
 
     from jaxspec.choosing.costs import DraftCost
-    from jaxspec.drafting.s2d import S2D as Drafting
+    from jaxspec.drafting.s2d_drafter import S2D as Drafting
     from jaxspec.protocol import Drafter
 
-# The lowest that the paper tries; best there for small targets.
+# The lowest threshold in the paper, and its best for small targets.
 _THRESHOLD = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S2D(ChainMethod):
-    """A sorted draft, each token from its first exit that is sure (Kavehzadeh et al. 2024).
+    """A draft with sorted exits; each token is from the first confident exit (Kavehzadeh et al. 2024).
 
     Attributes:
-      draft: a model with sorted exits, made by `python -m training.soft`; without one, a model with sorted exits
-        drafts for itself.
-      thresholds: the file with the probabilities from which on each exit is taken, instead of the one beside the
-        model. Made by `jaxspec tune --method s2d`. Default: as tuned, else 0.5.
+      draft: a model with sorted exits, made by `python -m training.soft`. Default: the model itself, if it has sorted
+        exits.
+      thresholds: the file with the minimum probability of each exit, instead of the one in the model's directory. Made
+        by `jaxspec tune --method s2d`. Default: the values tuned for the target, otherwise those in the draft's own
+        config.json, otherwise 0.5.
 
     Examples:
       >>> S2D(draft="sorted", thresholds="thresholds.json")
@@ -45,33 +46,27 @@ class S2D(ChainMethod):
     thresholds: FilePath | None = option(None, metavar="FILE")
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter; its parameters are the draft's, if the target does not draft for itself."""
-        from jaxspec.drafting.s2d import S2D as Drafting
+        """Makes the drafter; its parameters are those of the draft, unless the target drafts for itself."""
+        from jaxspec.drafting.s2d_drafter import S2D as Drafting
 
         sorted_target = self.draft is None
         draft = target if self.draft is None else resources.load_draft(self.draft)
-        # The target's last layer is what verifies.
+        # The target's last layer verifies, so it is not an exit of the draft.
         exits = tuple(n for n in draft.exits if not sorted_target or n < target.config.num_layers)
         if not exits:
             raise ValueError(
-                f"method s2d needs a draft with sorted exits, and {draft.name or 'the model'} has none"
-                f"{' below its last layer' if sorted_target else ''}; give draft=DIR, made by "
-                "`python -m training.soft`"
+                f"method s2d needs a draft with sorted exits, but {draft.name or 'the model'} has none"
+                f"{' below its last layer' if sorted_target else ''}; give draft='sorted' "
+                "for an embedded model, or draft=DIR made by `python -m training.soft`"
             )
+        carried = draft.trained_for.thresholds
         draft = draft.until(exits[-1])
-        thresholds = self._thresholds(exits, target, draft, resources)
+        thresholds = self._thresholds(exits, carried, target, draft, resources)
         rule, length = self.stopping()
         if sorted_target:
             drafter = Drafting(target.config, exits, thresholds, rule, length, sorted_target=True)
             return drafter, self.params(target, resources)
         return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
-
-    def limited(self, longest: int) -> Method:
-        """Returns it with the largest K whose rounds, if it is given none, write no more than `longest` + 1 tokens."""
-        from jaxspec.drafting.s2d import reach_of
-
-        fitting = (k for k in range(longest, 0, -1) if reach_of(k, self.draft is None) <= longest + 1)
-        return super().limited(next(fitting, 1))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the mean cost of the exits, because the exit of a token depends on the text."""
@@ -80,18 +75,23 @@ class S2D(ChainMethod):
         exits = cast("Drafting", drafter).exits
         depth = sum(exits) / len(exits)
         if self.draft is None:
-            return DraftCost(layers=depth, head=params is None)
+            return DraftCost(layers=depth + layers_of(params, target), head=params is None)
         return own_model_cost(target, params, layers=depth / exits[-1])
 
     def _thresholds(
-        self, exits: tuple[int, ...], target: LoadedModel, draft: LoadedModel, resources: Resources
+        self,
+        exits: tuple[int, ...],
+        carried: tuple[float, ...],
+        target: LoadedModel,
+        draft: LoadedModel,
+        resources: Resources,
     ) -> jax.Array:
-        """Returns the thresholds of the file named, else of the one beside the model, else 0.5; float32[exits − 1]."""
+        """Returns the thresholds of a file, else `carried`, else 0.5; float32[exits − 1]."""
         import jax.numpy as jnp
 
-        from jaxspec.io import method_files
+        from jaxspec.io.methods import method_files
 
-        numbers, path = [_THRESHOLD] * (len(exits) - 1), None
+        numbers, path = list(carried or [_THRESHOLD] * len(exits))[: len(exits) - 1], None
         if self.thresholds is not None or resources.directory is not None:
             path = found(self.thresholds, target, resources, method_files.thresholds_name(draft.fingerprint))
         if path is not None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suffix(DraftingMethod):
-    """What most often followed the last tokens, as far as it is likely (Oliaro et al. 2024).
+    """The most frequent continuation of the last tokens, while it is probable (Oliaro et al. 2024).
 
     Attributes:
-      suffix_max: the longest run of last tokens that is looked for; all from 1 on are tried. Default 16.
-      suffix_factor: the most draft tokens per token of the run that was found. Default 1.
-      suffix_min_prob: a draft ends before a token that is less probable, by how often it followed. Default 0.1.
-      reference: text files, past outputs say, that are searched beside prompt and output.
+      suffix_max: the longest suffix of the text to search for; all lengths from 1 are tried. Default 16.
+      suffix_factor: the maximum number of draft tokens per token of the matched suffix. Default 1.
+      suffix_min_prob: a draft ends before a token of lower relative frequency. Default 0.1.
+      reference: text files to search in addition to prompt and output, such as past outputs.
 
     Examples:
       >>> Suffix(suffix_max=8, suffix_factor=2)
@@ -38,14 +38,14 @@ class Suffix(DraftingMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
+        """Returns the description of the default, by option."""
         return {"num_draft_tokens": "15"}
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
         import jax.numpy as jnp
 
-        from jaxspec.drafting.suffix import Suffix as Drafting
+        from jaxspec.drafting.suffix_drafter import Suffix as Drafting
 
         longest = Drafting.suffix_max if self.suffix_max is None else self.suffix_max
         if not 1 <= longest <= MAX_DRAFT_TOKENS:
@@ -67,11 +67,11 @@ class Suffix(DraftingMethod):
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method itself: it needs nothing."""
+        """Returns the method itself, which needs no files."""
         return (cls(),)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns a lookup."""
+        """Returns the cost of a lookup."""
         from jaxspec.choosing.costs import DraftCost
 
         return DraftCost(lookup=True)

@@ -1,10 +1,11 @@
-"""Token Recycling (Luo et al. 2024): drafts made of what the model held likely before."""
+"""Token Recycling (Luo et al. 2024): drafts from the top-k target tokens of earlier steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.methods.base import Method
 from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod
 
@@ -12,15 +13,16 @@ if TYPE_CHECKING:
     from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
-# Tokens kept after each, as in the paper.
+# Top-k target tokens kept after each token, as in the paper.
 NUM_LIKELY = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenRecycling(TreeMethod):
-    """A tree of what the model last held likely after each token (Luo et al. 2024).
+    """A tree of the last top-k target tokens after each token (Luo et al. 2024).
 
-    Nothing is trained or loaded. Each text begins with a plain step, and learns from every draft, rejected ones too.
+    Needs no training and no files. Each text begins with a plain step; the stored tokens are updated from every draft,
+    including rejected tokens.
 
     Examples:
       >>> TokenRecycling(tree="large")
@@ -31,19 +33,23 @@ class TokenRecycling(TreeMethod):
 
     @classmethod
     def usual(cls) -> dict[str, str]:
-        """Returns what is done where an option is left out, by option."""
-        return {"num_draft_tokens": "the depth of the tree", "tree": "small on a CPU, else large"}
+        """Returns the description of the default, by option."""
+        return {"num_draft_tokens": "the depth of the tree", "tree": "small on a CPU, otherwise large"}
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        from jaxspec.drafting.token_recycling import TokenRecycling as Drafting
+        from jaxspec.drafting.token_recycling_drafter import TokenRecycling as Drafting
 
         kept = min(NUM_LIKELY, target.config.vocab_size)
         usual = "small" if resources.platform == "cpu" else "large"
         return Drafting(self.shape(usual, kept), kept), None
 
+    def limited(self, longest: int) -> Method:
+        """Returns the method with this K if it drafts a chain; a tree has a depth without an option."""
+        return super().limited(longest) if self.no_tree else self
+
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns a look-up."""
+        """Returns the cost of a lookup."""
         from jaxspec.choosing.costs import DraftCost
 
         return DraftCost(lookup=True)

@@ -1,4 +1,4 @@
-"""What the methods share that can draft a tree: its shape, as a user names it."""
+"""The common options of methods that draft a tree, and named tree shapes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import heapq
 import re
 from typing import TYPE_CHECKING
 
-from jaxspec.io.messages import shown
+from jaxspec.host.messages import shown
 from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
 
 if TYPE_CHECKING:
     from jaxspec.model.tree import Shape
 
-# Nodes and depth of the trees that have a name.
+# (nodes, depth) of the named trees.
 NAMED = {"small": (8, 4), "medium": (26, 5), "large": (80, 6)}
-# How likely the target's own token is the one of each rank, from 0: SHARE ÷ (rank + 1)². So a tree of 80 nodes has as
-# many of each depth as Token Recycling's, up to a few (8, 21, 25, 15, 8, 3; here 8, 21, 25, 19, 6, 1).
+# The assumed probability that the target's token has a rank, from 0, is SHARE ÷ (rank + 1)². A tree of 80 nodes then
+# has about as many nodes per depth as Token Recycling's (8, 21, 25, 15, 8, 3; here 8, 21, 25, 19, 6, 1).
 SHARE = 0.46
 
 
 def grown(num_nodes: int, depth: int, num_ranks: int) -> Shape:
-    """Returns the tree of the nodes that are most likely to be accepted, in the order of their depths.
+    """Returns the tree of the nodes with the highest acceptance probability, ordered by depth.
 
     Args:
       num_nodes: N, at least `depth`.
-      depth: the most tokens one after the other.
-      num_ranks: how many tokens may follow each.
+      depth: depth of the tree.
+      num_ranks: the maximum number of children of a node.
 
     Examples:
       >>> grown(4, depth=2, num_ranks=3)
@@ -36,14 +36,14 @@ def grown(num_nodes: int, depth: int, num_ranks: int) -> Shape:
     """
     from jaxspec.model.tree import Shape
 
-    # The path of first ranks is there in any case, so that the depth is the one asked for.
+    # The path of first ranks is always included, so that the tree has the requested depth.
     paths = [(0,) * length for length in range(1, depth + 1)]
     candidates: list[tuple[float, tuple[int, ...]]] = [(-SHARE, (0,))]
     chosen = set(paths)
     while candidates and len(chosen) < num_nodes:
         chance, path = heapq.heappop(candidates)
         chosen.add(path)
-        # The next sibling and the first child: every path is reached once.
+        # Adding the next sibling and the first child reaches every path exactly once.
         before, rank = path[:-1], path[-1]
         if rank + 1 < num_ranks:
             sibling = (*before, rank + 1)
@@ -61,8 +61,7 @@ class TreeMethod(DraftingMethod):
     """The base of methods that draft a tree.
 
     Attributes:
-      tree: draft a tree: small (8 tokens, at most 4 one after the other), medium (26x5), large (80x6), or any
-        TOKENSxDEPTH.
+      tree: draft a tree: small (8 tokens, depth 4), medium (26x5), large (80x6), or any TOKENSxDEPTH.
       no_tree: draft a chain.
 
     Examples:
@@ -86,15 +85,15 @@ class TreeMethod(DraftingMethod):
                 raise ValueError(f"tree={self.tree!r} and {name} contradict each other; give one of them")
 
     def limited(self, longest: int) -> Method:
-        """Returns the method with this K, unless it is given a tree, whose depth is K."""
+        """Returns the method with this K, unless a tree is given, whose depth is K."""
         return self if self.tree is not None else super().limited(longest)
 
     def shape(self, usual: str, num_ranks: int) -> Shape:
-        """Returns the tree that is drafted.
+        """Returns the shape of the draft tree.
 
         Args:
-          usual: the name of the tree where none is given; `num_draft_tokens` is then its depth.
-          num_ranks: how many tokens may follow each.
+          usual: the name of the default tree, whose depth `num_draft_tokens` replaces.
+          num_ranks: the maximum number of children of a node.
         """
         nodes, depth = size_of(self.tree or usual)
         depth = self.length(depth)
@@ -102,10 +101,10 @@ class TreeMethod(DraftingMethod):
 
 
 def size_of(tree: str) -> tuple[int, int]:
-    """Returns nodes and depth of a tree as a user gives it.
+    """Returns nodes and depth of a tree option.
 
     Raises:
-      ValueError: it is neither a name nor a size that is possible.
+      ValueError: it is neither a name nor a valid size.
 
     Examples:
       >>> size_of("small"), size_of("12x3")
@@ -115,7 +114,7 @@ def size_of(tree: str) -> tuple[int, int]:
         return NAMED[tree]
     size = re.fullmatch(r"(\d+)x(\d+)", tree)
     if size is None:
-        raise ValueError(f"tree is {shown(tree)}; give {', '.join(NAMED)} or TOKENSxDEPTH, 8x4 say")
+        raise ValueError(f"tree is {shown(tree)}; give {', '.join(NAMED)} or TOKENSxDEPTH, such as 8x4")
     nodes, depth = map(int, size.groups())
     if not 1 <= depth <= nodes <= MAX_DRAFT_TOKENS:
         raise ValueError(f"tree is {shown(tree)}; give 1 <= DEPTH <= TOKENS <= {MAX_DRAFT_TOKENS}")

@@ -1,12 +1,11 @@
 """The key/value cache: fixed size, slot = position, no cursor.
 
-Row b of a batch has `length[b]` committed tokens; which slots a query sees follows from positions alone,
-so a rollback is free: stale slots are invisible, then overwritten. How a layer's keys lie in memory is
-private to this file:
+The positions alone decide which slots a query sees, so a rollback is free: stale slots are invisible and
+are overwritten later. The memory layout of a layer is private to this file:
 
 * merged, `[B·KV, S, hd]`: on one device. With `[B, KV, S, hd]` and one row, XLA copies every cache twice
   a step.
-* split, `[B, KV, S, hd]`: on a mesh, where a merged axis does not divide by heads.
+* split, `[B, KV, S, hd]`: on a mesh, where a merged axis cannot be divided by heads.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from jaxspec.model.numerics import filled, precision_of
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
-# Slots attended to at once where attention follows the live length.
+# Slots per block where attention follows the live length.
 BLOCK = 128
-# Scores above which attention goes by blocks on a CPU, whatever is live: 16 MB in float32.
+# Above this number of scores, attention on a CPU always runs block by block: 16 MB in float32.
 MOST_SCORES = 2**22
-# What a masked score is: finite, so that a block in which a row sees nothing stays a number.
+# The value of a masked score. It is finite, so that a block without visible slots gives no NaN.
 _MASKED = -1e30
 
 Layer = tuple[jax.Array, jax.Array]
-# The carry of `_by_blocks`: the number of the next block, and the running numerator, denominator and maximum.
+# The carry of `_by_blocks`: the index of the next block, and the running numerator, denominator and maximum.
 Blocks = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -44,9 +43,8 @@ class KVCache:
 
     Attributes:
       layers: L pairs (keys, values); the layout is private to this file.
-      rope_length: int32[B], the length of each row's prompt. Dynamic RoPE rotates a token for the longer of
-        this and its own position; nothing else reads it.
-      merged: the layout, static.
+      rope_length: int32[B], the length of each row's prompt. Only dynamic RoPE reads it, see `rope.tables`.
+      merged: whether the layout is merged, static.
     """
 
     layers: list[Layer]
@@ -55,14 +53,14 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """S, slots a row."""
+        """S, the slots per row."""
         return self.layers[0][0].shape[-2]
 
 
 def create(
     config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike, merged: bool = True
 ) -> KVCache:
-    """An empty cache of `capacity` slots a row."""
+    """Returns an empty cache of `capacity` slots per row."""
     heads = (batch_size * config.held_kv_heads,) if merged else (batch_size, config.held_kv_heads)
     shape = (*heads, capacity, config.head_dim)
     layers = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
@@ -70,28 +68,28 @@ def create(
 
 
 def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike) -> int:
-    """Bytes that `create` would take, the small fields left out."""
+    """Returns the bytes of the keys and values that `create` would allocate."""
     per_slot = 2 * config.num_layers * config.held_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
     return per_slot * batch_size * capacity
 
 
 @jax.named_scope("cache")
 def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, merged: bool) -> Layer:
-    """Puts keys and values [B, T, KV, hd] into slots start[b] … start[b] + T − 1 of row b.
+    """Writes keys and values [B, T, KV, hd] to slots start[b] … start[b] + T − 1 of row b.
 
     The caller guarantees start + T ≤ S: XLA would silently move a slice that reaches past the end.
 
-    Where a number of a key or of its value is not finite, that of the value is stored as 0 and that of the key as NaN.
-    So who sees the slot gets NaN, as one is enough for a score, and who does not gets nothing of it, where 0 · NaN
-    would be NaN: a padded or rejected token cannot spoil a text.
+    If an element of a key or of its value is not finite, the value's element is stored as 0 and the key's as NaN. A
+    query that sees the slot then gets NaN through its score. For a query that does not see it, the weight 0 times a
+    value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text.
     """
-    harm = 0 * keys + 0 * values  # 0 or NaN
-    keys, values = keys + harm, jnp.where(harm == 0, values, 0)
+    nan_or_zero = 0 * keys + 0 * values  # 0 or NaN
+    keys, values = keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0)
     return _put(layer[0], keys, start, merged), _put(layer[1], values, start, merged)
 
 
 def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> jax.Array:
-    """A layer's keys or values with those of [B, T, KV, hd] in slots start[b] … start[b] + T − 1 of row b."""
+    """Returns the buffer with `new` [B, T, KV, hd] in slots start[b] … start[b] + T − 1 of row b."""
     batch, length, kv_heads, _ = new.shape
     new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
     if merged and batch <= UNROLLED_ROWS:
@@ -109,14 +107,14 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> j
 
 @jax.named_scope("cache")
 def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCache:
-    """Puts slots start[b] + path[b, t] of every layer into slots start[b] + t, in their order.
+    """Copies slots start[b] + path[b, t] of every layer to slots start[b] + t.
 
-    Keys stay as they were rotated: slot t of a path through a tree holds the token t positions behind `start`.
+    Keys are not rotated again: entry t of a path through a tree is the token at position start[b] + t.
 
     Args:
-      cache: has slots up to start + R.
+      cache: has at least start + R slots.
       start: int32[B].
-      path: int32[B, T], numbers below R.
+      path: int32[B, T], offsets below R.
       rows: R, at least T, static.
     """
     batch = len(cache.rope_length)
@@ -125,7 +123,7 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     def take(buffer: jax.Array) -> jax.Array:
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
         if cache.merged and batch <= UNROLLED_ROWS:
-            # Of all slots a TPU would make a copy that it can gather from.
+            # Slice first: to gather from the whole buffer, a TPU would copy all slots.
             size = (1, *split.shape[1:2], rows, split.shape[-1])
             few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
             taken = jnp.take_along_axis(jnp.concatenate(few), within, axis=2, mode="clip")
@@ -133,7 +131,7 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
             taken = jnp.take_along_axis(split, within + start[:, None, None, None], axis=2, mode="clip")
         return taken.swapaxes(1, 2)
 
-    # Apart from each other: one operation that both read and wrote a buffer would have to copy it.
+    # The barrier separates reads from writes: XLA copies a buffer that one operation both reads and writes.
     taken = jax.lax.optimization_barrier(jax.tree.map(take, cache.layers))
     layers = jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), cache.layers, taken)
     return dataclasses.replace(cache, layers=layers)
@@ -150,8 +148,8 @@ def attend(
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
-    A query sees the slots up to its own position, the latest `window` of them if that is not None. In a tree, where
-    that is not so, it sees those where `seen` bool[B, T, S], and `positions` are the slots of the queries.
+    A query sees the slots up to its own position, or the latest `window` of them. In a tree, `seen` bool[B, T, S] marks
+    the visible slots instead, and `positions` are the slots of the queries.
 
     Returns:
       [B, T, KV, G, hd].
@@ -171,15 +169,15 @@ def attend(
         return _by_blocks(queries, layer[:2], positions, window, merged, *layer[2:])
 
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        # Cutting out blocks costs a CPU more than half of the time of few queries, of many less.
+        # Slicing blocks takes a CPU more than half of the time for few queries, and less for many.
         share = 0.5 if queries.shape[1] <= 4 else 0.75
-        crowded = jnp.max(positions) + 1 > share * slots
-        attended: jax.Array = jax.lax.cond(crowded, whole, by_blocks, queries, positions, *layer)
+        mostly_live = jnp.max(positions) + 1 > share * slots
+        attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, *layer)
         return attended
 
-    # Scores of all slots at once must fit a processor's cache.
+    # The scores of all slots must fit into a processor's cache.
     on_cpu = by_live_length if queries.size // queries.shape[-1] * slots <= MOST_SCORES else by_blocks
-    # On an accelerator the loop would wait for its predicate in every layer; there the bucket bounds the cost.
+    # On an accelerator the loop would wait for its predicate in every layer; there the capacity bounds the cost.
     attended: jax.Array = jax.lax.platform_dependent(
         queries, positions, *layer_and_seen, cpu=on_cpu, default=whole
     )
@@ -189,46 +187,46 @@ def attend(
 def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd]."""
     q = _by_key_head(queries, merged)
-    mixed, total, _ = _part(q, layer, seen)
+    mixed, total, _ = _partial_softmax(q, layer, seen)
     return _by_query(mixed / total, queries)
 
 
 def _by_key_head(queries: jax.Array, merged: bool) -> jax.Array:
-    """[B·KV, G·T, hd] or [B, KV, G·T, hd]: the queries that share keys lie together, one product a key head."""
+    """Returns [B·KV, G·T, hd] or [B, KV, G·T, hd]: queries that share keys are adjacent, one product per key head."""
     batch, length, kv_heads, group, head_dim = queries.shape
     heads = (batch * kv_heads,) if merged else (batch, kv_heads)
     return queries.transpose(0, 2, 3, 1, 4).reshape(*heads, group * length, head_dim)
 
 
 def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
-    """The way back, in the dtype of the queries."""
+    """Reverts `_by_key_head`: returns [B, T, KV, G, hd] in the dtype of the queries."""
     batch, length, kv_heads, group, head_dim = queries.shape
     mixed = mixed.astype(queries.dtype).reshape(batch, kv_heads, group, length, head_dim)
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
-def _part(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Softmax over some slots, unnormalised: its numerator [..., hd], its denominator and maximum [..., 1]."""
+def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the unnormalised softmax over some slots: numerator [..., hd], denominator and maximum [..., 1]."""
     keys, values = layer
     batch, length, slots = seen.shape
-    scores = _batched(q, keys, 1) * (1.0 / math.sqrt(q.shape[-1]))
-    # All heads of a row see the same: [B, KV·G, T, S] against [B, 1, T, S].
+    scores = _batched_product(q, keys, 1) * (1.0 / math.sqrt(q.shape[-1]))
+    # All heads of a row share one mask: [B, KV·G, T, S] against [B, 1, T, S].
     split = scores.reshape(batch, -1, length, slots)
     scores = jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
-    # The maximum cancels out, so training need not differentiate through it.
+    # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    return _batched(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
+    return _batched_product(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
 
 
 def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
-    """Which slots [..., S] a query at positions [B, T] sees, bool[B, T, S]."""
+    """Returns the mask of the slots [..., S] that queries at positions [B, T] see, bool[B, T, S]."""
     mask = slots <= positions[..., None]
     return mask if window is None else mask & (slots > positions[..., None] - window)
 
 
-def _batched(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """a [..., M, K] times b, whose K is its last axis (contract 1) or the one before (0) → float32[..., M, N]."""
+def _batched_product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
+    """Returns a [..., M, K] times b [..., N, K] (contract 1) or b [..., K, N] (contract 0), float32[..., M, N]."""
     heads, last = tuple(range(a.ndim - 2)), a.ndim - 1
     dims = (((last,), (last - 1 + contract,)), (heads, heads))
     precision = precision_of(a.dtype)
@@ -253,9 +251,9 @@ def _by_blocks(
 ) -> jax.Array:
     """Attention over the live slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
-    So a step costs what its live length costs, whatever the capacity. A block that a row does not see
-    adds exactly nothing to it. Which of this and one product over all slots is taken follows the longest row of a
-    batch, so that its neighbours depend on it in the last bits.
+    The cost follows the live length, not the capacity. A block without visible slots adds exactly 0 to a row. The
+    longest row of a batch decides between this and one product over all slots, so it can change the last bits of the
+    other rows.
     """
     q = _by_key_head(queries, merged)
     live = jnp.max(positions) + 1
@@ -268,7 +266,8 @@ def _by_blocks(
             seen = visible(positions, first + jnp.arange(BLOCK)[None, None], window)
         else:
             seen = jax.lax.dynamic_slice_in_dim(mask, first, BLOCK, 2)
-        new_mixed, new_total, new_top = _part(q, (keys, values), seen)
+        new_mixed, new_total, new_top = _partial_softmax(q, (keys, values), seen)
+        # Rescale both parts to the common maximum before adding them.
         highest = jnp.maximum(top, new_top)
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
         return index + 1, mixed * old + new_mixed * new, total * old + new_total * new, highest
@@ -280,7 +279,7 @@ def _by_blocks(
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with `capacity` slots a row, the new ones empty."""
+    """Returns the same cache with `capacity` slots per row; the new ones are empty."""
     extra = capacity - cache.capacity
 
     def pad(buffer: jax.Array) -> jax.Array:

@@ -1,22 +1,22 @@
-"""What a Llama-type model is made of: one frozen, hashable record, static under `jax.jit`."""
+"""The shape of a Llama-type model: one frozen, hashable record, static under `jax.jit`."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
 
-# More than any model has; what names more would only cost memory before it is found to be wrong.
+# More than any model has. A larger number in a file is refused before it costs memory.
 MAX_LAYERS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was trained on.
+    """Scaling of rotary frequencies beyond the length of the original training.
 
     Attributes:
       kind: `linear` (positions ÷ factor), `dynamic` (NTK, the base grows with the live length)
         or `llama3` (low frequencies ÷ factor, high ones kept, smooth between).
-      factor: the stretch.
+      factor: the scaling factor.
       low_freq_factor: `llama3` only; wavelengths above `original ÷ low` are divided by `factor`.
       high_freq_factor: `llama3` only; wavelengths below `original ÷ high` are kept.
       original_max_position_embeddings: `llama3` only; the length of the original training, tokens.
@@ -40,21 +40,20 @@ class LlamaConfig:
       num_layers: L.
       num_heads: H query heads.
       num_kv_heads: KV key/value heads; H is a multiple of it.
-      head_dim: hd; need not be D ÷ H.
+      head_dim: hd; may differ from D ÷ H.
       max_position_embeddings: positions of the original training.
       rms_norm_eps: ε of every RMS norm.
       rope_theta: base of the rotary frequencies.
       rope_scaling: see `RopeScaling`; None for none.
-      tie_embeddings: the head is the embedding.
-      qkv_bias, output_bias, mlp_bias: which products carry a bias (Qwen2: qkv only).
-      qk_norm: whether the queries and keys of each head are normed before they are rotated (Qwen3).
-      sliding_windows: per layer, how many latest positions it sees, None for all; () for all in every layer.
-      bos_token_id: put before a text, or None.
+      tie_embeddings: whether the embedding is also the head.
+      qkv_bias, output_bias, mlp_bias: whether these products have a bias (Qwen2: qkv only).
+      qk_norm: whether the queries and keys of each head are normed before rotation (Qwen3).
+      sliding_windows: the attention window of each layer in positions, None for all; () for all in every layer.
+      bos_token_id: the token put before a text, or None.
       eos_token_ids: any of them ends a text; may be empty.
-      model_type: `llama`, `mistral`, `ministral`, `qwen2` or `qwen3`: the type with which it is saved.
-      kv_copies: how often parameters and cache hold each key/value head, one after the other, each copy for an equal
-        part of its query heads: so that more devices than KV share them out (`model.sharding`). It is no part of what
-        the model is: no file names it.
+      model_type: `llama`, `mistral`, `ministral`, `qwen2` or `qwen3`, written to saved files.
+      kv_copies: copies of each key/value head in parameters and cache, adjacent, each for an equal part of its query
+        heads, so that a mesh can use more than KV devices (`model.sharding`). Not stored in files.
     """
 
     vocab_size: int
@@ -92,39 +91,39 @@ class LlamaConfig:
             )
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ValueError(
-                f"sliding_windows names {len(self.sliding_windows)} layers, the model has {self.num_layers}; "
-                "give one entry a layer, or () for none"
+                f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers; "
+                "give one entry per layer, or () for none"
             )
 
     @property
     def held_kv_heads(self) -> int:
-        """Key/value heads that parameters and cache hold, copies included."""
+        """Key/value heads in parameters and cache, copies included."""
         return self.num_kv_heads * self.kv_copies
 
     @property
     def group_size(self) -> int:
-        """Query heads served by one key/value head that is held."""
+        """Query heads per held key/value head."""
         return self.num_heads // self.held_kv_heads
 
     @property
     def plain(self) -> LlamaConfig:
-        """The same model with each key/value head held once."""
+        """The same configuration with one copy of each key/value head."""
         return self if self.kv_copies == 1 else dataclasses.replace(self, kv_copies=1)
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and output together."""
+        """The maximum number of tokens of prompt and output together."""
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * scaling.factor)
         return self.max_position_embeddings
 
     def window(self, layer: int) -> int | None:
-        """How many latest positions `layer` sees; None for all."""
+        """Returns the attention window of `layer` in positions; None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def truncated(self, num_layers: int) -> LlamaConfig:
-        """The same model cut to its first `num_layers` layers.
+        """Returns the configuration of the first `num_layers` layers.
 
         Raises:
           ValueError: `num_layers` is not in 1 … L.
@@ -136,5 +135,5 @@ class LlamaConfig:
             )
         windows = self.sliding_windows[:num_layers]
         if all(window is None for window in windows):
-            windows = ()  # as the cut model is read back from its file
+            windows = ()  # the form in which a saved model is read back
         return dataclasses.replace(self, num_layers=num_layers, sliding_windows=windows)

@@ -13,10 +13,10 @@ Carry = TypeVar("Carry")
 
 
 def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """`sublayer(carry)` where `run`, else `carry` untouched.
+    """Returns `sublayer(carry)` if `run`, else `carry`.
 
-    A Python bool decides while tracing. A traced one becomes a conditional whose other arm is the identity. Of what is
-    carried, a GPU copies what a conditional gives back: a cache is carried by `once`.
+    A Python bool decides while tracing; a traced one becomes a conditional whose other branch is the identity. A GPU
+    copies the outputs of a conditional, so use `once` for a carry with a cache.
     """
     if isinstance(run, bool):
         return sublayer(carry) if run else carry
@@ -25,10 +25,10 @@ def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Car
 
 
 def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """`f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
+    """Returns `f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
 
-    A conditional would do the same, but several that write the cache make XLA copy it, on a GPU a single one does;
-    loops do not. A loop whose number of trips is traced has no reverse-mode gradient.
+    XLA copies a cache that several conditionals write, and on a GPU one that a single conditional writes; loops update
+    it in place. Such a loop has no reverse-mode gradient.
     """
     if isinstance(pred, bool):
         return f(carry) if pred else carry
@@ -43,11 +43,12 @@ def narrowest(
     carry: Carry,
     scope: str = "width",
 ) -> Carry:
-    """`f(width, carry)` for the narrowest of the rising `widths` that holds `needed`, int32 scalar from 0 to the last.
+    """Returns `f(width, carry)` for the smallest of the rising `widths` that is at least `needed`.
 
-    On a CPU, where every row costs, each width is compiled and one runs. On an accelerator, where rows are nearly free
-    and each width is another copy of the model to compile, there is only the last one. For 0 none runs, unless only one
-    width is given, which always does. A reader of the compiled program finds each by the name `scope`_WIDTH.
+    `needed` is an int32 scalar from 0 to the last width. For 0, `carry` is returned, except that a single width always
+    runs. On a CPU, where every row costs time, each width is compiled. On an accelerator, where rows are nearly free
+    and each width means another copy of the model to compile, only the last is. In the compiled program each has the
+    name `scope`_WIDTH.
     """
     if len(widths) == 1:
         return f(widths[0], carry)
@@ -59,6 +60,7 @@ def narrowest(
     for below, width in zip((0, *widths), widths[:-1], strict=False):
         on_cpu = functools.partial(between, below, width)
         carry = jax.lax.platform_dependent(carry, cpu=on_cpu, default=lambda same: same)
-    others = jax.lax.platform_dependent(cpu=lambda: jnp.int32(widths[-2]), default=lambda: jnp.int32(0))
+    # On a CPU the narrower widths have covered up to widths[-2]; elsewhere none of them ran.
+    covered = jax.lax.platform_dependent(cpu=lambda: jnp.int32(widths[-2]), default=lambda: jnp.int32(0))
     with jax.named_scope(f"{scope}_{widths[-1]}"):
-        return once(others < needed, functools.partial(f, widths[-1]), carry)
+        return once(covered < needed, functools.partial(f, widths[-1]), carry)

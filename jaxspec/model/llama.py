@@ -1,17 +1,16 @@
 """The Llama blocks as pure functions: embed, run_layers, logits. Layers are unrolled, for decoding.
 
-Parameters are a plain dict, so that any tree of the same shape (gradients, shardings, optimiser state)
-fits beside it. Weights keep their output axes first; what is multiplied together lies together, grouped by
-key/value head, so that one device runs one product where a mesh still divides by heads (KV and G count copies of
-key/value heads, see `LlamaConfig.kv_copies`):
+Parameters are a plain dict, so that gradients, shardings and optimiser state can have the same tree. Output axes of
+weights come first. Weights with the same input are one array, grouped by key/value head: one device runs one product,
+and a mesh can still divide it by heads (KV and G count copies of key/value heads, see `LlamaConfig.kv_copies`):
 
     embed  [V, D]          norm [D]          head [V, D], absent where tied
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
     layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
 
 with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `q_norm` [hd] and `k_norm` [hd]
-where configured. A matrix, or an embedding that is the head, may be `Quantised`. The parameters of a draft may have, in
-place of the head, a `vocabulary`: a `Vocabulary` of some tokens.
+where configured. A matrix, or a tied embedding, may be `Quantised`. The parameters of a draft may have a `vocabulary`,
+a `Vocabulary` of some tokens, in place of the head.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once, run_if
 from jaxspec.model.numerics import linear, rms_norm
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.quantised import Quantised
+from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Tree
 from jaxspec.model.vocabulary import Vocabulary
 
 Params = dict[str, Any]
-# Queries that training attends with at once: what they see must fit a processor's cache.
+# Queries per attention product in training: the scores must fit into a processor's cache.
 QUERIES_AT_ONCE = 128
 # (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-# What of the residual stream a drafter may want of the target: what enters layer l (from 0; L: what leaves the last
-# one), or what the head reads, after the final norm.
+# A place at which a drafter reads the target's residual stream: the input of layer l (from 0; L is the output of the
+# last layer), or `FINAL`, the input of the head, after the final norm.
 FINAL: Literal["final"] = "final"
-Tap = int | Literal["final"]
-# Shown the residual stream [B, T, D] before and after each sublayer, in their order.
+AuxLayer = int | Literal["final"]
+# Called with the residual stream [B, T, D] before and after each sublayer, in their order.
 Watch = Callable[[jax.Array, jax.Array], None]
 
 
 def param_shapes(config: LlamaConfig) -> Params:
-    """The tree of parameters, a shape tuple at each leaf."""
+    """Returns the tree of parameters, a shape tuple at each leaf."""
     width, inner = config.hidden_size, config.intermediate_size
     qkv = (config.held_kv_heads, (config.group_size + 2) * config.head_dim)
     attention = {"norm": (width,), "qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
@@ -76,57 +75,73 @@ def param_shapes(config: LlamaConfig) -> Params:
 
 
 def is_shape(node: Any) -> bool:
-    """Whether a node of `param_shapes` is a leaf."""
+    """Returns whether a node of `param_shapes` is a leaf."""
     return isinstance(node, tuple)
 
 
 def floor_bytes(config: LlamaConfig, params: Params) -> int:
-    """Returns the bytes that a step must read: every weight, but of an untied input embedding only one row."""
+    """Returns the bytes that a step must read: every weight except an untied input embedding."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     size: int = total if config.tie_embeddings else total - params["embed"].nbytes
     return size
 
 
 def num_params(config: LlamaConfig) -> int:
-    """How many numbers the parameters hold."""
+    """Returns the number of parameters."""
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
     return sum(math.prod(shape) for shape in shapes)
 
 
 def init_params(
-    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0
+    config: LlamaConfig,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    scale: float = 1.0,
+    shardings: Params | None = None,
 ) -> Params:
-    """Random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale²÷D), norms one, biases zero."""
-    return draw(param_shapes(config), key, dtype, scale)
+    """Returns random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale² ÷ D), norms 1, biases 0.
+
+    With `shardings`, a tree of them, each device draws only its own shards of the same numbers.
+    """
+    return draw(param_shapes(config), key, dtype, scale, shardings)
 
 
-def draw(shapes: Params, key: jax.Array, dtype: DTypeLike = jnp.float32, scale: float = 1.0) -> Params:
-    """The same of any tree of shapes."""
+def draw(
+    shapes: Params,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    scale: float = 1.0,
+    shardings: Params | None = None,
+) -> Params:
+    """Returns random parameters as `init_params` does, for any tree of shapes."""
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     drawn = []
-    for index, (path, shape) in enumerate(leaves):
+    for index, ((path, shape), place) in enumerate(zip(leaves, places, strict=True)):
         name = path[-1].key
         if name.endswith("norm"):
-            drawn.append(jnp.ones(shape, dtype))
+            drawn.append(jnp.ones(shape, dtype, device=place))
         elif name.endswith("bias"):
-            drawn.append(jnp.zeros(shape, dtype))
+            drawn.append(jnp.zeros(shape, dtype, device=place))
         else:
-            noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+            # Only the noise is compiled: one program for all operations would round differently.
+            normal = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=place)
+            noise = normal(jax.random.fold_in(key, index), shape, jnp.float32)
             drawn.append((noise * scale * shape[-1] ** -0.5).astype(dtype))
     params: Params = jax.tree.unflatten(tree, drawn)
     return params
 
 
 def truncate(params: Params, num_layers: int) -> Params:
-    """The same parameters with only the first `num_layers` layers; nothing is copied."""
+    """Returns the parameters with only the first `num_layers` layers, without a copy."""
     return {**params, "layers": params["layers"][:num_layers]}
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D]."""
     if tokens.size == 1:
-        # XLA makes a slice of one row, for which it would bring the whole table to each of several GPUs, as it cannot
-        # take their own parts of one, and on a TPU copy a table of int8 into another layout.
+        # XLA turns a gather of one row into a slice. A slice of a sharded table makes several GPUs gather the whole
+        # table, and a TPU copy an int8 table into another layout. A gather of two rows avoids both.
         alone: dict[str, Any] = {"cuda": _of_two}
         if isinstance(params["embed"], Quantised):
             alone["tpu"] = _of_two
@@ -147,26 +162,26 @@ def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quan
 
 @jax.named_scope("head")
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Final norm and head: hidden [..., D] → float32[..., V], or [..., N] where `params` has a `vocabulary`."""
+    """Applies final norm and head: hidden [..., D] → float32[..., V], or [..., N] if `params` has a `vocabulary`."""
     return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
 
 
 def logits_of_draft(
     target: LlamaConfig, target_params: Params, own: Params, eps: float, hidden: jax.Array
 ) -> jax.Array:
-    """The same by a draft's own norm, with its ε, and `vocabulary` if it has one; the head is the target's."""
+    """Returns `logits` by the target's head with a draft's own norm, its ε, and its `vocabulary` if it has one."""
     mine: Params = {name: own[name] for name in ("norm", "vocabulary") if name in own}
     read_as = dataclasses.replace(target, rms_norm_eps=eps)
     return logits(read_as, {**target_params, **mine}, hidden)
 
 
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """What the head reads: hidden [..., D] after the final norm."""
+    """Applies the final norm to hidden [..., D]."""
     return rms_norm(hidden, params["norm"], config.rms_norm_eps)
 
 
 def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
-    """The matrix that makes logits: [V, D], or [N, D] where `params` has a `vocabulary`."""
+    """Returns the head's matrix: [V, D], or [N, D] if `params` has a `vocabulary`."""
     if "vocabulary" in params:
         few: jax.Array | Quantised = params["vocabulary"].head
         return few
@@ -175,7 +190,7 @@ def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
 
 
 def vocabulary(config: LlamaConfig, params: Params, ids: jax.Array) -> Vocabulary:
-    """The rows of the head of tokens `ids`, int32[N], rising; what a draft's parameters have as `vocabulary`."""
+    """Returns the `Vocabulary` of tokens `ids`, int32[N], rising, for a draft's parameters."""
     return Vocabulary(head(config, params)[ids], ids, config.vocab_size)
 
 
@@ -187,7 +202,7 @@ def attention(
     attend: Attend,
     layer_cache: Any,
 ) -> tuple[jax.Array, Any]:
-    """What an attention sublayer writes [B, T, D] that reads `seen` [B, T, ·], as wide as its `qkv`; and the cache."""
+    """Runs attention on its input `seen` [B, T, ·], as wide as `qkv`; returns its output [B, T, D] and the cache."""
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
     qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
@@ -218,24 +233,28 @@ def _attention(
 
 
 def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
-    """The stream [B, T, D] after an MLP sublayer, its norm included; `keep` as of `run_block`."""
+    """Returns the residual stream [B, T, D] after an MLP sublayer with its norm; `keep` as in `run_block`."""
     normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
+    return hidden + _kept(linear(gated(p, normed), p["down"], p.get("down_bias")), keep)
+
+
+def gated(p: Params, normed: jax.Array) -> jax.Array:
+    """Returns the gated inner activations of an MLP sublayer [B, T, I] for its normed input [B, T, D]."""
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
-    inner = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-    return hidden + _kept(linear(inner, p["down"], p.get("down_bias")), keep)
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
 def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """What a sublayer writes [B, T, D], zero in the rows where `keep` bool[B] is False."""
+    """Returns a sublayer's output [B, T, D], zero in the rows where `keep` bool[B] is False."""
     return write if keep is None else write * keep[:, None, None].astype(write.dtype)
 
 
 def cached(
     start: jax.Array, slots: jax.Array, window: int | None, merged: bool, seen: jax.Array | None = None
 ) -> Attend:
-    """Attention of tokens in slots start[b] + t, int32[B, T], that writes a layer's cache, then reads it.
+    """Returns an attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
 
-    `seen`: as of `cache.attend`.
+    `seen` is as in `cache.attend`.
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
@@ -263,15 +282,15 @@ def run_layers(
       config: the model.
       params: its parameters.
       hidden: [B, T, D], the residual stream of tokens at positions start[b] + t.
-      start: int32[B]; start + T ≤ the cache's capacity, else the last writes land elsewhere.
-      cache: holds every position below start[b] that these layers attend to.
-      plan: which sublayers run: None for all, a static `LayerPlan`, or a traced bool[L, 2]. A skipped
-        sublayer is the identity on the residual stream. Of a traced one there is no reverse-mode gradient, for a loop
-        carries the cache; training runs whole layers, see `run_block`.
-      layers: which layers to run, None for all; `range(E)` is an early exit, `range(E, L)` its rest.
-      watch: called while tracing; what it keeps belongs to the same trace.
-      tree: what the tokens are where each does not follow the one before it: rows of a tree, in slots start[b] + t, at
-        positions by their depths, which see the slots before the tree and those on their own path.
+      start: int32[B]; start + T must not exceed the cache's capacity, see `cache.write`.
+      cache: contains every position below start[b] that these layers attend to.
+      plan: the sublayers that run: None for all, a static `LayerPlan`, or a traced bool[L, 2]. A skipped
+        sublayer is the identity on the residual stream. A traced plan has no reverse-mode gradient, because a loop
+        carries the cache; training uses `run_block`.
+      layers: the layers to run, None for all; `range(E)` is an early exit, `range(E, L)` the remaining layers.
+      watch: called while tracing, with tracers of the same trace.
+      tree: if the tokens are rows of a tree, these rows. They are in slots start[b] + t, have positions by their
+        depths, and see the slots before the tree and those on their own path.
 
     Returns:
       hidden [B, T, D] before the final norm, and the cache with these positions written.
@@ -307,29 +326,30 @@ def run_layers(
     return hidden, dataclasses.replace(cache, layers=written)
 
 
-def run_tapped(
+def run_with_aux(
     config: LlamaConfig,
     params: Params,
     hidden: jax.Array,
     start: jax.Array,
     cache: KVCache,
-    taps: tuple[Tap, ...],
+    aux_layers: tuple[AuxLayer, ...],
     *,
     layers: range | None = None,
     watch: Watch | None = None,
     tree: Tree | None = None,
 ) -> tuple[jax.Array, jax.Array | None, KVCache]:
-    """Runs layers as `run_layers` does, and keeps what is tapped of the residual stream.
+    """Runs layers as `run_layers` does, and collects auxiliary hidden states.
 
     Args:
-      config, params, hidden, start, cache, layers, watch, tree: as of `run_layers`.
-      taps: what to keep, in this order, see `Tap`; of the layers that run.
+      config, params, hidden, start, cache, layers, watch, tree: as in `run_layers`.
+      aux_layers: the places to collect, in this order, see `AuxLayer`; within the layers that run.
 
     Returns:
-      hidden; the features [B, T, F], the taps of each token side by side, or None without taps; and the cache.
+      hidden; the auxiliary hidden states [B, T, F], concatenated over `aux_layers`, or None if `aux_layers` is empty;
+      and the cache.
 
     Raises:
-      ValueError: a tap is not of the layers that run.
+      ValueError: an auxiliary layer is outside the layers that run.
     """
     streams: list[jax.Array] = []
 
@@ -339,22 +359,29 @@ def run_tapped(
             watch(before, after)
 
     first, last = (0, config.num_layers) if layers is None else (layers.start, layers.stop)
-    if foreign := [tap for tap in taps if tap != FINAL and not first <= tap <= last]:
-        raise ValueError(f"taps {foreign} are not of the layers that run, {first} to {last}")
+    if foreign := [layer for layer in aux_layers if layer != FINAL and not first <= layer <= last]:
+        raise ValueError(
+            f"auxiliary layers {foreign} are outside the layers that run; give numbers from {first} to {last}"
+        )
     hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep, tree=tree)
-    if not taps:
+    if not aux_layers:
         return hidden, None, cache
-    # Each layer shows two sublayers.
+    # `keep` runs twice per layer; the input of a layer is the input of its first sublayer.
     entering = [*streams[::2], hidden]
-    here = tuple(tap if tap == FINAL else tap - first for tap in taps)
-    return hidden, features_of(config, params, entering, here), cache
+    here = tuple(layer if layer == FINAL else layer - first for layer in aux_layers)
+    return hidden, aux_hidden_states_of(config, params, entering, here), cache
 
 
-def features_of(
-    config: LlamaConfig, params: Params, streams: Sequence[jax.Array], taps: tuple[Tap, ...]
+def aux_hidden_states_of(
+    config: LlamaConfig, params: Params, streams: Sequence[jax.Array], aux_layers: tuple[AuxLayer, ...]
 ) -> jax.Array:
-    """The features [B, T, F] that `taps` take of L + 1 streams [B, T, D]: entering each layer, leaving the last."""
-    kept = [final_norm(config, params, streams[-1]) if tap == FINAL else streams[tap] for tap in taps]
+    """Returns the auxiliary hidden states [B, T, F] at `aux_layers`, from L layers' inputs and the last output.
+
+    `streams` are these L + 1 residual streams, [B, T, D] each.
+    """
+    kept = [
+        final_norm(config, params, streams[-1]) if layer == FINAL else streams[layer] for layer in aux_layers
+    ]
     return jnp.concatenate(kept, axis=-1)
 
 
@@ -367,35 +394,35 @@ def run_block(
     window: int | None = None,
     keep: jax.Array | None = None,
 ) -> jax.Array:
-    """One whole layer without a cache, for training: every token attends within its own segment.
+    """Runs one layer without a cache, for training: every token attends within its own segment.
 
     Args:
       config: the model.
       p: one entry of `params["layers"]`.
       hidden: [B, T, D].
       positions: int32[B, T], counted from the start of each segment.
-      segments: int32[B, T]; packed documents differ in it and do not see each other.
-      window: how many latest positions are seen, None for all.
-      keep: bool[B], the rows for which the layer runs; it is the identity for the others. None: all rows. What a
-        sublayer writes is multiplied by it. (A `where` over the whole layer would make XLA's CPU compiler compute
-        the stream below again in each of its readers: a backward pass took twice the time.)
+      segments: int32[B, T], the number of the packed document of each token.
+      window: the attention window in positions, None for all.
+      keep: bool[B], the rows for which the layer runs; it is the identity for the others. None for all rows.
 
     Returns:
       hidden [B, T, D].
     """
     tables = rope.tables(config, positions, jnp.zeros(hidden.shape[0], jnp.int32))
     attend = packed(positions, segments, window)
+    # `keep` multiplies each sublayer's output. With a `where` over the whole layer, XLA's CPU compiler computes the
+    # stream below again in each of its readers: a backward pass took twice the time.
     hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
     return mlp(config, p["mlp"], hidden, keep)
 
 
 def packed(positions: jax.Array, segments: jax.Array, window: int | None = None) -> Attend:
-    """Attention without a cache, for training: `positions`, `segments` and `window` as of `run_block`."""
+    """Returns an attention without a cache, for training; `positions`, `segments` and `window` as in `run_block`."""
     same = segments[:, :, None] == segments[:, None, :]
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: None) -> tuple[jax.Array, None]:
-        # No query sees a later key: a chunk_size of the queries meets only the keys up to its own end.
+        # No query sees a later key, so a chunk of queries needs only the keys up to its own end.
         mixed = []
         for begin in range(0, q.shape[1], QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, q.shape[1])
@@ -415,7 +442,7 @@ def forward(
     *,
     plan: LayerPlan | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Embed, run all layers, apply the head: tokens int32[B, T] at start[b] + t.
+    """Embeds tokens int32[B, T] at start[b] + t, runs all layers and applies the head.
 
     Returns:
       logits float32[B, T, V], hidden [B, T, D] before the final norm, cache. See `run_layers`.

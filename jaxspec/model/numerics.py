@@ -1,4 +1,4 @@
-"""The few numerical choices that every product of the model shares."""
+"""Matrix products, norms and similarities, with the kernels that are fast on each platform."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxspec.model.quantised import Quantised
+from jaxspec.model.quantisation import Outliers, Quantised
 
-# Up to this many rows a float32 product on a CPU keeps its weights unpacked, see `_few_rows`.
+# The most rows for which a float32 product on a CPU uses `_few_rows`.
 FEW_ROWS = 32
 # On a TPU a single row is padded to this many rows, see `filled`: the rows of a register. Two rows cost as much.
 TPU_ROWS = 8
-# Numbers in a matrix below which calling the library costs more than streaming it again for a row.
+# The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
 
 
 def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
-    """float32 is meant when it is asked for: accelerators would otherwise round its operands."""
+    """Returns the precision of a product: the highest for float32, whose operands accelerators would else round."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
@@ -31,27 +31,31 @@ def linear(
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [..., I] times weight [*O, I], plus bias [*O] → [..., *O].
+    """Returns x [..., I] times weight [*O, I], plus bias [*O], as [..., *O].
 
-    Weights keep their output axes in front: as fast as the other order for one row, faster for several. Of a quantised
-    weight the small numbers are multiplied by, and the result is scaled: so no array of the whole weight is made.
+    With output axes first, several rows are faster than with the other order, and one row is as fast. A quantised
+    weight is multiplied as whole numbers and the result is scaled, so that no full-width copy of the weight is made;
+    x is rounded to int8 if the weight has `outliers`.
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, Quantised):
-        # Before it is scaled, a result may be larger than float16 goes.
-        between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
-        y = linear(x, weight.values().astype(x.dtype), out_dtype=between)
-        scaled: jax.Array = (y * weight.scale.astype(between)).astype(out_dtype)
+        if weight.outliers is not None:
+            y = _int8_product(x, weight.packed, weight.outliers)
+        else:
+            # An unscaled result may exceed the range of float16.
+            between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
+            y = linear(x, weight.values().astype(x.dtype), out_dtype=between)
+        scaled: jax.Array = (y * weight.scale.astype(y.dtype)).astype(out_dtype)
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
     product = functools.partial(_product, out_dtype=out_dtype)
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
-        special["tpu"] = functools.partial(_alone, out_dtype=out_dtype)
+        special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype)
     if rows <= FEW_ROWS and x.dtype == jnp.float32:
         special["cpu"] = _few_rows
     elif x.dtype == weight.dtype == jnp.bfloat16:
-        special["cpu"] = functools.partial(_short_product, out_dtype=out_dtype)
+        special["cpu"] = functools.partial(_bfloat16_product, out_dtype=out_dtype)
     y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
@@ -64,8 +68,8 @@ def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array
     )
 
 
-def _alone(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """Returns the same product of one row on a TPU, see `filled`."""
+def _one_row(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Returns `_product` of one row on a TPU, see `filled`."""
     y = filled(functools.partial(_product, out_dtype=out_dtype), x.reshape(1, -1), weight)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
@@ -77,20 +81,64 @@ def filled(
 
     On a TPU, XLA computes a product of one row on the vector unit, and a product of several rows on the matrix unit. By
     the compiler's estimate the vector unit takes three to four times as long as reading the weight; by its final
-    schedule both units are as fast as the memory, and the matrix unit takes fewer cycles (docs/measurements.md). XLA
+    schedule both units are as fast as the memory, and the matrix unit takes fewer cycles (docs/laboratory.md). XLA
     fuses the zeros into the product. Copies of the row would need an array of their own, and a barrier to keep XLA from
     replacing them by one row.
     """
     axis = row.ndim - 2
-    spare = [(0, 0)] * axis + [(0, TPU_ROWS - 1), (0, 0)]
-    return jax.lax.slice_in_dim(product(jnp.pad(row, spare), other), 0, 1, axis=axis)
+    padding = [(0, 0)] * axis + [(0, TPU_ROWS - 1), (0, 0)]
+    return jax.lax.slice_in_dim(product(jnp.pad(row, padding), other), 0, 1, axis=axis)
 
 
-def _short_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """The same product of bfloat16 on a CPU, and its gradient.
+def _int8_product(x: jax.Array, packed: jax.Array, outliers: Outliers) -> jax.Array:
+    """Returns x [..., I], rounded to int8, times int8 numbers [*O, I], as float32[..., *O].
 
-    XLA has a fast kernel for it there, but only for two rows or more and only with float32 results: one row without
-    it takes ten times as long. So a row goes in twice, and results are rounded afterwards.
+    Integer sums are exact, so the result of a row depends neither on the other rows nor on their number.
+    """
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    count = rows.shape[0]
+    # A row has one scale, so a few large activations would leave few levels for the others. These few channels have a
+    # scale of their own, and a second row for what rounding leaves of them.
+    numbers, scale = _rounded(rows * outliers.rest)
+    large = rows[:, outliers.channels]
+    large_numbers, large_scale = _rounded(large)
+    # At most half a step is left: at most 127 in steps of 1 ÷ 254.
+    left = jnp.round((large / large_scale - large_numbers) * 254).astype(jnp.int8)
+    both = _int32_product(jnp.concatenate([large_numbers, left]), outliers.packed)
+    y = scale * _int32_product(numbers, packed) + large_scale * (both[:count] + both[count:] / 254)
+    return y.reshape(*x.shape[:-1], *packed.shape[:-1])
+
+
+def _rounded(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns rows float32[R, I] as int8[R, I] and scales float32[R, 1], not finite for a row that is not."""
+    scale = jnp.max(jnp.abs(rows), axis=-1, keepdims=True) / 127
+    scale = jnp.where(scale == 0, 1.0, scale)
+    return jnp.round(rows / scale).astype(jnp.int8), scale
+
+
+def _int32_product(rows: jax.Array, packed: jax.Array) -> jax.Array:
+    """Returns int8 rows [R, I] times int8 numbers [*O, I] as float32[R, O]."""
+    return int32_sums(rows, packed.reshape(-1, packed.shape[-1])).astype(jnp.float32)
+
+
+def int32_sums(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns int8 rows [R, I] times an int8 matrix [O, I] as int32[R, O].
+
+    On a CPU, XLA has a fast kernel for two rows or more and takes 30 times as long for one, so a single row is padded.
+    The barrier keeps XLA from removing the padding.
+    """
+    count = rows.shape[0]
+    if count == 1:
+        rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, 1), (0, 0))))
+    contract = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(rows, matrix, contract, preferred_element_type=jnp.int32)[:count]
+
+
+def _bfloat16_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Returns `_product` of bfloat16 on a CPU, differentiable.
+
+    XLA's fast kernel requires two rows or more and float32 results; without it one row takes ten times as long. So a
+    single row is duplicated, and the results are rounded afterwards.
     """
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
     if rows.shape[0] == 1:
@@ -103,7 +151,7 @@ def _short_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax
 
 @jax.custom_vjp
 def _float32_product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    """bfloat16 rows [R, I] times matrix [O, I] → float32[R, O]; the two products of its gradient are of bfloat16."""
+    """Returns bfloat16 rows [R, I] times matrix [O, I] as float32[R, O]; its gradient uses bfloat16 products."""
     return _product(rows, matrix, jnp.float32)
 
 
@@ -117,7 +165,7 @@ def _float32_product_backward(
     factors: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     rows, matrix = factors
-    # Without the barrier XLA would widen the factors, and multiply at half the speed.
+    # Without the barrier XLA would convert the factors to float32 and multiply at half the speed.
     rounded = jax.lax.optimization_barrier(cotangent.astype(rows.dtype))
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     of_rows = product(rounded, matrix, (((1,), (0,)), ((), ())))
@@ -129,13 +177,13 @@ _float32_product.defvjp(_float32_product_forward, _float32_product_backward)
 
 
 def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same product for one or a few float32 rows on a CPU, where decoding spends its time.
+    """Returns `_product` for one or a few float32 rows on a CPU, the common case of decoding.
 
-    For one row XLA has a kernel that streams the weights at memory speed, but only for plain matrices. For
-    several, its CPU library packs the right operand, and XLA makes that the weights: several rows then cost
-    2 to 3 times one. Here the weights are the left operand, kept there by the barrier, and only the few
-    rows are packed, which costs half as much (padded to the widths that its kernels like). Weights so
-    small that they stay in the processor's cache are streamed once a row instead.
+    For one row XLA has a kernel that reads the weights at memory speed, but only for plain matrices. For
+    several rows, its CPU library packs the right operand. XLA would make that the weights, and several rows would
+    cost 2 to 3 times one. Here the weights are the left operand, and only the rows are packed, which costs half as
+    much. The rows are padded to widths that have fast kernels. Weights that fit into the processor's cache are read
+    once per row instead.
     """
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
     count, precision = rows.shape[0], precision_of(x.dtype)
@@ -143,11 +191,12 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     if count == 1:
         y = jax.lax.dot_general(rows, matrix, contract, precision=precision)
     elif count <= 4 and matrix.size <= SMALL_WEIGHT:
-        # Without the barrier XLA would put the rows together again.
+        # Without the barrier XLA would merge the rows again.
         apart = [jax.lax.optimization_barrier(rows[i : i + 1]) for i in range(count)]
         each = [jax.lax.dot_general(row, matrix, contract, precision=precision) for row in apart]
         y = jnp.concatenate(each)
     else:
+        # The barrier keeps the weights on the left: XLA would else fold the transpose into the product.
         padded = 4 if count <= 4 else -(-count // 8) * 8
         rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
         y = jax.lax.dot_general(matrix, rows, contract, precision=precision)
@@ -157,19 +206,19 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @jax.named_scope("norm")
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] over its root mean square, taken in float32, times weight [..., D]."""
+    """Returns x [..., D] over its root mean square, computed in float32, times weight [..., D]."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight
 
 
 def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The cosine of the angle between vectors, float32[...] for x and y [..., D]; 0 where one is zero."""
+    """Returns the cosine similarity of x and y [..., D], float32[...]; 0 where one of them is zero."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
     return jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 
 
 def widened(values: jax.Array, width: int) -> jax.Array:
-    """Values [B, T, ...] with zeros behind them, [B, width, ...]."""
+    """Returns values [B, T, ...] padded with zeros to [B, width, ...]."""
     return jnp.pad(values, ((0, 0), (0, width - values.shape[1]), *[(0, 0)] * (values.ndim - 2)))

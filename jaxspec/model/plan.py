@@ -1,4 +1,4 @@
-"""Which sublayers a forward pass runs."""
+"""The plan of a forward pass: the sublayers that run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """A static plan: hashable, so a jitted function may be specialised to it; a pytree without leaves.
+    """A static plan: hashable, so a jitted function can be specialised to it; a pytree without leaves.
 
-    The other form of a plan is a traced bool array [L, 2], from `traced()`: one executable then serves
+    The other form of a plan is a traced bool array [L, 2], from `traced()`: one executable then runs
     every plan. In both, column 0 is attention, column 1 the MLP, and True means run.
 
     Attributes:
@@ -28,7 +28,7 @@ class LayerPlan:
     def skipping(
         cls, num_layers: int, attention: Collection[int] = (), mlp: Collection[int] = ()
     ) -> LayerPlan:
-        """All of `num_layers` layers but these 0-based attention and MLP sublayers.
+        """Returns the plan of `num_layers` layers without these 0-based attention and MLP sublayers.
 
         Raises:
           ValueError: a skipped layer is outside 0 … L − 1.
@@ -44,7 +44,7 @@ class LayerPlan:
 
     @classmethod
     def of(cls, run: np.ndarray) -> LayerPlan:
-        """The static form of bool[L, 2]."""
+        """Returns the static form of bool[L, 2]."""
         return cls(tuple((bool(attention), bool(mlp)) for attention, mlp in run))
 
     def __getitem__(self, layer: int) -> tuple[bool, bool]:
@@ -66,5 +66,5 @@ class LayerPlan:
         return tuple(layer for layer, (_, mlp) in enumerate(self.run) if not mlp)
 
     def traced(self) -> jax.Array:
-        """The plan as data, bool[L, 2]."""
+        """Returns the plan as an array, bool[L, 2]."""
         return jnp.asarray(self.run, bool)

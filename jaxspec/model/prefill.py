@@ -1,4 +1,4 @@
-"""Prompts through the model: right-padded, in chunks, so that one program serves every length in bounded memory."""
+"""Prefill: right-padded prompts in chunks, so that one program runs every length in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flax import struct
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Params, Tap
+from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.numerics import cosine
 
-# (what has been absorbed, features [B, T, F] at positions start[b] + t, the token after each int32[B, T], start
-# int32[B], how many count int32[B]) -> what has been absorbed
+# (drafter state, auxiliary hidden states [B, T, F] at positions start[b] + t, the token after each int32[B, T], start
+# int32[B], the number of valid ones int32[B]) -> drafter state
 Absorb = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], Any]
 
 
@@ -28,48 +28,61 @@ def run_prompts(
     length: jax.Array,
     cache: KVCache,
     chunk_size: int,
+    start: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Feeds right-padded prompts in chunks, so that memory is bounded by the chunk.
+    """Feeds right-padded prompts in chunks.
 
-    The number of chunks follows the longest prompt at run time: one executable serves every length. Where
-    the caller makes no use of the similarities, the compiler leaves them out.
+    The longest prompt decides the number of chunks at run time. If the caller does not use the similarities, the
+    compiler removes them.
 
     Args:
       config: the model.
       params: its parameters.
       tokens: int32[B, N], N a multiple of `chunk_size` and at most the cache's capacity.
-      length: int32[B], tokens of each prompt, at least 1.
-      cache: to be filled from slot 0.
-      chunk_size: how many positions are fed at once, static.
+      length: int32[B], the tokens of each prompt, at least 1.
+      cache: filled from slot start[b] on; it holds the positions before.
+      chunk_size: positions per chunk, static.
+      start: int32[B], the position of each row's first token to feed, below `length`; None for 0.
 
     Returns:
       hidden [B, D] of each row's last token, before the final norm.
-      similarities float32[B, L, 2]: of each attention (0) and MLP (1) sublayer, the mean over the prompt's
-        positions of the cosine between the residual stream before its norm and after its addition.
+      similarities float32[B, L, 2] of the attention (0) and MLP (1) sublayers: the cosine between the residual
+        stream before the sublayer's norm and after its addition, averaged over the positions fed.
       the cache.
     """
     state = start_prefill(config, params, length, cache)
-    stop = (jnp.max(length) + chunk_size - 1) // chunk_size
-    state = feed(config, params, tokens, length, state, jnp.int32(0), stop, chunk_size)
-    return state.hidden, state.similarities / length[:, None, None], state.cache
+    stop = num_chunks(length, start, chunk_size)
+    state = feed(config, params, tokens, length, state, jnp.int32(0), stop, chunk_size, start=start)
+    return state.hidden, state.similarities / num_fed(length, start)[:, None, None], state.cache
+
+
+def num_fed(length: jax.Array, start: jax.Array | None) -> jax.Array:
+    """Returns the number of tokens that a prefill feeds in each row, int32[B]; see `run_prompts`."""
+    return length if start is None else length - start
+
+
+def num_chunks(length: jax.Array, start: jax.Array | None, chunk_size: int) -> jax.Array:
+    """Returns the number of chunks of a prefill, an int32 scalar: the row with the most tokens to feed decides."""
+    return (jnp.max(num_fed(length, start)) + chunk_size - 1) // chunk_size
 
 
 @struct.dataclass
 class Prefilling:
-    """Prompts of which some chunks have been fed.
+    """The state of a prefill between chunks.
 
     Attributes:
-      hidden: [B, D], of each row's last token, before the final norm, once it has been fed.
+      hidden: [B, D], of each row's last token, before the final norm; valid once that token has been fed.
       similarities: float32[B, L, 2], see `run_prompts`, summed over the positions fed.
-      cache: holds the positions fed; None where it goes its own way.
-      feature: [B, F], the features of each row's last token, as `hidden`; None without taps.
-      absorbed: what was made of the features before it; None without taps, or where it goes its own way.
+      cache: contains the positions fed; None if the caller passes it separately.
+      aux_hidden_state: [B, F], the auxiliary hidden states of each row's last token; None without auxiliary layers.
+      absorbed: the drafter's state after the tokens before it. Without auxiliary layers, the part of an earlier text's
+        state with which the drafter continues, see `protocol.Prefill`. None for nothing, or if passed separately.
     """
 
     hidden: jax.Array
     similarities: jax.Array
     cache: Any
-    feature: jax.Array | None = None
+    aux_hidden_state: jax.Array | None = None
     absorbed: Any = None
 
 
@@ -78,17 +91,19 @@ def start_prefill(
     params: Params,
     length: jax.Array,
     cache: KVCache,
-    taps: tuple[Tap, ...] = (),
+    aux_layers: tuple[AuxLayer, ...] = (),
     absorbed: Any = None,
 ) -> Prefilling:
-    """Prompts of length int32[B] of which nothing has been fed, and a cache to be filled from slot 0.
+    """Returns the state before the first chunk of prompts of length int32[B].
 
-    `absorbed`: what `absorb` of `feed` is to begin with.
+    `absorbed` is the drafter's initial state, see `absorb` of `feed`.
     """
     cache = dataclasses.replace(cache, rope_length=length)
     last = jnp.zeros((length.shape[0], config.hidden_size), params["embed"].dtype)
     similarities = jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32)
-    return Prefilling(last, similarities, cache, jnp.tile(last, len(taps)) if taps else None, absorbed)
+    return Prefilling(
+        last, similarities, cache, jnp.tile(last, len(aux_layers)) if aux_layers else None, absorbed
+    )
 
 
 def feed(
@@ -100,43 +115,50 @@ def feed(
     first: jax.Array,
     stop: jax.Array,
     chunk_size: int,
-    taps: tuple[Tap, ...] = (),
+    aux_layers: tuple[AuxLayer, ...] = (),
     absorb: Absorb | None = None,
+    start: jax.Array | None = None,
 ) -> Prefilling:
-    """Feeds the chunks from number `first` up to number `stop`, int32 scalars; see `run_prompts`.
+    """Feeds the chunks `first` to `stop` − 1, int32 scalars, of each row's tokens from `start` on; see `run_prompts`.
 
-    What a chunk computes does not depend on how many are fed in one call. With `taps`, `absorb` is handed the features
-    of each chunk with the prompt's tokens after them; those of a prompt's last token, which the next token is yet to
-    follow, stay in the state.
+    The result of a chunk does not depend on the number of chunks per call. With `aux_layers`, `absorb` is called on the
+    auxiliary hidden states of each chunk and the prompt tokens that follow them. Those of a prompt's last token stay in
+    the state, because the token after it does not exist yet.
     """
     batch = tokens.shape[0]
-    following = jnp.roll(tokens, -1, axis=1) if taps else tokens
+    # A head reads each hidden state together with the token after it.
+    following = jnp.roll(tokens, -1, axis=1) if aux_layers else tokens
+
+    # A chunk must not reach past the last slot. It then begins earlier, and feeds some tokens again.
+    last_begin = tokens.shape[1] - chunk_size
 
     def feed_piece(carry: tuple[jax.Array, Prefilling]) -> tuple[jax.Array, Prefilling]:
         index, state = carry
-        begin = index * chunk_size
-        fed = jax.lax.dynamic_slice_in_dim(tokens, begin, chunk_size, axis=1)
-        start = jnp.full(batch, begin, jnp.int32)
+        new = jnp.full(batch, index * chunk_size, jnp.int32) + (0 if start is None else start)
+        begin = new if start is None else jnp.minimum(new, last_begin)
+        columns = begin[:, None] + jnp.arange(chunk_size)
+        fed = jnp.take_along_axis(tokens, columns, axis=1)
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
-        hidden, features, cache = llama.run_tapped(
-            config, params, llama.embed(params, fed), start, state.cache, taps, watch=watch
+        hidden, aux_hidden_states, cache = llama.run_with_aux(
+            config, params, llama.embed(params, fed), begin, state.cache, aux_layers, watch=watch
         )
-        real = begin + jnp.arange(chunk_size)[None] < length[:, None]
+        # Padding must not count in the means, and no token twice.
+        real = (columns < length[:, None]) & (columns >= new[:, None])
         of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
         sums = state.similarities + of_piece.reshape(state.similarities.shape)
-        offset = length - 1 - begin
+        offset = length - 1 - begin  # of each row's last token, within this chunk or not
 
         def last(of_piece: jax.Array, before: jax.Array) -> jax.Array:
             at = jnp.clip(offset, 0, chunk_size - 1)[:, None, None]
             here = jnp.take_along_axis(of_piece, at, axis=1)[:, 0]
             return jnp.where(((offset >= 0) & (offset < chunk_size))[:, None], here, before)
 
-        feature, absorbed = state.feature, state.absorbed
-        if features is not None and feature is not None and absorb is not None:
-            after = jax.lax.dynamic_slice_in_dim(following, begin, chunk_size, axis=1)
-            absorbed = absorb(absorbed, features, after, start, jnp.clip(offset, 0, chunk_size))
-            feature = last(features, feature)
-        return index + 1, Prefilling(last(hidden, state.hidden), sums, cache, feature, absorbed)
+        aux_hidden_state, absorbed = state.aux_hidden_state, state.absorbed
+        if aux_hidden_states is not None and aux_hidden_state is not None and absorb is not None:
+            after = jnp.take_along_axis(following, columns, axis=1)
+            absorbed = absorb(absorbed, aux_hidden_states, after, begin, jnp.clip(offset, 0, chunk_size))
+            aux_hidden_state = last(aux_hidden_states, aux_hidden_state)
+        return index + 1, Prefilling(last(hidden, state.hidden), sums, cache, aux_hidden_state, absorbed)
 
     return jax.lax.while_loop(lambda carry: carry[0] < stop, feed_piece, (first, state))[1]

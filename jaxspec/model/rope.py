@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the scalings that Llama checkpoints use."""
+"""Rotary position embeddings (Su et al. 2021), with the scalings of Llama checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxspec.model.config import LlamaConfig
 
 
 def _frequencies(config: LlamaConfig, length: jax.Array) -> jax.Array:
-    """Radians a position, [*length.shape or broadcastable, hd/2]; `length` matters to dynamic scaling only."""
+    """Returns radians per position, [*length.shape or broadcastable, hd/2]; only dynamic scaling reads `length`."""
     dim, scaling = config.head_dim, config.rope_scaling
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     if scaling is not None and scaling.kind == "dynamic":
@@ -34,10 +34,10 @@ def _frequencies(config: LlamaConfig, length: jax.Array) -> jax.Array:
 
 @jax.named_scope("rope")
 def tables(config: LlamaConfig, positions: jax.Array, rope_length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32[B, T, hd/2] each, for positions int32[B, T] and rope_length int32[B].
+    """Returns cosine and sine, float32[B, T, hd/2] each, for positions int32[B, T] and rope_length int32[B].
 
-    Dynamic scaling rotates the token at position p for a text of max(rope_length, p + 1) tokens, which is
-    what a cached decoder that was prefilled with `rope_length` tokens does.
+    Dynamic scaling rotates the token at position p for a text of max(rope_length, p + 1) tokens, as a decoder
+    with a cache does after a prefill of `rope_length` tokens.
     """
     length = jnp.maximum(rope_length[:, None], positions + 1)
     angles = positions[..., None].astype(jnp.float32) * _frequencies(config, length)
@@ -46,7 +46,7 @@ def tables(config: LlamaConfig, positions: jax.Array, rope_length: jax.Array) ->
 
 @jax.named_scope("rope")
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [B, T, ..., hd]: its first half against its second, as Hugging Face checkpoints expect."""
+    """Rotates x [B, T, ..., hd], its first half against its second as in Hugging Face checkpoints."""
     middle = (1,) * (x.ndim - 3)
     cos = cos.reshape(*cos.shape[:2], *middle, -1)
     sin = sin.reshape(*sin.shape[:2], *middle, -1)

@@ -1,16 +1,17 @@
-"""Where arrays live on a mesh: logical axes, and the rules that map them to mesh axes.
+"""Sharding of arrays over a mesh: logical axes, and the rules that map them to mesh axes.
 
-A mesh has the axes `data` (rows of a batch) and `model` (heads, MLP width, vocabulary); either may be 1.
-An axis that does not divide evenly is replicated.
+A mesh has the axes `data` (rows of a batch) and `model` (heads, MLP width, vocabulary); either may have size 1.
+An array axis that does not divide evenly is replicated.
 
-Where there are more places along `model` than key/value heads, each place holds one of these and an equal part of its
-query heads: `spread_config` says how many copies of each head that takes, and parameters are loaded, or made by
-`with_copies`, so. A copy costs its part of the keys' and values' weights and of the cache; all else is held once.
+If `model` has more devices than there are key/value heads, each device holds a copy of one head for an equal part of
+its query heads. `spread_config` computes the number of copies; `with_copies` or the loader makes them. Only the weights
+of keys and values and the cache are copied.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
-from jaxspec.model.quantised import shardings_for
+from jaxspec.model.quantisation import shardings_for
 
 RULES = {"batch": "data", "kv_heads": "model", "heads": "model", "mlp": "model", "vocab": "model"}
 
@@ -47,12 +48,12 @@ _CACHE_AXES = ("batch", "kv_heads", None, None)
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with axes of type Auto: the loop leaves the spreading of what it computes to the compiler."""
+    """Returns the mesh with axes of type Auto: the compiler chooses the shardings inside the loop."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding of an array of this shape with these logical axes."""
+    """Returns the sharding of an array of this shape with these logical axes."""
     axes = []
     for name, size in zip(logical, shape, strict=True):
         axis = RULES.get(name) if name is not None else None
@@ -61,7 +62,7 @@ def placed(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) 
 
 
 def shared_out(mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """The mesh's axis, or None, by which each axis of a parameter of this name is cut; all None for other arrays."""
+    """Returns the mesh axis, or None, of each axis of the parameter of this name; all None for other arrays."""
     logical = _LOGICAL_AXES.get(name, ())
     if len(logical) != len(shape):
         return (None,) * len(shape)
@@ -70,12 +71,12 @@ def shared_out(mesh: Mesh, name: str, shape: tuple[int, ...]) -> tuple[str | Non
 
 
 def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
-    """A sharding per parameter, in the tree of `llama.param_shapes`."""
+    """Returns a sharding per parameter, in the tree of `llama.param_shapes`."""
 
     def leaf(path: Any, shape: tuple[int, ...]) -> NamedSharding:
         name = path[-1].key
         logical = _LOGICAL_AXES[name]
-        # The product of `out` contracts over heads: it may only be cut where whole groups are.
+        # `out` contracts over heads, so it is divided only if the groups of `qkv` are.
         if name == "out" and config.held_kv_heads % mesh.shape.get("model", 1):
             logical = (None, None)
         return placed(mesh, logical, shape)
@@ -85,9 +86,9 @@ def param_shardings(mesh: Mesh, config: LlamaConfig) -> Params:
 
 
 def spread_config(mesh: Mesh, config: LlamaConfig) -> LlamaConfig:
-    """The configuration with as many copies of each key/value head as the places along `model` take.
+    """Returns the configuration with the number of copies of each key/value head that the axis `model` requires.
 
-    Where query heads do not share out equally, there are none, and each device has the attention whole.
+    If the query heads do not divide equally, there is one copy, and each device computes the whole attention.
 
     Examples:
       >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
@@ -102,7 +103,7 @@ def spread_config(mesh: Mesh, config: LlamaConfig) -> LlamaConfig:
 
 
 def left_whole(mesh: Mesh, config: LlamaConfig) -> dict[str, bool]:
-    """What a mesh should spread along `model`, by its words for a message, and whether each device has it whole."""
+    """Returns whether each dimension that should be divided along `model` is replicated, by its name in messages."""
     places = mesh.shape.get("model", 1)
     heads = f"the {config.num_heads} query heads of {config.num_kv_heads} key/value heads"
     sizes = {
@@ -114,7 +115,7 @@ def left_whole(mesh: Mesh, config: LlamaConfig) -> dict[str, bool]:
 
 
 def with_copies(config: LlamaConfig, params: Params) -> Params:
-    """Parameters as `config` holds them, of such with each key/value head once; `param_shardings` says where to."""
+    """Returns parameters with `config.kv_copies` copies of each key/value head, from parameters with one."""
     group = config.plain.group_size
 
     def copied(leaf: jax.Array) -> jax.Array:
@@ -128,7 +129,7 @@ def with_copies(config: LlamaConfig, params: Params) -> Params:
 
 
 def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
-    """A model made in memory, each key/value head once, spread over a mesh as `load` would: what it is, and where.
+    """Shards a model in memory, with one copy of each key/value head, as `load` would; returns config and parameters.
 
     Examples:
       >>> from jaxspec.model.llama import init_params
@@ -146,7 +147,7 @@ def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig
 
 
 def without_copies(config: LlamaConfig, params: Params) -> Params:
-    """Parameters with each key/value head once, of such as `config` holds them; the way back from `with_copies`."""
+    """Returns parameters with one copy of each key/value head; the inverse of `with_copies`."""
     group = config.group_size
 
     def once(leaf: jax.Array) -> jax.Array:
@@ -159,18 +160,19 @@ def without_copies(config: LlamaConfig, params: Params) -> Params:
 
 
 def _grouped(num_heads: int, queries: jax.Array, others: jax.Array) -> jax.Array:
-    """The leaf of these heads [KV, copies, ·, hd, ...]: of each key/value head its queries, its key and its value."""
+    """Joins queries, and keys with values, [KV, copies, ·, hd, ...] to a leaf as in `llama.param_shapes`."""
     joined = jnp.concatenate([queries, others], axis=2)
     return joined.reshape(num_heads, -1, *joined.shape[4:])
 
 
 def _attentions(config: LlamaConfig, params: Params, change: Callable[[jax.Array], jax.Array]) -> Params:
-    """The parameters with the leaves changed that hold key/value heads, where there are copies of these."""
+    """Returns the parameters with `change` applied to the leaves of key/value heads, if there are copies."""
     if config.kv_copies == 1:
         return params
 
     def leaf(path: Any, array: jax.Array) -> jax.Array:
-        names = {getattr(key, "key", None) for key in path}  # a quantised leaf is two arrays
+        # The whole path, because a quantised weight has two leaves below its name.
+        names = {getattr(key, "key", None) for key in path}
         return change(array) if names & {"qkv", "qkv_bias"} else array
 
     changed: Params = jax.tree.map_with_path(leaf, params)
@@ -178,7 +180,7 @@ def _attentions(config: LlamaConfig, params: Params, change: Callable[[jax.Array
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
-    """A sharding per array of a state: rows over `data`, a cache's heads over `model` too."""
+    """Returns a sharding per array of a state: rows over `data`, and heads of a cache over `model`."""
 
     def rows(leaf: Any) -> Any:
         return placed(mesh, ("batch",) + (None,) * (leaf.ndim - 1), leaf.shape)
@@ -193,10 +195,10 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
 
 def put(tree: Any, where: Any) -> Any:
-    """As `jax.device_put`, and on a mesh of several processes each of them fills its own devices.
+    """Works as `jax.device_put`; on a mesh of several processes each process fills its own devices.
 
     Args:
-      tree: arrays, the same in each process; nothing is sent between them to find out.
+      tree: arrays, equal in all processes; this is not checked.
       where: a device, a sharding, or a tree of shardings.
     """
     wheres = jax.tree.leaves(where)
@@ -219,16 +221,46 @@ def _put_leaf(leaf: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
 
+def filled(
+    where: Sharding, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """Returns an array that is read shard by shard to its devices: the host holds one shard at a time.
+
+    Args:
+      where: the sharding. Each process reads only the shards of its own devices.
+      shape: shape of the array.
+      read: returns the host array of an index, in the dtype of the result; not called again for a replica of a shard.
+
+    Examples:
+      >>> where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+      >>> filled(where, (2, 3), lambda index: np.ones((4, 3), np.float32)[index]).shape
+      (2, 3)
+    """
+    indices = where.addressable_devices_indices_map(shape)
+    shards, host, held = [], None, ""
+    for device in sorted(
+        indices, key=lambda device: str(indices[device])
+    ):  # replicas of a shard are neighbours
+        index = indices[device]
+        index = (slice(None),) * len(shape) if index is None else index
+        if host is None or str(index) != held:
+            host, held = read(index), str(index)
+        # Transfers are asynchronous; without waiting, host copies accumulate.
+        shards.append(jax.block_until_ready(jax.device_put(host, device)))
+        # JAX releases the host arrays of finished transfers at a garbage collection, such as this cheap one.
+        gc.collect(0)
+    return jax.make_array_from_single_device_arrays(shape, where, shards)
+
+
 def local(device: jax.Device) -> jax.Device:
-    """Where a process makes what is then put on a mesh: the mesh's first device, if it is of this process, else the
-    first that is."""
+    """Returns `device`, the first of a mesh, if it belongs to this process, else the first device that does."""
     return device if device.process_index == jax.process_index() else jax.local_devices()[0]
 
 
 def fetched(tree: Any) -> Any:
-    """As `jax.device_get`, and on a mesh of several processes each of them gets the whole arrays.
+    """Works as `jax.device_get`; on a mesh of several processes each process gets the whole arrays.
 
-    Every process must call this, at the same place.
+    All processes must call this function in the same order.
     """
     leaves, structure = jax.tree.flatten(tree)
     cut = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _readable(leaf)]

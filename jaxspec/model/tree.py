@@ -1,7 +1,7 @@
-"""Trees of draft tokens: which rows of a verification see each other, where they stand, and paths through them.
+"""Trees of draft tokens: visibility, positions and paths of the rows of a verification.
 
-R rows: row 0 is the pending token, row i + 1 draft token i, a node. Rows lie one after the other in the cache, from the
-pending token's slot on; a row's *position*, by which it is rotated, is the pending token's plus its depth.
+A tree has R rows: row 0 is the pending token, row i + 1 is draft token i, a node. Rows have consecutive cache slots
+from the pending token's on. A row's *position*, by which it is rotated, is the pending token's plus the row's depth.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flax import struct
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A tree that is the same in all rows and rounds.
+    """A static tree, the same for all rows of a batch and all rounds.
 
     Attributes:
-      parents: by node: the node that it follows, an earlier one, or −1 for the pending token.
-      ranks: by node: which of the likely tokens after that one it is, from 0; () where nobody asks.
+      parents: the parent of each node, an earlier node, or −1 for the pending token.
+      ranks: the rank of each node among the top-k tokens after its parent, from 0; () if unused.
 
     Raises:
-      ValueError: a node does not stand after the one that it follows.
+      ValueError: a node does not come after its parent, or the numbers of parents and ranks differ.
 
     Examples:
       >>> shape = Shape((-1, -1, 0, 2), (0, 1, 0, 0))
@@ -48,7 +48,7 @@ class Shape:
 
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
-        """By node: how many tokens it stands after the pending one, from 1."""
+        """The depth of each node, from 1: its distance from the pending token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -61,34 +61,34 @@ class Shape:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """N, the number of nodes."""
         return len(self.parents)
 
     @property
     def most_siblings(self) -> int:
-        """The most nodes that follow the same one."""
+        """The largest number of nodes with the same parent."""
         return max(map(self.parents.count, self.parents), default=0)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """Whether the parent of each node is the node before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
 
-# A tree of all rows of a batch, or of each: int32[B, N], by node the one that it follows, −1 for the pending token.
+# One tree for all rows of a batch, or the parents of the nodes in each, int32[B, N]; −1 is the pending token.
 Parents = Shape | jax.Array
 
 
 @struct.dataclass
 class Tree:
-    """The tree of each row of a batch, or some rows of it; the first axis is 1 where all have the same.
+    """The tree of each row of a batch, or T consecutive rows of it; B is 1 if all trees are equal.
 
     Attributes:
-      parent: int32[B, T], the row before each; that of row 0 is 0.
-      depth: int32[B, T], how many rows before each, 0 to the depth of the tree.
-      behind: bool[B, T, R], whether row j of the whole tree is row i or on the path to it.
-      depths: int32[B, R], of the whole tree.
-      begin: which row of the whole tree is the first of these, static.
+      parent: int32[B, T], the parent row of each row; that of row 0 is 0.
+      depth: int32[B, T], the depth of each row, 0 for row 0.
+      behind: bool[B, T, R], whether row j of the whole tree is row i or an ancestor of it.
+      depths: int32[B, R], the depths of all rows of the whole tree.
+      begin: the index in the whole tree of the first of these rows, static.
 
     Examples:
       >>> tree = Tree.of(Shape((-1, -1, 0)), most=2)
@@ -104,12 +104,12 @@ class Tree:
 
     @classmethod
     def of(cls, parents: Parents, most: int) -> Tree:
-        """Returns the tree of N nodes, each after those it follows, of depth `most` or less."""
-        nodes = jnp.array([parents.parents], jnp.int32) if isinstance(parents, Shape) else parents
-        parent = jnp.pad(nodes + 1, ((0, 0), (1, 0)))
+        """Returns the tree of N nodes, each after its parent; `most` is at least its depth."""
+        parent = jnp.pad(as_array(parents) + 1, ((0, 0), (1, 0)))
         rows = jnp.arange(parent.shape[1])
         at = jnp.broadcast_to(rows, parent.shape)
         depth, behind = jnp.zeros_like(parent), at[..., None] == rows
+        # Each iteration moves one step up from every row at once and marks the ancestor reached.
         for _ in range(most):
             depth += at > 0
             at = jnp.take_along_axis(parent, at, axis=1)
@@ -118,7 +118,7 @@ class Tree:
 
     @classmethod
     def block(cls, count: int) -> Tree:
-        """Returns `count` rows one after the other that all see each other: no tree, but told in its words.
+        """Returns `count` rows at consecutive positions that all see each other: a block, in the form of a tree.
 
         Examples:
           >>> Tree.block(3).behind.all().item(), Tree.block(3).positions(jnp.array([7])).tolist()
@@ -128,40 +128,52 @@ class Tree:
         return cls(jnp.maximum(place - 1, 0), place, jnp.ones((1, count, count), bool), place)
 
     def rows(self, begin: int, count: int) -> Tree:
-        """Returns some of a whole tree's rows; the others are in the cache, as far as these see them."""
+        """Returns `count` rows of a whole tree; the cache must contain the other rows that these see."""
         cut = slice(begin, begin + count)
         return Tree(self.parent[:, cut], self.depth[:, cut], self.behind[:, cut], self.depths, begin)
 
     def positions(self, start: jax.Array) -> jax.Array:
-        """Returns where each row stands, int32[B, T], the first of them in slot `start`, int32[B]."""
+        """Returns the position of each row, int32[B, T]; `start`, int32[B], is the slot of the first."""
         return start[:, None] - self.begin + self.depth
 
     def visible(self, start: jax.Array, slots: int, window: int | None) -> jax.Array:
-        """Returns which of a cache's slots each row sees, bool[B, T, slots].
+        """Returns the mask of the cache slots that each row sees, bool[B, T, slots].
 
         Args:
           start: int32[B], the slot of the first row.
-          slots: of a row of the cache.
-          window: how many latest positions are seen, None for all.
+          slots: the cache's capacity.
+          window: the attention window in positions, None for all.
         """
         batch, rows = start.shape[0], self.depths.shape[1]
         depth, behind, depths = (
             jnp.broadcast_to(of, (batch, *of.shape[1:])) for of in (self.depth, self.behind, self.depths)
         )
-        # By slot: how far it is from that of row 0.
+        # The distance of each slot from that of row 0: below 0 the committed text, then the rows of the tree.
         offset = jnp.arange(slots)[None] - (start - self.begin)[:, None]
         of_row = jnp.clip(offset, 0, rows - 1)
         within = (offset >= 0) & (offset < rows)
+        # A row sees all of the committed text, and in the tree its ancestors only.
         on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2) & within[:, None]
         mask = (offset < 0)[:, None] | on_path
         if window is None:
             return mask
+        # A window counts positions, and the position of a tree's row follows its depth, not its slot.
         place = jnp.where(within, jnp.take_along_axis(depths, of_row, axis=1), offset)
         return mask & (depth[:, :, None] - place[:, None] < window)
 
 
+def as_array(parents: Parents) -> jax.Array:
+    """Returns the parents of the nodes, int32[B, N]; [1, N] for a `Shape`.
+
+    Examples:
+      >>> as_array(Shape(parents=(-1, -1, 0))).tolist()
+      [[-1, -1, 0]]
+    """
+    return jnp.array([parents.parents], jnp.int32) if isinstance(parents, Shape) else parents
+
+
 def along(rows: jax.Array, path: jax.Array) -> jax.Array:
-    """Returns what [B, R, ...] holds of the rows of a path int32[B, P], in its order, [B, P, ...].
+    """Returns the entries of rows [B, R, ...] along a path int32[B, P], in its order, [B, P, ...].
 
     Examples:
       >>> along(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 2]])).tolist()

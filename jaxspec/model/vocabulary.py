@@ -1,7 +1,7 @@
-"""The part of a vocabulary among which a draft chooses: FR-Spec (Zhao et al. 2025) and VocabTrim (Goel et al. 2025).
+"""A reduced vocabulary for drafts: FR-Spec (Zhao et al. 2025) and VocabTrim (Goel et al. 2025).
 
-A head over N tokens costs N ÷ V of the whole one. A draft's law q is then 0 outside these tokens, which no acceptor
-minds: the text keeps the target's law, whose head is whole.
+A head over N tokens costs N ÷ V of the whole one. The draft's distribution q is 0 outside these tokens. Every acceptor
+allows that, and the text follows the target's distribution, because the target's head is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.model.quantised import Quantised
+from jaxspec.model.quantisation import Quantised
 
 
 @struct.dataclass
@@ -18,9 +18,9 @@ class Vocabulary:
     """N of a model's tokens, and their rows of its head.
 
     Attributes:
-      head: [N, D], the rows; None where they lie in the several heads of a draft.
-      ids: int32[N], the tokens: rising, so that among equals the same is first as in the whole vocabulary.
-      size: V, tokens of the whole vocabulary, static.
+      head: [N, D], the rows; None if a draft has several heads of its own.
+      ids: int32[N], the tokens, rising, so that ties are broken as in the whole vocabulary.
+      size: V, the size of the whole vocabulary, static.
 
     Examples:
       >>> few = Vocabulary(jnp.ones((2, 4)), jnp.array([3, 5]), size=7)
@@ -33,6 +33,6 @@ class Vocabulary:
     size: int = struct.field(pytree_node=False)
 
     def spread(self, log_probs: jax.Array) -> jax.Array:
-        """Returns the log-probabilities of all tokens [..., V] from those of these [..., N]: −inf for the others."""
+        """Returns log-probabilities [..., V] from those of the reduced vocabulary [..., N]; −inf for other tokens."""
         nothing = jnp.full((*log_probs.shape[:-1], self.size), -jnp.inf, log_probs.dtype)
         return nothing.at[..., self.ids].set(log_probs, indices_are_sorted=True, unique_indices=True)

@@ -1,10 +1,10 @@
-"""Checks for drafters, also those of other packages: small models, a slow reference, and the contracts.
+"""Contract checks for drafters, including those of other packages, with small models and a slow reference.
 
     from jaxspec.testing import check_drafter
     check_drafter(MyDrafter(num_draft_tokens=4))
 
 `models` has small Llama models with random weights, `reference` a decoder without a cache, `loop` the compiled loop
-without the engine, `laws` the enumerated law of a model's texts, and `contracts` what every drafter must keep.
+without the engine, `distributions` enumerated distributions of texts, and `contracts` the contracts of every drafter.
 """
 
 from jaxspec.testing.contracts import check_drafter

@@ -1,7 +1,6 @@
-"""The contracts of a drafter, each a function that raises an AssertionError where it is broken.
+"""The contracts of a drafter, as functions that raise an AssertionError if the contract is broken.
 
-`check_drafter` checks all of them. The project's own suite, `tests/test_conformance.py`, is these functions over every
-drafter, stop rule and acceptor.
+`check_drafter` checks all of them. `tests/core/test_conformance.py` runs them on every drafter, stop rule and acceptor.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import numpy as np
 from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts
-from jaxspec.drafting.autoregressive import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
-from jaxspec.sampling import Greedy, Law, Sampling, seed_key
-from jaxspec.testing import laws, reference
+from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
+from jaxspec.testing import distributions, reference
 from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds, view
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
-# Ragged: prompts and budgets of different lengths, and one that repeats itself.
+# Prompts and budgets of different lengths; the last prompt repeats itself.
 PROMPTS = ((1, 2, 3), (5,), (7, 1, 7, 1, 7, 1, 7, 2))
 BUDGETS = (12, 9, 14)
 DRAWS = 1500
-# A vocabulary so small that every text can be enumerated.
+# A vocabulary of four tokens, so that all texts can be enumerated.
 FOUR = dataclasses.replace(
     TARGET, vocab_size=4, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=1
 )
@@ -42,7 +41,7 @@ ACCEPTORS: dict[str, Callable[[], Acceptor]] = {
     "block": BlockAcceptor,
     "coupled": CoupledAcceptor,
 }
-# The target's config → a drafter and its parameters, None for a drafter without.
+# Maps the target's config to a drafter and its parameters, None for a drafter without parameters.
 MakeDrafter = Callable[[LlamaConfig], tuple[Drafter, Any]]
 
 
@@ -55,16 +54,17 @@ def check_drafter(
     """Checks every contract of a drafter on small models; about a minute per acceptor on a CPU.
 
     Args:
-      make: a drafter that fits every model, or what makes one and its parameters for a target's config.
-      config: the target of all checks except that of the sampling distribution, whose vocabulary has four tokens.
+      make: a drafter that works with every model, or a function that makes a drafter and its parameters for a target's
+        config.
+      config: the target of all checks except `check_sampled_distribution`, whose vocabulary has four tokens.
       acceptors: names among greedy, rejection, block and coupled.
       report: called with the name of each check before it begins.
 
     Raises:
-      AssertionError: a contract is broken; the message says which, and how it shows.
+      AssertionError: a contract is broken; the message names it and the failing example.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_drafter(NGram(num_draft_tokens=3), acceptors=["greedy"])
     """
     small = dataclasses.replace(FOUR, num_layers=config.num_layers)
@@ -77,17 +77,20 @@ def check_drafter(
             report(f"{check_seeded_text.__name__}, {name} acceptor")
             check_seeded_text(loop)
         if name != "greedy":
-            report(f"check_sampled_law, {name} acceptor")
-            check_sampled_law(functools.partial(drafter_loop, make, name, small))
+            report(f"check_sampled_distribution, {name} acceptor")
+            check_sampled_distribution(functools.partial(drafter_loop, make, name, small))
 
 
 def drafter_loop(
-    make: Drafter | MakeDrafter, acceptor: str, config: LlamaConfig = TARGET, law: Law | None = None
+    make: Drafter | MakeDrafter,
+    acceptor: str,
+    config: LlamaConfig = TARGET,
+    distribution: Distribution | None = None,
 ) -> Loop:
     """Returns the loop of a drafter on a small model; see `check_drafter`.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> drafter_loop(NGram(num_draft_tokens=3), "greedy").parts.acceptor
       GreedyAcceptor()
     """
@@ -95,41 +98,43 @@ def drafter_loop(
     own = None
     if not isinstance(make, Drafter):
         drafter, own = make(config)
-    if law is None:
-        law = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
-    parts = Parts(drafter, ACCEPTORS[acceptor](), law)
-    # Python's numbers become arrays, so that another number is of the same type.
+    if distribution is None:
+        distribution = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
+    parts = Parts(drafter, ACCEPTORS[acceptor](), distribution)
+    # Python numbers become arrays, so that other values have the same type and compile nothing.
     parts = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), parts)
     return Loop(parts, Weights(params(config), own), config)
 
 
 @functools.partial(jax.jit, static_argnames="draws")
 def propose(parts: Parts, weights: Weights, state: DecodeState, draws: int) -> tuple[Proposal, Any]:
-    """Returns the proposals and the caches of many draws from one state, [draws, B, ...].
+    """Returns the proposals and caches of many calls of `propose` from one state, [draws, B, ...].
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
       >>> state, _ = loop.begin(PROMPTS, BUDGETS)
       >>> proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
       >>> proposal.tokens.shape
       (1500, 3, 3)
     """
-    view = View(state.tokens, state.length, state.cache, room=jnp.full_like(state.length, 99))
+    view = View(state.tokens, state.length, state.cache, budget=jnp.full_like(state.length, 99))
     keys = jax.random.split(seed_key(9), (draws, len(state.length)))
 
     def once(keys: jax.Array) -> tuple[Proposal, Any]:
-        proposal, _, cache = parts.drafter.propose(keys, weights, state.drafter_state, view, parts.law)
+        proposal, _, cache = parts.drafter.propose(
+            keys, weights, state.drafter_state, view, parts.distribution
+        )
         return proposal, cache
 
     return jax.vmap(once)(keys)
 
 
 def check_loan(loop: Loop) -> None:
-    """`propose` leaves what the target's cache has committed as it was, to the bit.
+    """Checks that `propose` does not change a bit of the committed slots of the target's cache.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_loan(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
@@ -145,16 +150,16 @@ def check_loan(loop: Loop) -> None:
 
 
 def check_log_probs(loop: Loop) -> None:
-    """Draft tokens come as often as the proposal's `log_probs` say, for every row, place and token.
+    """Checks that the frequencies of draft tokens agree with the proposal's `log_probs`, for every row and place.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_log_probs(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
     proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
     if proposal.log_probs is None:
-        # Every token is certain: another draw must give the same.
+        # Point masses: another call with other keys must give the same tokens.
         tokens, count = np.asarray(proposal.tokens), np.asarray(proposal.count)
         assert (count == count[:1]).all(), (
             "a drafter without log_probs must propose the same number each time"
@@ -166,23 +171,23 @@ def check_log_probs(loop: Loop) -> None:
     probs = np.exp(np.asarray(proposal.log_probs, np.float64))
     for row, place in itertools.product(range(len(PROMPTS)), range(probs.shape[2])):
         tokens = np.asarray(proposal.tokens)[:, row, place]
-        there = (np.asarray(proposal.count)[:, row] > place) & (tokens >= 0)  # of a tree, places may be empty
+        there = (np.asarray(proposal.count)[:, row] > place) & (tokens >= 0)  # nodes of a tree may be empty
         where = f"row {row}, draft token {place}"
-        assert place > 0 or there.all(), f"{where}: nothing is drafted although there is room"
+        assert place > 0 or there.all(), f"{where}: no token is drafted although the budget is not 0"
         q = probs[there, row, place]
         assert np.allclose(q.sum(axis=-1), 1, atol=1e-5), f"{where}: the probabilities do not sum to 1"
         drawn = np.eye(q.shape[1])[tokens[there]]
         assert (drawn[q == 0] == 0).all(), f"{where}: a token of probability 0 was drawn"
         spread = np.sqrt((q * (1 - q)).sum(axis=0)) + 1
         off = np.abs((drawn - q).sum(axis=0) / spread).max()
-        assert off < 4.5, f"{where}: tokens are drawn from another law than log_probs ({off:.1f} deviations)"
+        assert off < 4.5, f"{where}: draft tokens do not follow log_probs ({off:.1f} standard deviations)"
 
 
 def check_no_recompilation(loop: Loop) -> None:
-    """Another prompt, length, budget, seed, number, end of text, limit of rounds or halted row compiles nothing.
+    """Checks that other prompts, budgets, seeds, numbers, ends of text, round limits and halted rows compile nothing.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_no_recompilation(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
@@ -202,10 +207,10 @@ def _changed(leaf: Any) -> jax.Array:
 
 
 def check_params_are_arguments(loop: Loop) -> None:
-    """No parameter is a constant of the program: the largest constant is smaller than the smallest matrix.
+    """Checks that no parameter is a constant of the program: all constants are smaller than the smallest matrix.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_params_are_arguments(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     state, _ = loop.begin(PROMPTS, BUDGETS)
@@ -213,14 +218,14 @@ def check_params_are_arguments(loop: Loop) -> None:
     traced = run_rounds.trace(loop.config, *arguments, window=CAPACITY)
     batch, config = len(PROMPTS), loop.config
     ended = jnp.zeros((batch, config.hidden_size)), jnp.ones((batch, config.num_layers, 2))
-    tapped, absorbed = decoding.tapped_drafter(loop.parts), None
-    if tapped is not None:
-        absorbed = tapped.begin(loop.weights, state.length, state.capacity, state.cache.merged)
+    aux_drafter, absorbed = decoding.aux_drafter_of(loop.parts), None
+    if aux_drafter is not None:
+        absorbed = aux_drafter.begin(loop.weights, state.length, state.capacity, state.cache.merged)
     fed = Prefill(*ended, chunk_size=8, absorbed=absorbed)
     begun = jax.make_jaxpr(_begun)(loop.parts.drafter, loop.weights, state, fed)
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
     largest = max(largest_constant(traced.jaxpr), largest_constant(begun))
-    assert largest < smallest, f"the program holds a constant of {largest} elements; pass it as a parameter"
+    assert largest < smallest, f"the program has a constant of {largest} elements; pass it as a parameter"
 
 
 def _begun(drafter: Drafter, weights: Weights, state: DecodeState, prefill: Prefill) -> Any:
@@ -228,7 +233,7 @@ def _begun(drafter: Drafter, weights: Weights, state: DecodeState, prefill: Pref
 
 
 def largest_constant(closed: Any) -> int:
-    """Returns the most elements that any constant of a closed jaxpr has, in it and in what it calls.
+    """Returns the size of the largest constant in a closed jaxpr and the jaxprs that it calls.
 
     Examples:
       >>> table = np.arange(5)
@@ -248,10 +253,10 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def check_greedy_text(loop: Loop) -> None:
-    """Greedy rows have the text of a slow decoder without a cache, with and without an end of text.
+    """Checks that greedy rows have the text of a slow decoder without a cache, with and without an end of text.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_greedy_text(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     found = loop.texts(PROMPTS, BUDGETS)
@@ -280,7 +285,7 @@ def check_seeded_text(loop: Loop) -> None:
     """Checks that with the coupled acceptor each row equals the text that plain decoding draws with the row's key.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_seeded_text(drafter_loop(NGram(num_draft_tokens=3), "coupled"))
     """
     parts = dataclasses.replace(loop.parts, drafter=Autoregressive(), acceptor=BlockAcceptor())
@@ -292,10 +297,10 @@ def check_seeded_text(loop: Loop) -> None:
 
 
 def check_rows_are_independent(loop: Loop) -> None:
-    """A row with the same key has the same text beside other prompts, budgets and seeds, and in calls of fewer rounds.
+    """Checks that a row's text depends neither on the other rows of its batch nor on the number of rounds per call.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_rows_are_independent(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
@@ -305,35 +310,35 @@ def check_rows_are_independent(loop: Loop) -> None:
 
 
 def check_calls(loop: Loop) -> None:
-    """The text is the same in calls of two rounds as in one call.
+    """Checks that the text is the same in calls of two rounds as in one call.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_calls(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     state, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     while not state.done.all():
         state, _ = loop.go_on(state, 2)
-    assert generated(state, PROMPTS) == one, "the text depends on how its rounds are cut into calls"
+    assert generated(state, PROMPTS) == one, "the text depends on the number of rounds per call"
 
 
 def check_refill(loop: Loop, statistics: bool = True) -> None:
-    """Checks that rows which replace others in a running, grown batch have the same rounds as alone.
+    """Checks that rows which replace others in a running batch with a grown cache have the same rounds as in their own.
 
     Args:
       loop: the loop.
-      statistics: whether the counts of rounds and drafts are compared, in addition to the texts; False for a drafter
+      statistics: whether the counts of rounds and drafts are compared in addition to the texts; False for a drafter
         whose drafts for a row depend on the other rows.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_refill(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     others, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     alone, _ = loop.go_on(others)
     expected = generated(alone, PROMPTS)
-    # Grown to the capacity of all other checks, whose program of rounds serves here too.
+    # Grown to the capacity of all other checks, to use the same compiled program.
     small = CAPACITY // 2
     state, _ = loop.begin(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12), capacity=small)
     state, _ = loop.go_on(decoding.grow(state, CAPACITY), 2)
@@ -341,52 +346,54 @@ def check_refill(loop: Loop, statistics: bool = True) -> None:
         assert _is_cache(leaf) or (leaf.ndim and leaf.shape[0] == len(PROMPTS)), (
             f"the drafter's state has an array of shape {leaf.shape}; its first axis must be that of the rows"
         )
-    for row in (0, 2):  # a place has its own temperature
+    for row in (0, 2):  # into the same rows, because each row has its own temperature
         state = decoding.insert(state, jnp.int32(row), others, jnp.int32(row))
     state, _ = loop.go_on(state)
     found = generated(state, PROMPTS)
-    assert found == expected, f"in the places of others the texts are {found} instead of {expected}"
+    assert found == expected, f"as replacements of other rows, the texts are {found} instead of {expected}"
     if not statistics:
         return
-    # Wrong drafts do not change a text, only the numbers of drafted and accepted tokens.
+    # A wrong drafter state does not change the text, only the numbers of drafted and accepted tokens.
     for field in dataclasses.fields(state.stats):
         ours, theirs = (np.asarray(getattr(one.stats, field.name)).tolist() for one in (state, alone))
-        assert ours == theirs, f"in the places of others {field.name} is {ours} instead of {theirs}"
+        assert ours == theirs, f"as replacements of other rows, {field.name} is {ours} instead of {theirs}"
 
 
 def _is_cache(node: object) -> bool:
     return isinstance(node, KVCache)
 
 
-def check_sampled_law(loop_of: Callable[[Law], Loop], rows: int = 8_000) -> None:
-    """Sampled texts of the whole loop follow the law of every text there is, end of text included.
+def check_sampled_distribution(loop_of: Callable[[Distribution], Loop], rows: int = 8_000) -> None:
+    """Checks by a χ² test that sampled texts of the whole loop follow the target's distribution of texts.
 
     Args:
-      loop_of: the sampling law → the loop, on a model of four tokens.
-      rows: how many texts after the rarer of two prompts are drawn, twice; half as many after the other.
+      loop_of: maps a sampling distribution to the loop, on a model with four tokens.
+      rows: the number of texts of the first of two prompts; the second has half as many.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> make = functools.partial(drafter_loop, NGram(num_draft_tokens=3), "rejection", FOUR)
-      >>> check_sampled_law(make, rows=600)
+      >>> check_sampled_distribution(make, rows=600)
     """
     prompts, budget, eos = ((1, 3, 1), (2,)), 4, (2,)
     batch = [prompts[row % 3 == 2] for row in range(3 * rows // 2)]
     numbers: dict[str, Any] = {"temperature": 1.5, "top_p": 0.95}
-    law = Sampling(jnp.full(len(batch), numbers["temperature"]), top_p=jnp.full(len(batch), numbers["top_p"]))
-    loop = loop_of(law)
+    distribution = Sampling(
+        jnp.full(len(batch), numbers["temperature"]), top_p=jnp.full(len(batch), numbers["top_p"])
+    )
+    loop = loop_of(distribution)
     texts = loop.texts(batch, budget, eos=eos, capacity=16)
     for prompt in prompts:
 
         def next_probs(prefix: tuple[int, ...], prompt: tuple[int, ...] = prompt) -> np.ndarray:
             logits = reference.forward(loop.config, params(loop.config), [*prompt, *prefix])
-            return laws.warp(logits[-1], **numbers)
+            return distributions.warp(logits[-1], **numbers)
 
-        expected = laws.text_law(next_probs, budget, eos)
+        expected = distributions.text_distribution(next_probs, budget, eos)
         assert len(expected) > 30, "too few texts are possible for a test"
         found = [tuple(text) for text, row in zip(texts, batch, strict=True) if row == prompt]
-        p_value = laws.chi_square(found, expected)
-        assert p_value > 1e-3, f"texts do not follow the target's law (χ² test: p = {p_value:.1e})"
+        p_value = distributions.chi_square(found, expected)
+        assert p_value > 1e-3, f"texts do not follow the target's distribution (χ² test: p = {p_value:.1e})"
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""The compiled loop without the engine around it: prompts in, tokens out."""
+"""The compiled decoding loop without the engine: prompts in, tokens out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxspec.testing import reference
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "chunk_size", "merged", "log_probs"))
-# Not donated: tests look at a state before and after.
+# Without donation, because tests compare a state before and after.
 run_rounds = jax.jit(decoding.run_rounds, static_argnames=("config", "window", "log_probs"))
 
 
 def num_compiled() -> tuple[int, int]:
-    """Returns how many programs of `prefill` and of `run_rounds` have been compiled.
+    """Returns the numbers of compiled programs of `prefill` and of `run_rounds`.
 
     Examples:
       >>> num_compiled() == num_compiled()
@@ -41,7 +41,7 @@ class Loop:
     """A method on a model, with one row per prompt.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> from jaxspec.testing.contracts import drafter_loop
       >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
       >>> texts = loop.texts([[1, 2, 3], [5], [7]], budgets=4)
@@ -63,7 +63,7 @@ class Loop:
         capacity: int = CAPACITY,
         log_probs: bool = False,
     ) -> tuple[DecodeState, Emitted]:
-        """Prefills the prompts, and returns the loop's state and the first tokens."""
+        """Runs the prefill of the prompts, and returns the loop's state and the first tokens."""
         batch = len(prompts)
         tokens, eos_ids = np.zeros((batch, capacity), np.int32), np.full((batch, 2), -1, np.int32)
         for row, prompt in enumerate(prompts):
@@ -104,34 +104,34 @@ class Loop:
 
 
 def view(state: DecodeState) -> View:
-    """Returns what a round shows the drafter in this state.
+    """Returns the drafter's view of a state, as a round computes it.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> from jaxspec.testing.contracts import drafter_loop
       >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin([[1, 2, 3], [5], [7]])
       >>> view(state).length.tolist()
       [4, 2, 2]
     """
-    room = jnp.where(state.done, 0, state.limit - state.length - 1)
-    return View(state.tokens, state.length, state.cache, room)
+    budget = jnp.where(state.done, 0, state.limit - state.length - 1)
+    return View(state.tokens, state.length, state.cache, budget)
 
 
-def mixed_law() -> Sampling:
-    """Returns a law for three rows, of which the first is greedy.
+def mixed_distribution() -> Sampling:
+    """Returns a sampling distribution for three rows, of which the first is greedy.
 
     Examples:
-      >>> mixed_law().temperature.shape
+      >>> mixed_distribution().temperature.shape
       (3,)
     """
     return Sampling(jnp.array([0.0, 1.0, 0.7]))
 
 
 def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the tokens that a state has after each prompt.
+    """Returns the tokens after each prompt in a state.
 
     Examples:
-      >>> from jaxspec.drafting.ngram import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> from jaxspec.testing.contracts import drafter_loop
       >>> prompts = [[1, 2, 3], [5], [7]]
       >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin(prompts)
@@ -145,7 +145,7 @@ def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list
 def greedy(
     prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
 ) -> list[int]:
-    """Returns the tokens that plain greedy decoding of the target must give.
+    """Returns the expected tokens of plain greedy decoding, from the slow decoder.
 
     Examples:
       >>> len(greedy([1, 2, 3], budget=4))
@@ -160,7 +160,7 @@ def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tupl
 
 
 def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
-    """Returns the log-probability of each token of a text after a prompt, by the slow decoder under the raw law.
+    """Returns the raw log-probability of each token of a text after a prompt, from the slow decoder.
 
     Examples:
       >>> bool((log_probs([1, 2], [3, 4]) < 0).all())
@@ -173,7 +173,7 @@ def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
-    """Returns a copy of what a cache holds of a row's first `length` positions, whatever its layout.
+    """Returns a copy of a row's keys and values at its first `length` positions, in either layout of the cache.
 
     Examples:
       >>> from jaxspec.model import cache
@@ -182,6 +182,6 @@ def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
       >>> keys.shape == (TARGET.num_kv_heads, 3, TARGET.head_dim)
       True
     """
-    # A view would show what a later program writes into the same buffer.
+    # Copies, because a later program may write into the same buffer.
     arrays = [np.array(array) for array in jax.tree.leaves(cache.layers)]
     return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]

@@ -1,4 +1,4 @@
-"""Small Llama models with random weights, on which exactness can be checked in seconds."""
+"""Small Llama models with random weights, for exactness checks that take seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.tokenizer import Tokenizer
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import with_copies
@@ -27,9 +27,9 @@ TARGET = LlamaConfig(
     head_dim=4,
     max_position_embeddings=512,
 )
-# A draft of the same vocabulary.
+# A draft model with the same vocabulary.
 SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=20)
-# What drafts for itself.
+# A target for self-speculation.
 DEEP = dataclasses.replace(TARGET, num_layers=3)
 K = 3
 CAPACITY = 32
@@ -37,9 +37,9 @@ CAPACITY = 32
 
 @functools.cache
 def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
-    """Returns random parameters on the device; what a seed's models share makes their drafts agree now and then.
+    """Returns random parameters on the device, the same for every `config.kv_copies`.
 
-    They are those of the plain config, held as `config` says.
+    Models of one seed share embedding and head, so that their drafts are sometimes accepted.
 
     Examples:
       >>> params()["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
@@ -59,7 +59,7 @@ MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
 
 
 def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
-    """Returns the config with the end-of-text token of `tokenizer`.
+    """Returns the configuration with the end-of-text token of `tokenizer`.
 
     Examples:
       >>> engine_config().eos_token_ids
@@ -68,7 +68,9 @@ def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
     return dataclasses.replace(config, eos_token_ids=(EOS,))
 
 
-def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: Any) -> LanguageModel:
+def language_model(
+    config: LlamaConfig = TARGET, name: str = "tiny", chat_template: str | None = None, **changes: Any
+) -> LanguageModel:
     """Returns the model of `params(TARGET)` with a tokenizer of letters and pairs of letters.
 
     Examples:
@@ -77,12 +79,12 @@ def language_model(config: LlamaConfig = TARGET, name: str = "tiny", **changes: 
     """
     config = dataclasses.replace(engine_config(config), **changes)
     weights = params(TARGET) if config.num_layers == TARGET.num_layers else params(SMALL)
-    return LanguageModel(config, weights, tokenizer(), name=name)
+    return LanguageModel(config, weights, tokenizer(chat_template), name=name)
 
 
 @functools.cache
-def tokenizer() -> Tokenizer:
-    """Returns a tokenizer that merges letters into pairs, so that a text does not tell where its tokens end.
+def tokenizer(chat_template: str | None = None) -> Tokenizer:
+    """Returns a tokenizer that merges letters into pairs, so that a text has several possible tokenisations.
 
     Examples:
       >>> tokenizer().encode("ab cd")
@@ -96,12 +98,15 @@ def tokenizer() -> Tokenizer:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special)
+    )
 
 
 @functools.cache
 def small_model() -> LanguageModel:
-    """Returns the model that drafts for `language_model` in tests of `draft-model`, of one layer.
+    """Returns a model of one layer that drafts for `language_model` in tests of `draft-model`.
 
     Examples:
       >>> small_model().config.num_layers

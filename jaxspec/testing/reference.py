@@ -1,6 +1,6 @@
-"""A slow, obvious Llama in float64 NumPy: no cache, no batch, one head at a time as the papers draw it.
+"""A slow, simple Llama in float64 NumPy: no cache, no batch, one head at a time.
 
-It shares nothing with `jaxspec.model` but the names in a config and where a weight lies in the parameters.
+It shares only the configuration and the layout of the parameters with `jaxspec.model`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
-from jaxspec.model.quantised import is_quantised
+from jaxspec.model.quantisation import is_quantised
 
 
 def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
-    """Returns parameters in which nothing is zero or one, so that a bias or norm left out is noticed.
+    """Returns parameters without zeros and ones, so that tests detect a missing bias or norm.
 
     Examples:
       >>> from jaxspec.testing import TARGET
@@ -30,7 +30,7 @@ def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32)
 
 
 def random_tree(shapes: dict[str, Any], seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
-    """Returns such parameters for a tree of shapes; what a leaf is follows from its name.
+    """Returns parameters as `random_params` does for a tree of shapes, with norms and biases recognised by name.
 
     Examples:
       >>> random_tree({"norm": (3,)}, seed=0)["norm"].shape
@@ -68,7 +68,7 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequencies(config: LlamaConfig, length: int) -> list[float]:
-    """Returns the radians per position of each pair of coordinates, in a text of `length` tokens.
+    """Returns the radians per position of each coordinate pair, for a text of `length` tokens.
 
     Examples:
       >>> from jaxspec.testing import TARGET
@@ -102,7 +102,7 @@ def frequencies(config: LlamaConfig, length: int) -> list[float]:
 
 
 def _rotate(config: LlamaConfig, x: np.ndarray, rope_length: int) -> np.ndarray:
-    """Returns x [N, hd] with its coordinate i turned against coordinate i + hd/2."""
+    """Returns x [N, hd] with coordinates i and i + hd/2 rotated as a pair."""
     half = config.head_dim // 2
     turned = np.empty_like(x)
     for position in range(len(x)):
@@ -169,13 +169,13 @@ def forward(
 
     Args:
       config: the model.
-      params: as jaxspec holds them, of any dtype.
+      params: parameters in the layout of `jaxspec.model.llama`, in any dtype.
       tokens: N ids.
-      rope_length: for dynamic RoPE, the length for which the first tokens are rotated; N if None, as in a
-        pass over the whole text. A cached decoder has that of its prompt.
-      run: for each layer, whether attention and MLP run; a skipped one adds nothing.
-      num_layers: stop after this many layers, then the final norm and head.
-      stream: is given the residual stream [N, D] at the start and after each sublayer.
+      rope_length: for dynamic RoPE, the length for which the first tokens are rotated: the prompt's length for a
+        decoder with a cache; N if None, as in a pass over the whole text.
+      run: for each layer, whether attention and MLP run; None for all.
+      num_layers: the number of layers before the final norm and head; None for all.
+      stream: a list to which the residual stream [N, D] is appended at the start and after each sublayer.
 
     Examples:
       >>> from jaxspec.testing import TARGET
@@ -210,7 +210,7 @@ def greedy(
     max_new_tokens: int,
     eos: Collection[int] = (),
 ) -> list[int]:
-    """Returns the tokens that plain greedy decoding adds, the first of `eos` included; a whole forward each.
+    """Returns the tokens of plain greedy decoding, up to and including the first of `eos`, by one full pass each.
 
     Examples:
       >>> from jaxspec.testing import TARGET

@@ -1,4 +1,4 @@
-"""How often a draft with skipped sublayers agrees with its model, in one parallel pass."""
+"""Agreement rate of a draft with skipped sublayers with its model, from one parallel pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxspec.model.prefill import run_prompts
 
 @struct.dataclass
 class AgreementTexts:
-    """Texts that a model wrote, ready to be read by its drafts.
+    """Greedy texts of a model, prepared for scoring its drafts.
 
     Attributes:
-      cache: the prompts' keys and values, from the whole model.
-      start: int32[B], tokens of each prompt.
-      tokens: int32[B, T], what the model wrote after it, padded on the right; T is at least 2.
-      count: int32[B], how many of them are real.
+      cache: keys and values of the prompts, from the whole model.
+      start: int32[B], length of each prompt.
+      tokens: int32[B, T], the text after each prompt, padded on the right; T is at least 2.
+      count: int32[B], length of each text without padding.
     """
 
     cache: KVCache
@@ -43,16 +43,16 @@ def prepare(
     chunk_size: int,
     merged: bool = True,
 ) -> tuple[AgreementTexts, jax.Array]:
-    """Feeds the prompts to the whole model.
+    """Prefills the prompts with the whole model.
 
     Args:
       config: the model.
       params: its parameters.
       prompts: int32[B, N], padded on the right; N is a multiple of `chunk_size`, at least length + T.
-      length: int32[B], of each prompt.
-      tokens: int32[B, T], what the model wrote greedily after it, padded on the right.
-      count: int32[B], how many of them are real.
-      chunk_size: positions fed at once, static.
+      length: int32[B], length of each prompt.
+      tokens: int32[B, T], the model's greedy text after each prompt, padded on the right.
+      count: int32[B], length of each text without padding.
+      chunk_size: positions per prefill chunk, static.
       merged: the cache's layout, static, see `model.cache`.
 
     Returns:
@@ -67,17 +67,17 @@ def prepare(
 def agreement(
     config: LlamaConfig, params: Params, texts: AgreementTexts, plan: LayerPlan | jax.Array
 ) -> jax.Array:
-    """The share of a model's own tokens that its draft would have proposed, float32 scalar from 0 to 1.
+    """The share of the model's own tokens that its draft would propose, float32 scalar from 0 to 1.
 
-    The draft reads a whole text in one pass, every token after the model's own tokens before it, on top of
-    the whole model's keys and values for the prompt; those of the text are the draft's. So SWIFT (Xia et al.
-    2024, §4.2) scores a mask, in the time of one prefill instead of a generation.
+    The draft reads a whole text in one pass, so that every position has the model's own tokens as context. Keys
+    and values of the prompt are the whole model's, those of the text are the draft's. SWIFT (Xia et al. 2024,
+    §4.2) scores masks in this way: one prefill replaces a generation.
 
     Args:
       config: the model.
       params: its parameters.
-      texts: B of them; the first token of each is given, the others count.
-      plan: what the draft runs, static or traced bool[L, 2].
+      texts: B texts; all tokens but the first of each are compared.
+      plan: the sublayers that the draft runs, static or traced bool[L, 2].
     """
     real = jnp.arange(1, texts.tokens.shape[1])[None] < texts.count[:, None]
     agrees = proposed(config, params, texts, plan) == texts.tokens[:, 1:]
@@ -87,7 +87,7 @@ def agreement(
 def proposed(
     config: LlamaConfig, params: Params, texts: AgreementTexts, plan: LayerPlan | jax.Array
 ) -> jax.Array:
-    """What the draft would propose after each token of the texts but the last, int32[B, T − 1]; see `agreement`."""
+    """The draft's greedy token after each token of the texts but the last, int32[B, T − 1]; see `agreement`."""
     hidden = llama.embed(params, texts.tokens[:, :-1])
     hidden, _ = llama.run_layers(config, params, hidden, texts.start, texts.cache, plan=plan)
     return jnp.argmax(llama.logits(config, params, hidden), axis=-1)

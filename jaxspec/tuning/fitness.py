@@ -1,8 +1,8 @@
-"""Does a model need its depth? What every early-exit or layer-skipping figure must be read beside.
+"""The fitness test: checks whether a model can show speed-ups of early exits and skipped layers.
 
-A model whose upper layers do nothing makes every draft of its lower layers look good: whoever skips empty layers is
-faster. So before a speed-up is believed, look at the loss after each layer, at what each layer writes, and at whether
-a draft's confidence tells which of its tokens are accepted. `by_exit` is the forward pass, the rest is arithmetic.
+If the upper layers of a model have no effect, every draft of its lower layers is accepted, and a measured speed-up
+means nothing. The test measures the loss after each layer, the size of each layer's output, and whether a draft's
+confidence predicts acceptance. `by_exit` is the forward pass; the other functions process its results.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.quantised import Quantised
+from jaxspec.model.quantisation import Quantised
 
 BINS = 10
 GRAM = 8
-# Tokens with which an open text begins.
+# Prompt length in tokens of a text without question and answer ("open text").
 OPENING = 16
 
 
 class Exits(NamedTuple):
-    """What each exit says at each position of some texts; position t predicts token t + 1.
+    """The predictions of the exits after each layer. Position t contains the prediction of token t + 1.
 
     Attributes:
-      loss: float32[L, B, T], nats: −log probability of the token that follows in the text.
+      loss: float32[L, B, T], −log probability of the text's next token, in nats.
       chosen: int32[L, B, T], the most likely token.
       confidence: float32[L, B, T], its probability.
     """
@@ -43,17 +43,17 @@ class Exits(NamedTuple):
 def by_exit(
     config: LlamaConfig, params: Params, tokens: jax.Array, segments: jax.Array, positions: jax.Array
 ) -> Exits:
-    """Runs texts once and reads every layer through the final norm and head, one layer at a time.
+    """Runs the texts once and applies the final norm and head after every layer, one layer at a time.
 
     Args:
       config: the model.
       params: its parameters.
       tokens: int32[B, T].
-      segments: int32[B, T], 1, 2, … for the texts packed into a row, which do not see each other; 0 is padding.
-      positions: int32[B, T], counted from the start of each text.
+      segments: int32[B, T], 1, 2, … for the texts packed into a row (attention stays within a text); 0 is padding.
+      positions: int32[B, T], from the start of each text.
 
     Returns:
-      see `Exits`; entry l is the exit after l + 1 layers.
+      See `Exits`; entry l is the exit after l + 1 layers.
     """
     hidden = llama.embed(params, tokens)
     states = []
@@ -65,8 +65,8 @@ def by_exit(
     def read(state: jax.Array) -> Exits:
         logits = llama.logits(config, params, state)
         total = jax.nn.logsumexp(logits, axis=-1)
-        said = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-        return Exits(total - said, jnp.argmax(logits, -1), jnp.exp(jnp.max(logits, -1) - total))
+        target = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+        return Exits(total - target, jnp.argmax(logits, -1), jnp.exp(jnp.max(logits, -1) - total))
 
     exits: Exits = jax.lax.map(read, jnp.stack(states))
     return exits
@@ -78,7 +78,7 @@ class Texts:
 
     Attributes:
       tokens, segments, positions: int[N, T]; see `by_exit`.
-      learn: bool[N, T], whether a token is part of an answer. Where a text is no question and answer, all are.
+      learn: bool[N, T], True for tokens of an answer, and for all tokens of a text without question and answer.
     """
 
     tokens: np.ndarray
@@ -88,7 +88,7 @@ class Texts:
 
     @property
     def judged(self) -> np.ndarray:
-        """Positions whose next token is judged, bool[N, T]: it is of the same text, and part of an answer."""
+        """Positions whose next token is judged, bool[N, T]: it belongs to the same text and to an answer."""
         following = np.roll(self.segments, -1, axis=1)
         following[:, -1] = 0
         counted: np.ndarray = (
@@ -98,14 +98,14 @@ class Texts:
 
     @property
     def has_answers(self) -> bool:
-        """Whether these are questions and answers: some token is only read."""
+        """Whether the texts have questions and answers, that is, some tokens do not belong to an answer."""
         return bool((~self.learn & (self.segments > 0) & (self.positions > 0)).any())
 
     def openings(self, limit: int, opening: int = OPENING) -> list[list[int]]:
-        """How at most `limit` of the texts begin, spread evenly over all: what stands before the answer.
+        """Returns the prompts of at most `limit` evenly spaced texts. A prompt contains the tokens before the answer.
 
-        Of a text that is no answer, its first `opening` tokens. Texts that are too short to be continued, and pieces
-        of longer ones, whose answer begins with their first token, are left out.
+        The prompt of an open text is its first `opening` tokens. Texts without a token after the prompt are left out,
+        as are pieces of longer texts that begin within an answer.
         """
         found, has_answers = [], self.has_answers
         for row in range(len(self.tokens)):
@@ -119,7 +119,7 @@ class Texts:
 
     @classmethod
     def rows(cls, texts: Sequence[tuple[Sequence[int], int]]) -> Texts:
-        """One text per row, each given as its tokens and how many of them are only read."""
+        """Makes rows of one text each. A text is given as its tokens and the number of tokens before its answer."""
         width = max(len(tokens) for tokens, _ in texts)
         made = cls(*(np.zeros((len(texts), width), kind) for kind in (np.int32, np.int32, np.int32, bool)))
         for row, (tokens, read) in enumerate(texts):
@@ -132,13 +132,19 @@ class Texts:
 
 
 def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
-    """The figures of one kind of work, each a list over the exits after 1 … L layers.
+    """Returns the figures of one kind of work. Lists have one entry for each exit, after 1 … L layers.
 
     Returns:
-      `tokens` judged; `loss` (nats per token); `agreement` with the last layer's most likely token; `confidence`,
-      its mean; `auroc` of the exit's confidence for agreement and its `calibration_error`; `accuracy`, the share of
-      texts whose judged tokens are all the most likely ones, None for texts that are no answers. A greedy decoder
-      writes exactly these answers: as long as it is right, it has read the same text. `answers`: how many there are.
+      A dictionary:
+
+      - `tokens`: the number of judged tokens, see `Texts.judged`.
+      - `loss`: a list, in nats per token.
+      - `agreement`: a list, the share of positions where this exit and the last layer predict the same most likely
+        token.
+      - `confidence`: a list, the mean probability of the most likely token.
+      - `auroc`, `calibration_error`: lists, how well the confidence predicts agreement.
+      - `accuracy`: a list, the share of answers that greedy decoding would write exactly; None without answers.
+      - `answers`: the number of answers; None without answers.
     """
     judged = texts.judged
     count = max(int(judged.sum()), 1)
@@ -160,7 +166,7 @@ def summary(texts: Texts, exits: Exits) -> dict[str, Any]:
 
 
 def _all_right(texts: Texts, judged: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """bool[N], whether all judged tokens of a text are right."""
+    """Returns whether all judged tokens of a text are right, bool[number of texts]."""
     rows = np.broadcast_to(np.arange(len(judged))[:, None], judged.shape)
     names, index = np.unique(np.stack([rows[judged], texts.segments[judged]]), axis=1, return_inverse=True)
     wrong = np.bincount(index.ravel(), weights=~right[judged], minlength=names.shape[1])
@@ -168,15 +174,16 @@ def _all_right(texts: Texts, judged: np.ndarray, right: np.ndarray) -> np.ndarra
 
 
 def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
-    """The probability that a positive has a larger score than a negative, ties counting half.
+    """Returns the area under the ROC curve: the probability that a positive has a larger score than a negative.
+
+    Equal scores count half.
 
     Args:
       score: float[N].
-      label: bool[N], or float[N] from 0 to 1: a pair then weighs the label of its one member times 1 − the label of
-        the other.
+      label: bool[N], or float[N] from 0 to 1. With floats, the pair (i, j) has weight label[i] · (1 − label[j]).
 
     Returns:
-      0 to 1, 0.5 for a score that says nothing; None where all labels are 0 or all are 1.
+      A number from 0 to 1, 0.5 for an uninformative score; None if all labels are 0 or all are 1.
 
     Examples:
       >>> auroc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
@@ -191,7 +198,7 @@ def auroc(score: np.ndarray, label: np.ndarray) -> float | None:
 
 
 def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
-    """Expected calibration error over ten bins of equal width (Guo et al. 2017, equation 3).
+    """Returns the expected calibration error over ten bins of equal width (Guo et al. 2017, equation 3).
 
     Args:
       probability: float[N], 0 to 1.
@@ -207,14 +214,16 @@ def calibration_error(probability: np.ndarray, label: np.ndarray) -> float:
 
 
 def pooled(kinds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """A figure over several kinds of work, each judged token counting once: a list over the exits."""
+    """Returns the mean of a figure over kinds of work, weighted by judged tokens, for each exit."""
     weights = [kind["tokens"] for kind in kinds]
     means: list[float] = np.average([kind[name] for kind in kinds], axis=0, weights=weights).tolist()
     return means
 
 
 def write_rms(params: Params) -> dict[str, list[float]]:
-    """Root mean square of the matrices that write into the residual stream, by layer: `attention` and `mlp`."""
+    """Returns the root mean square of the matrices that write into the residual stream: a list over layers for
+    `attention` and one for `mlp`.
+    """
 
     def rms(matrix: jax.Array | Quantised) -> float:
         matrix = matrix.whole() if isinstance(matrix, Quantised) else matrix
@@ -227,7 +236,7 @@ def write_rms(params: Params) -> dict[str, list[float]]:
 
 
 def repeated(tokens: Sequence[int], length: int = GRAM) -> float:
-    """The share of a text's n-grams that it has written before; near 1 for a text that loops.
+    """Returns the share of a text's n-grams that occurred earlier in it. It is near 1 for a text that loops.
 
     Examples:
       >>> repeated([1, 2, 3, 1, 2, 3], length=2)
@@ -239,20 +248,20 @@ def repeated(tokens: Sequence[int], length: int = GRAM) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """What a model must show before speed-ups of early exits and skipped layers are measured on it.
+    """Conditions that a model must meet before speed-ups of early exits and skipped layers are measured on it.
 
     Attributes:
-      answers_from_quarter, answers_from_three_quarters: how far the loss on answers falls from the exit after a
-        quarter (three quarters) of the layers to the last one, at least, in nats per token.
+      answers_from_quarter, answers_from_three_quarters: minimum decrease of the loss on answers, in nats per token,
+        from the exit after a quarter (three quarters) of the layers to the last layer.
       text_from_quarter, text_from_three_quarters: the same for open text.
-      quarter_agreement: between which shares the exit after a quarter of the layers agrees with the last one.
-      auroc: of that exit's confidence for agreement, at least.
-      calibration_error: of that exit's confidence, at most.
-      confidence: mean confidence of the last layer on answers, at least.
-      write_ratio: mean write RMS of the first third of the layers and of the last third, the larger divided by the
-        smaller, at most.
-      repeated: share of repeated 8-grams in greedy texts, at most.
-      accuracy: share of answers that are right, at least, by kind of work.
+      quarter_agreement: range of the agreement between the exit after a quarter of the layers and the last layer.
+      auroc: minimum AUROC of this exit's confidence as a predictor of agreement.
+      calibration_error: maximum calibration error of this exit's confidence.
+      confidence: minimum mean confidence of the last layer on answers.
+      write_ratio: maximum ratio between the mean RMS (see `write_rms`) of the first and of the last third of the
+        layers, the larger divided by the smaller.
+      repeated: maximum share of repeated 8-grams in greedy texts.
+      accuracy: minimum share of right answers, by kind of work.
     """
 
     answers_from_quarter: float = 0.15
@@ -265,7 +274,7 @@ class Gate:
     confidence: float = 0.85
     write_ratio: float = 2.0
     repeated: float = 0.1
-    # Of code, three idioms to two traces: 0.9 of the idioms and 0.7 of the traces.
+    # Three fifths of the code tasks are idioms, two fifths are traces: 0.6 · 0.9 (idioms) + 0.4 · 0.7 (traces) = 0.82.
     accuracy: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"sums": 0.8, "code": 0.82, "edits": 0.9, "facts": 0.9}
     )
@@ -276,10 +285,10 @@ class Check:
     """One condition of the gate.
 
     Attributes:
-      name: what is looked at.
-      value: what was found; None where it could not be measured, which does not pass.
+      name: the measured quantity.
+      value: the measured value; None if it could not be measured, which fails the check.
       wanted: the condition in words.
-      passed: whether it holds.
+      passed: whether the condition is met.
     """
 
     name: str
@@ -289,7 +298,7 @@ class Check:
 
 
 def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
-    """Holds a report of `jaxspec.tuning.fitness_report.measure` against the gate.
+    """Checks a report of `jaxspec.tuning.fitness_report.measure` against the gate.
 
     Args:
       report: with `kinds` (see `summary`), `write_rms` and `repeated`.
@@ -358,5 +367,5 @@ def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
 
 
 def quarter_exit(depth: int) -> int:
-    """The exit after a quarter of the layers, at least one."""
+    """Returns the exit after a quarter of the layers, at least 1."""
     return max(1, round(depth / 4))

@@ -1,4 +1,4 @@
-"""The fitness test of a model: one forward pass over texts, one greedy text per prompt, held against the gate."""
+"""Runs the fitness test of a model: a forward pass over texts, greedy texts, and the checks of the gate."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import jax
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.files import read_text
-from jaxspec.io.method_files import check_model, read_format
+from jaxspec.host.files import read_text
+from jaxspec.io.methods.method_files import check_model, read_format
 from jaxspec.tuning import fitness
 from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 
 FORMAT = "jaxspec.fitness/1"
-# The file of such a report beside a model.
+# Name of the report file in a model directory.
 FITNESS_NAME = "fitness.json"
-# Rows that go through the model at once, and tokens of a greedy text.
+# Rows per forward pass, and tokens per greedy text.
 ROWS, NEW_TOKENS = 4, 128
-# Of a text file: tokens of a window, and windows at most.
+# Tokens per window of a text file, and the maximum number of windows per file.
 WINDOW, MAX_WINDOWS = 256, 32
 
 
@@ -34,13 +34,13 @@ def measure(
     Args:
       lm: the model, on one device.
       kinds: texts that the model was not trained on, by kind of work.
-      greedy_texts: how many greedy texts of each kind are looked at for repetition.
+      greedy_texts: number of greedy texts per kind that are checked for repetition.
       gate: by default the project's own.
 
     Returns:
       JSON-ready: `format`, `model` (fingerprint), `num_layers`, `dtype`; `kinds`, see `summary`; `write_rms`;
-      `repeated`, the share of repeated 8-grams in greedy texts of at most 128 tokens, None where no text is long
-      enough to be continued or none of what was written has 8 tokens; `checks`, see `Check`; `passed`.
+      `repeated`, the share of repeated 8-grams in greedy texts of at most 128 tokens, None if no text is long
+      enough to be continued or no greedy text has 8 tokens; `checks`, see `Check`; `passed`.
 
     Raises:
       ValueError: no text is given.
@@ -77,10 +77,10 @@ def measure(
 
 
 def beside(lm: LanguageModel) -> dict[str, Any] | None:
-    """The report that lies beside a model; None where there is none.
+    """Reads the fitness report in a model's directory; None without one.
 
     Raises:
-      ValueError: the file there is no such report, or another model's; one line.
+      ValueError: the file is not a fitness report, or belongs to another model; one line.
     """
     path = None if lm.directory is None else lm.directory / FITNESS_NAME
     if path is None or not path.is_file():
@@ -91,14 +91,14 @@ def beside(lm: LanguageModel) -> dict[str, Any] | None:
 
 
 def useful_exit(report: Mapping[str, Any], within: float = 0.02) -> int | None:
-    """The fewest layers after which the held-out loss is that of the whole model, as far as `within` tells.
+    """The first exit whose held-out loss exceeds the whole model's by at most `within`.
 
     Args:
-      report: of the fitness test.
-      within: nats per token, over all kinds of work.
+      report: a report of the fitness test.
+      within: tolerance in nats per token, over all kinds of work.
 
     Returns:
-      The exit, in layers; None where every layer is needed.
+      The exit, in layers; None if every layer is needed.
     """
     loss = fitness.pooled(list(report["kinds"].values()), "loss")
     near = (layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= within)
@@ -107,7 +107,7 @@ def useful_exit(report: Mapping[str, Any], within: float = 0.02) -> int | None:
 
 
 def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
-    """What each exit says at each position of the texts, as NumPy arrays; a few rows at once."""
+    """The predictions of each exit at each position of the texts, as NumPy arrays; runs `ROWS` rows at a time."""
     run = jax.jit(functools.partial(fitness.by_exit, lm.config))
     parts = []
     for begin in range(0, len(texts.tokens), ROWS):
@@ -120,10 +120,10 @@ def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
 
 
 def read_texts(lm: LanguageModel, paths: Sequence[str]) -> dict[str, Texts]:
-    """The beginnings of text files, cut into windows that the model reads: one kind of work per file, by its name.
+    """Reads the first windows of text files; each file is one kind of work, named by its stem.
 
     Raises:
-      FileNotFoundError, ValueError: a file is missing, no text, or too short to be judged.
+      FileNotFoundError, ValueError: a file is missing, not text, or has fewer than 2 tokens.
     """
     found: dict[str, Texts] = {}
     width = min(WINDOW, lm.config.context_length)
@@ -139,7 +139,7 @@ def read_texts(lm: LanguageModel, paths: Sequence[str]) -> dict[str, Texts]:
 
 
 def by_exit(report: Mapping[str, Any]) -> tuple[list[int], dict[str, dict[str, str]]]:
-    """The figures of a report as text, for four exits: their layers, and by kind of work and figure the four values."""
+    """Formats the figures of a report for four exits: their layers, and the values by kind of work and figure."""
     depth = report["num_layers"]
     layers = sorted({max(1, round(depth * part / 4)) for part in (1, 2, 3, 4)})
 

@@ -1,4 +1,4 @@
-"""The masks a search may propose: which sublayers a draft skips, under what must stay and how many go."""
+"""The search space of masks: the sublayers that a draft may skip, with optional constraints."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from jaxspec.model.plan import LayerPlan
 
 @dataclasses.dataclass(frozen=True)
 class MaskSpace:
-    """Masks of a model's 2L sublayers that skip some of them: not all, and not none.
+    """Masks of a model's 2L sublayers that skip at least one sublayer and run at least one.
 
     A search moves in the box (0, 1)^n over the n free sublayers, in the order attention, MLP of each layer.
-    As in Draft & Verify (Zhang et al. 2023, §3.2) a coordinate above .5 skips its sublayer; with a skip
-    ratio, as in SWIFT (Xia et al. 2024), those with the highest coordinates go, as many as the ratio says.
+    A coordinate above .5 skips its sublayer, as in Draft & Verify (Zhang et al. 2023, §3.2). With a skip ratio,
+    the sublayers with the highest coordinates are skipped, as in SWIFT (Xia et al. 2024).
 
     Attributes:
       num_layers: L.
       keep_first_last: whether both sublayers of the first and the last layer always run.
-      skip_ratio: the share of all 2L sublayers that every mask skips, rounded to whole ones; None for any.
+      skip_ratio: the share of all 2L sublayers that every mask skips, rounded to a whole number of sublayers; None
+        for any number.
+
+    Raises:
+      ValueError: no sublayer is free, or the skip ratio is outside its range.
     """
 
     num_layers: int
@@ -33,7 +37,7 @@ class MaskSpace:
     def __post_init__(self) -> None:
         if not len(self.free):
             raise ValueError(
-                f"the model has {self.num_layers} layers, and the first and the last are kept: nothing is left "
+                f"the model has {self.num_layers} layers, and the first and the last are kept: no layer is left "
                 "to skip; add keep_first_last=False"
             )
         if self.skip_ratio is None:
@@ -52,13 +56,13 @@ class MaskSpace:
 
     @property
     def free(self) -> np.ndarray:
-        """Numbers 2·layer + (0 attention, 1 MLP) of the sublayers that may be skipped, int[n]."""
+        """Indices 2·layer + (0 attention, 1 MLP) of the sublayers that may be skipped, int[n]."""
         kept = 1 if self.keep_first_last else 0
         return np.arange(2 * kept, 2 * (self.num_layers - kept))
 
     @property
     def size(self) -> int:
-        """How many masks there are."""
+        """The number of masks."""
         free = len(self.free)
         if self.skip_ratio is not None:
             return math.comb(free, self._num_skipped)
@@ -71,7 +75,7 @@ class MaskSpace:
         return round(self.skip_ratio * 2 * self.num_layers)
 
     def nearest(self, point: np.ndarray) -> LayerPlan:
-        """The mask that a point float[n] of the box stands for."""
+        """The mask of a point float[n] of the box."""
         falling = np.argsort(-point, kind="stable")
         if self.skip_ratio is not None:
             many = self._num_skipped
@@ -80,12 +84,12 @@ class MaskSpace:
         return self._plan(self.free[falling[:many]])
 
     def corner(self, plan: LayerPlan) -> np.ndarray:
-        """The corner of the box that is a mask, float[n]: 1 for what is skipped."""
+        """The corner of the box that represents a mask, float[n]; 1 for a skipped sublayer."""
         corner: np.ndarray = 1.0 - np.asarray(plan.run, float).reshape(-1)[self.free]
         return corner
 
     def neighbour(self, plan: LayerPlan, moves: int, rng: np.random.Generator) -> LayerPlan:
-        """A mask some moves away: a move turns one sublayer over, or with a skip ratio exchanges two."""
+        """A random mask at most `moves` moves away; a move flips one sublayer, or with a skip ratio swaps two."""
         corner = self.corner(plan)
         for _ in range(moves):
             if self.skip_ratio is None:
@@ -97,7 +101,7 @@ class MaskSpace:
         return self.nearest(corner)
 
     def __iter__(self) -> Iterator[LayerPlan]:
-        """Every mask, each once, in a fixed order."""
+        """Yields every mask once, in a fixed order."""
         if self.skip_ratio is not None:
             yield from map(self._plan, itertools.combinations(self.free, self._num_skipped))
             return

@@ -1,4 +1,4 @@
-"""What a draft is scored by: its agreement with the model, or its speed beside plain decoding."""
+"""Objectives of a search: agreement with the model, or measured speed relative to plain decoding."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax
 from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import Run, measure_runs, warm_up
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import processes
+from jaxspec.host import processes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched, local
 from jaxspec.protocol import Drafter
 from jaxspec.tuning.agreement import AgreementTexts, agreement
-from jaxspec.tuning.costs import Costs, predicted_speedup
+from jaxspec.tuning.round_costs import Costs, predicted_speedup
 
 _agreement = jax.jit(agreement, static_argnames="config")
 
 
 class Agreement:
-    """Scores a mask by one parallel pass; see `tuning.agreement`. One executable serves every mask.
+    """Scores a mask by one parallel pass, see `tuning.agreement`, with one executable for all masks.
 
     Args:
       lm: the model.
-      texts: its own.
-      costs: of a round's parts.
-      by_speedup: score by the predicted speed-up, for masks of different cost; else by the agreement alone.
+      texts: the model's own texts.
+      costs: costs of the parts of a round.
+      by_speedup: score by the predicted speed-up, for masks of different cost; otherwise by the agreement alone.
     """
 
     def __init__(self, lm: LanguageModel, texts: AgreementTexts, costs: Costs, by_speedup: bool) -> None:
@@ -40,7 +40,7 @@ class Agreement:
         with jax.default_device(local(self._lm.device)):
             traced = plan.traced()
         found = fetched(_agreement(self._lm.config, self._lm.params, self._texts, traced))
-        # The next mask follows from it; and here several processes learn of Ctrl-C.
+        # All processes must propose the same next mask; an interrupt (Ctrl-C) is exchanged here too.
         (rate,) = processes.agreed(self._lm.mesh, float(found))
         predicted = predicted_speedup(rate, plan, self._costs)
         return {
@@ -51,19 +51,20 @@ class Agreement:
         }
 
 
-# As `LanguageModel.generate` takes it.
+# The `method` argument of `LanguageModel.generate`.
 Method = Drafter | tuple[Drafter, Any]
 
 
 class Speed:
-    """Measures the speed of drafters beside plain decoding, see `bench.speed`; one set of executables serves all of
-    one structure. Texts end where the model ends them.
+    """Measures the speed of drafters relative to plain decoding, see `bench.speed`.
+
+    Drafters of the same structure share executables. Texts end at the model's end-of-text token.
 
     Args:
       lm: the model.
-      prompts: token ids; each is generated after by itself, as in the papers.
-      max_new_tokens: of each.
-      drafter: any of those to be measured, with its parameters if it has some; it compiles them all.
+      prompts: token ids; each is generated separately, as in the papers.
+      max_new_tokens: the maximum number of new tokens per prompt.
+      drafter: one of the drafters to measure, with its parameters if it has any; compiles for all of them.
     """
 
     def __init__(
@@ -80,14 +81,14 @@ class Speed:
         }
 
     def __call__(self, drafter: Method) -> dict[str, Any]:
-        """One turn over all prompts.
+        """Runs one turn over all prompts.
 
         Returns:
           `score` (the speed-up over plain decoding), `tokens_per_second`, `plain_tokens_per_second`, and
-          `draft_acceptance_rate`, null where nothing was drafted.
+          `draft_acceptance_rate`, None without draft tokens.
 
         Raises:
-          ValueError: every text ends with its first token, so that there is no speed.
+          ValueError: every text ends with its first token, so that no speed can be measured.
         """
         runs = self._runs(drafter)
         measured = measure_runs([self._lm], runs, self._prompts, 1, first_turn=self._turns, warm=True)

@@ -1,8 +1,8 @@
-"""Which mask to try next, given those that were tried: at random, or by Bayesian optimisation.
+"""Proposes the next mask of a search, at random or by Bayesian optimisation.
 
-A proposal follows from the seed and the trials before it alone, so a search that was stopped goes on exactly
-where it was. It is always a mask that was not tried: rounding points of the box to masks comes back to the
-same few (Luong et al. 2019), which is where the search of Draft & Verify was seen to get stuck.
+A proposal depends only on the seed and the earlier trials, so a stopped search resumes exactly. It is always an
+untried mask: rounding points of the box to masks returns to the same few (Luong et al. 2019), and the search of
+Draft & Verify was observed to get stuck on them.
 """
 
 from __future__ import annotations
@@ -17,47 +17,46 @@ import numpy as np
 from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning.masks import MaskSpace
 
-# (mask, score) in the order in which they were tried; a higher score is better.
+# (mask, score) in the order of the trials; a higher score is better.
 Tried = Sequence[tuple[LayerPlan, float]]
 Proposer = Callable[[MaskSpace, Tried, int], LayerPlan]
 
-# Masks tried at random before there is something to learn from.
+# Number of random masks before the Gaussian process is used.
 FIRST = 12
-# Share of the scores' variance that is taken for noise: speeds are measured.
+# Share of the scores' variance that is treated as measurement noise.
 _NOISE = 0.01
-# Spaces up to this size are listed to find what is left.
+# Spaces up to this size are enumerated to find the untried masks.
 _LISTED = 1 << 14
-# Candidates for the acquisition: points of the box, walks from the best masks so far and how far they go.
+# Candidates for the acquisition: random points of the box, and walks of these lengths from the best masks so far.
 _POINTS, _BEST, _WALKS, _MOVES = 200, 10, 8, (1, 1, 2, 2, 3, 3)
 
 
 def propose_random(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
-    """A mask that was not tried, from a uniform point of the box.
+    """An untried mask, from a uniform point of the box.
 
     Args:
-      space: the masks; at least one of them was not tried.
-      tried: what was.
-      seed: of the search.
+      space: the search space; at least one mask is untried.
+      tried: the earlier trials.
+      seed: seed of the search.
     """
     rng = np.random.default_rng((seed, len(tried)))
     return untried(space, space.nearest(rng.random(len(space.free))), {plan for plan, _ in tried}, rng)
 
 
 def propose_bayesian(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
-    """The mask with the highest expected improvement over the best so far, under a Gaussian process.
+    """The untried mask with the highest expected improvement over the best score, under a Gaussian process.
 
-    As the search of Draft & Verify, but the process is fitted at the masks themselves, not at the points that
-    were rounded to them, and improvement is sought among masks that were not tried: at random, and near the
-    best ones.
+    This is the search of Draft & Verify with two changes: the process is fitted at the masks instead of the points
+    that were rounded to them, and the candidates are untried masks, some random and some near the best ones.
 
     Args:
-      space: the masks; at least one of them was not tried.
-      tried: what was.
-      seed: of the search.
+      space: the search space; at least one mask is untried.
+      tried: the earlier trials.
+      seed: seed of the search.
     """
     if len(tried) < FIRST:
         return propose_random(space, tried, seed)
-    # bayesian-optimization: kept up since 2014, small (optuna brings a database), and Draft & Verify's own.
+    # bayesian-optimization is maintained, small (optuna requires a database), and used by Draft & Verify.
     from bayes_opt import BayesianOptimization
     from bayes_opt.acquisition import ExpectedImprovement
 
@@ -81,7 +80,7 @@ def propose_bayesian(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
     def improvement(plans: Sequence[LayerPlan], fit: bool) -> np.ndarray:
         points = [dict(zip(names, space.corner(plan), strict=True)) for plan in plans]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a length scale at its bound, as where all scores are equal
+            warnings.simplefilter("ignore")  # the length scale is at its bound, e.g. if all scores are equal
             predicted: Any = optimizer.predict(points, return_std=True, fit_gp=fit)
         return acquisition.base_acq(*predicted)
 
@@ -104,10 +103,10 @@ def propose_bayesian(space: MaskSpace, tried: Tried, seed: int) -> LayerPlan:
 def untried(
     space: MaskSpace, plan: LayerPlan, seen: Collection[LayerPlan], rng: np.random.Generator
 ) -> LayerPlan:
-    """The plan, or if it was seen one that was not: near it first, then anywhere.
+    """The plan itself if it is untried, otherwise an untried mask, preferably near it.
 
     Raises:
-      ValueError: all were seen.
+      ValueError: all masks were tried.
     """
     if plan not in seen:
         return plan

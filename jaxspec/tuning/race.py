@@ -1,4 +1,4 @@
-"""Finds the fastest of many candidates: each is measured once, then the best of them again, in turns."""
+"""Finds the fastest of many candidates: measures each once, then the best of them again, in turns."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 Candidate = TypeVar("Candidate", bound=Hashable)
-# What one turn measured of a candidate, by name; `score` ranks.
+# The figures of one turn of a candidate, by name; candidates are ranked by `score`.
 Turn = dict[str, Any]
-# Called with how many turns are done, of how many, and the best line so far.
+# Called with the number of finished turns, their total, and the best row so far.
 OnMeasured = Callable[[int, int, dict[str, Any]], None]
-# Candidates that are measured again once all have been measured once.
+# Number of candidates in the second heat.
 FINALISTS = 6
 
 
 class Race(Generic[Candidate]):
-    """A sweep in two heats; interrupted (Ctrl-C), it ends with what was measured.
+    """A sweep in two heats; an interrupt (Ctrl-C) ends it and keeps the finished measurements.
 
     Args:
-      measure: takes a turn of a candidate.
+      measure: measures one turn of a candidate.
       repeats: turns of the second heat.
-      row: a candidate and its turns → its line in the report.
+      row: maps a candidate and its turns to a row of the report.
       on_measured: called after each turn, see `OnMeasured`.
 
     Attributes:
-      interrupted: whether it was.
+      interrupted: whether the sweep was interrupted.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Race(Generic[Candidate]):
         candidates: Sequence[Candidate],
         also: Callable[[list[Candidate]], Iterable[Candidate]] = lambda fastest: (),
     ) -> None:
-        """Both heats; `also` names candidates of the second beside the fastest, given all from the fastest down.
+        """Runs both heats; `also` takes the candidates by speed and returns extra candidates for the second heat.
 
         Raises:
           KeyboardInterrupt: interrupted before the first turn was done.
@@ -67,11 +67,11 @@ class Race(Generic[Candidate]):
                 raise
 
     def turns(self, candidate: Candidate) -> list[Turn]:
-        """What counts of a candidate: its second heat, else its first; [] if it was not measured."""
+        """The turns of a candidate in the second heat, otherwise in the first; [] if it was not measured."""
         return self._again.get(candidate) or self._once.get(candidate) or []
 
     def results(self) -> list[dict[str, Any]]:
-        """Lines of the report, the best first; those of the second heat stand before the others."""
+        """Rows of the report: those of the second heat, then the others, each the best first."""
         single = {one: turns for one, turns in self._once.items() if one not in self._again}
         return self._ranked(self._again) + self._ranked(single)
 
@@ -79,7 +79,7 @@ class Race(Generic[Candidate]):
         taken = self._measure(candidate)
         heat.setdefault(candidate, []).append(taken)
         done = sum(map(len, (*self._once.values(), *self._again.values())))
-        # Single turns do not compare with medians of many.
+        # Single turns are not comparable with medians, so the second heat is ranked by itself.
         self._on_measured(done, self._total, self._ranked(self._again or self._once)[0])
 
     def _ranked(self, heat: dict[Candidate, list[Turn]]) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class Race(Generic[Candidate]):
 
 
 def medians(turns: Sequence[Turn]) -> dict[str, Any]:
-    """How many turns, and of each number its median over those that know it."""
+    """The number of turns, and the median of each figure over the turns in which it is not None."""
 
     def median(name: str) -> float | None:
         known = [turn[name] for turn in turns if turn[name] is not None]

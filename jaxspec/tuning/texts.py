@@ -1,4 +1,4 @@
-"""What `search` and `tune` look at: prompts, the model's own text after them, and both as a draft reads them."""
+"""Prompts of `search` and `tune`, the model's own text after them, and both as arrays for scoring drafts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_tasks
 from jaxspec.bench.suite_options import check_budget
-from jaxspec.bench.timing import OnProgress
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.files import read_text
+from jaxspec.host.files import read_text
+from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.model.sharding import local
 from jaxspec.tuning.agreement import AgreementTexts, prepare
-from jaxspec.tuning.options import PromptOptions
+from jaxspec.tuning.tuning_options import PromptOptions
 
 _USUAL = PromptOptions()
 # Number of prompts per kind of work if no files are given.
@@ -69,18 +69,19 @@ def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     texts = [path for path in paths if path not in sets]
     if texts and sets:
         raise ValueError(
-            f"prompt_file names {texts[0]}, a text, and {sets[0]}, a prompt set; give files of one sort"
+            f"prompt_file has {texts[0]}, a text, and {sets[0]}, a prompt set; give files of one type"
         )
     return texts, sets
 
 
+@shows_progress
 def continuations(
     lm: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    on_progress: OnProgress = lambda what: None,
+    on_progress: OnProgress = lambda step: None,
 ) -> list[list[int]]:
-    """What the model writes greedily after each prompt, by the plain method."""
+    """The model's greedy text after each prompt, by plain decoding."""
     found: dict[int, list[int]] = {}
     for piece in lm.stream(prompts, method="autoregressive", max_new_tokens=max_new_tokens, temperature=0.0):
         if piece.result is not None:
@@ -97,12 +98,12 @@ def prepare_texts(
     """Prompts and texts as arrays on the model's device, and the prompts' similarities float32[B, L, 2].
 
     Raises:
-      ValueError: no text has the two tokens that a comparison needs.
+      ValueError: every text has fewer than two tokens.
     """
     longest = max(map(len, texts))
     if longest < 2:
         raise ValueError(
-            "the model ends its text at once after every prompt; give other ones by `prompt_file`"
+            "the model ends its text at once after every prompt; give other prompts by `prompt_file`"
         )
     length = max(map(len, prompts))
     with jax.default_device(local(lm.device)):
@@ -116,7 +117,7 @@ def prepare_texts(
             chunk_size=prefill_chunk_size(length, lm.device.platform),
             merged=lm.mesh is None,
         )
-    jax.block_until_ready(prepared)  # before another program, see `bench.steps.Loop`
+    jax.block_until_ready(prepared)  # before another program runs, see `bench.steps.Loop`
     return prepared
 
 

@@ -2,8 +2,8 @@
 
 Same weights, same prompts, same K, float32, both on all cores, in turns: plain decoding, prompt lookup
 against `ngram`, assisted generation with a constant schedule against `draft-model`, the same with an early exit
-of the model itself against `layerskip`. Random weights of a named shape, on the dial of `jaxspec.bench.dial`, so
-nothing has to be downloaded.
+of the model itself against `layerskip`. Random weights of a named shape, on the dial of
+`benchmarks.synthetic_acceptance`, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import jax
 import torch
 import transformers
 
-from jaxspec.bench.dial import dial_model, walk_model
-from jaxspec.bench.profile import SHAPES
+from benchmarks.synthetic_acceptance import dial_model, walk_model
+from jaxspec.bench.device_profile import SHAPES
 from jaxspec.bench.timing import interleaved
-from jaxspec.drafting.draft_model import DraftModel
-from jaxspec.drafting.layerskip import LayerSkip
-from jaxspec.drafting.ngram import NGram
+from jaxspec.drafting.draft_model_drafter import DraftModel
+from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import huggingface
+from jaxspec.io.hf import huggingface
 from jaxspec.model import llama
 
 

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 
-from jaxspec.io import huggingface  # noqa: E402
-from jaxspec.io.hf_config import DEFAULTS, config_from  # noqa: E402
-from jaxspec.io.hf_keys import GENERATION_KEYS, IGNORED, READ  # noqa: E402
+from jaxspec.io.hf import huggingface  # noqa: E402
+from jaxspec.io.hf.config_json import DEFAULTS, config_from  # noqa: E402
+from jaxspec.io.hf.keys import GENERATION_KEYS, IGNORED, READ  # noqa: E402
 from tests.peers.test_logits import SIZES, TOKENS, TOLERANCE, ours, theirs  # noqa: E402
 
 pytestmark = pytest.mark.peers

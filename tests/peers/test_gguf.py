@@ -1,4 +1,4 @@
-"""GGUF files against transformers' own loader of them: logits, token ids, greedy texts, and what `convert` writes."""
+"""GGUF files against transformers' own loader: logits, token ids, greedy texts, and the output of `convert`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
 from jaxspec.cli import main  # noqa: E402
-from jaxspec.io import checkpoint, huggingface  # noqa: E402
-from jaxspec.io.gguf_file import BLOCKS, PLAIN  # noqa: E402
-from jaxspec.io.tokenizer import load_tokenizer  # noqa: E402
+from jaxspec.io import checkpoint  # noqa: E402
+from jaxspec.io.gguf.container import BLOCKS, PLAIN  # noqa: E402
+from jaxspec.io.hf import huggingface  # noqa: E402
+from jaxspec.io.tokenizers.tokenizer import load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
 from jaxspec.testing import reference  # noqa: E402
+from tests.files.test_gguf import CONFIGS, WIDE  # noqa: E402
 from tests.gguf_files import CONVERSATION, TEXTS, byte_level, sentencepiece, write  # noqa: E402
-from tests.test_gguf import CONFIGS, WIDE  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data" / "models" / "smollm2-135m-instruct"
+REAL = Path(__file__).parents[3].parent / "shared" / "data" / "models" / "smollm2-135m-instruct"
 TOLERANCE = 1e-4
 CODE = """def mean(numbers: list[float]) -> float:
     '''The arithmetic mean.'''
@@ -36,7 +37,7 @@ CODE = """def mean(numbers: list[float]) -> float:
         raise ValueError("no numbers")
     return sum(numbers) / len(numbers)  # 3.0 for [1, 2, 6]
 """
-# 20 conversations of the kinds that people have with a small model; each ends with the user.
+# 20 typical conversations with a small model; each ends with the user.
 PROMPTS: list[str | list[dict[str, str]]] = [
     "What is the capital of France? Answer in one sentence.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -119,11 +120,13 @@ def assert_same_logits(path: Path, vocab_size: int) -> None:
     np.testing.assert_allclose(ours(path, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
-# transformers leaves out what a file says of biases in Llama, of windows and of RoPE scaling.
+# transformers ignores a file's biases in Llama, windows and RoPE scaling.
 @pytest.mark.parametrize("name", ["llama", "tied", "multi_head", "head_dim", "qwen2", "qwen2_tied", "qwen3"])
 def test_architectures(tmp_path, name):
     architecture, config = CONFIGS[name]
-    metadata = byte_level("default")  # they want a vocabulary; ids beyond the model's are not used
+    metadata = byte_level(
+        "default"
+    )  # transformers requires a vocabulary; ids beyond the model's are not used
     params = reference.random_params(config, 0)
     path = write(tmp_path / "m.gguf", config, params, architecture=architecture, changes=metadata)
     assert_same_logits(path, config.vocab_size)
@@ -139,7 +142,7 @@ def test_tensor_types(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["biases", "llama3", "linear", "mistral"])
 def test_converted_models(tmp_path, name):
-    """What transformers' loader of GGUF leaves out stands in the directory that `convert` writes."""
+    """The directory of `convert` contains the values that transformers' GGUF loader ignores."""
     architecture, config = CONFIGS[name]
     path = write(tmp_path / "m.gguf", config, reference.random_params(config, 0), architecture=architecture)
     assert main(["convert", str(path), str(tmp_path / "hf")]) == 0
@@ -152,15 +155,15 @@ def test_converted_models(tmp_path, name):
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2", "tekken", "sentencepiece"])
 def test_token_ids(tmp_path, name):
     metadata = sentencepiece() if name == "sentencepiece" else byte_level(name)
-    # BOS where a Llama 3 file leaves it out: llama.cpp and Meta's tokenizer add it, transformers does not.
+    # If a Llama 3 file does not mention BOS, llama.cpp and Meta's tokenizer add it; transformers does not.
     metadata = {"tokenizer.ggml.add_bos_token": False} | metadata
     path = write(tmp_path / "m.gguf", WIDE, reference.random_params(WIDE, 0), changes=metadata)
     mine, other = load_tokenizer(path), their_tokenizer(path)
     for text in TEXTS:
         if name == "qwen2" and "e\u0301" in text:
-            continue  # Qwen2's tokenizer composes characters first; their loader of GGUF leaves that out
+            continue  # Qwen2's tokenizer normalises characters first; transformers' GGUF loader does not
         if name == "sentencepiece" and (text.startswith(" ") or "<s>" in text or "</s>" in text):
-            continue  # llama.cpp and jaxspec put a space before every piece of text, transformers before the first
+            continue  # llama.cpp and jaxspec insert a space before every piece of text, transformers before the first
         assert mine.encode(text) == other.encode(text), text
     if name != "sentencepiece":
         assert mine.encode_chat(CONVERSATION) == their_chat(other, CONVERSATION)
@@ -200,7 +203,7 @@ def test_real_logits():
 
 
 def test_real_logits_of_a_chat():
-    """Special tokens carry activations so large that transformers itself is 1e-4 from a float64 forward pass."""
+    """Special tokens have large activations: transformers itself differs by 1e-4 from a float64 forward pass."""
     tokens = np.array([load_tokenizer(real_file()).encode_chat(PROMPTS[7])])
     assert tokens.shape[1] > 100
     mine, other = ours(real_file(), tokens), logits(real_model(), tokens)
@@ -219,8 +222,8 @@ def test_real_token_ids():
         "<|im_end|> in a text",
     ]
     for text in [*texts, Path(__file__).read_text(encoding="utf-8"), real_story()]:
-        # SmolLM2's tokenizer.json and llama.cpp take out each digit first, so that several spaces before one stay
-        # together; transformers' loader of GGUF does not know that pre-tokenizer and splits the last one off.
+        # SmolLM2's tokenizer.json and llama.cpp split each digit first, so several spaces before a digit stay together;
+        # transformers' GGUF loader does not support that pre-tokenizer and splits the last space off.
         text = re.sub(r"\s{2,}(?=\d)", " ", text)
         assert mine.encode(text) == other.encode(text), text
     assert (len(mine.encode("    1")), len(other.encode("    1"))) == (2, 3)
@@ -237,7 +240,7 @@ def test_real_model_converted(tmp_path):
         assert mine.encode(text) == other.encode(text)
     assert mine.encode_chat(CONVERSATION) == their_chat(other, CONVERSATION)
     tokens = np.array([mine.encode(CODE)])
-    # To the last bit: all the weights are what transformers' own loader makes of the file.
+    # All weights equal those of transformers' own loader to the last bit.
     np.testing.assert_array_equal(logits(their_model(tmp_path / "hf"), tokens), logits(real_model(), tokens))
     np.testing.assert_array_equal(ours(tmp_path / "hf", tokens), ours(real_file(), tokens))
 

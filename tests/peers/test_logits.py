@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 
-from jaxspec.io import huggingface  # noqa: E402
-from jaxspec.io.tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
+from jaxspec.io.hf import huggingface  # noqa: E402
+from jaxspec.io.tokenizers.tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
 
 pytestmark = pytest.mark.peers

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
-from jaxspec.engine.penalties import Settings  # noqa: E402
+from jaxspec.engine.penalty_rows import Settings  # noqa: E402
 from jaxspec.engine.requests import RowRequest  # noqa: E402
-from jaxspec.io.hf_generation import Rules  # noqa: E402
+from jaxspec.io.hf.generation_json import Rules  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+MODELS = Path(__file__).parents[3].parent / "shared" / "data" / "models"
 EOS, BEGIN, SIZE = 6, 5, 9
 SETTINGS = {
     "repetition_penalty": 1.7,

@@ -1,4 +1,4 @@
-"""Greedy text against transformers' `generate`, token for token, and the laws against its filters."""
+"""Greedy text against transformers' `generate`, token for token, and the distributions against its filters."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_filters_are_theirs(top_k, top_p, min_p):
     def each(value, dtype):
         return jnp.full(rows, value, dtype)
 
-    law = Sampling(
+    distribution = Sampling(
         each(temperature, jnp.float32),
         each(top_k, jnp.int32),
         each(top_p, jnp.float32),
         each(min_p, jnp.float32),
     )
-    np.testing.assert_allclose(np.exp(law.log_probs(jnp.asarray(logits))), expected, atol=1e-5)
+    np.testing.assert_allclose(np.exp(distribution.log_probs(jnp.asarray(logits))), expected, atol=1e-5)

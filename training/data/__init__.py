@@ -1,1 +1,1 @@
-"""The text: read, split, tokenised, packed."""
+"""Reads, splits, tokenises and packs the training text."""

@@ -1,6 +1,6 @@
-"""A copy-and-edit task made of stories: "Replace Tim by Sam in: …" and the passage with the name replaced.
+"""Copy-and-edit tasks made from stories: "Replace Tim by Sam in: …", then the passage with the name replaced.
 
-Copying with small changes is the work on which prompt lookup drafts best; the stories give it endless text.
+Prompt lookup drafts best on copied text with small changes. The tasks come from the training stories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = _words(
     "Kate Billy Molly Joe Ella Fred Rose Jill John Mary Lucas Nina Peter Ruby Susie Tommy Zoe Kim Bella Jim "
     "Sarah Benny Buddy Fluffy Grace Jimmy Johnny Lila Polly Rex Sammy Tina Toby Bobby"
 )
-# Things of one kind may change places; a story stays readable.
+# A word may be replaced by another word of the same group; the story stays readable.
 THINGS = (
     _words(
         "ball car doll kite box hat book cake bike boat flower toy drum truck spoon shoe stone key bell cup"
@@ -36,9 +36,9 @@ REPLACE = (
     "Put {new} in the place of {old}:",
 )
 COPY = ("Copy this text:", "Write this again:", "Repeat this text:")
-# Characters of a passage; two of the longest with the instruction fit a window of 512 tokens.
+# Length of a passage, in characters. Two of the longest with the instruction fit a window of 512 tokens.
 SHORTEST, LONGEST = 15, 520
-# How often each kind of task is set: replace a name, replace a word, copy.
+# Probability of each task type: replace a name, replace a word, copy.
 _SHARES = (0.6, 0.25, 0.15)
 _PER_STORY = 3
 
@@ -62,7 +62,7 @@ def prompt(instruction: str, passage: str) -> str:
 
 
 def tasks(story: str) -> list[Task]:
-    """At most three tasks made of a story, always the same ones: chance is drawn from the story's own hash."""
+    """Makes at most three tasks from a story. The random numbers are seeded by a hash of the story."""
     chance = random.Random(hashlib.sha256(story.encode()).digest())
     made = []
     for _ in range(_PER_STORY):
@@ -74,15 +74,15 @@ def tasks(story: str) -> list[Task]:
 
 
 def replace(old: str, new: str, passage: str) -> str:
-    """The passage with every whole word `old` replaced."""
+    """Replaces every whole word `old` in a passage."""
     return re.sub(rf"\b{re.escape(old)}\b", new, passage)
 
 
 def _passage(story: str, chance: random.Random) -> str | None:
-    """Whole sentences in a row, together `SHORTEST` to `LONGEST` characters and in one paragraph's form."""
+    """Returns consecutive sentences of `SHORTEST` to `LONGEST` characters on one line; None if there are too few."""
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(story.split()))
     first = chance.randrange(len(sentences))
-    # As many of 20 to 40 characters as of 200 to 400: copying is learned on the short ones.
+    # Log-uniform, so that short passages are as frequent as long ones: a model learns to copy on the short ones.
     wanted = math.exp(chance.uniform(math.log(SHORTEST), math.log(LONGEST)))
     taken = ""
     for sentence in sentences[first:]:

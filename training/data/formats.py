@@ -1,6 +1,6 @@
 """Converts records to documents: text, prompt and completion, GSM8K, MBPP, messages, instructions, copy-and-edit tasks.
 
-A document is a row of spans, some of which are to be learned and some only read.
+A document is a sequence of spans. Some spans are learned; the others are context only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import operator
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from jaxspec.io.chat import text_of
-from jaxspec.io.messages import shown
+from jaxspec.host.messages import shown
+from jaxspec.io.tokenizers.chat import text_of
 from training.data import copy_edit
 from training.data.conversations import Chat
 
-# The roles that chat templates expect for the speakers' names in published data, in lower case.
+# Chat templates expect these roles. Published data uses these speaker names, in lower case.
 _NAMES = {
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "chatgpt", "bard", "bing", "claude", "model", "bot", "ai", "chatbot"),
@@ -25,7 +25,7 @@ _NAMES = {
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 # Speakers of tool calls, which are refused because chat templates write them in different ways.
 _TOOLS = ("tool", "function", "ipython", "observation", "function_call", "function_response", "tool_call")
-# The keys for the turns of a record: OpenAI and TRL, ShareGPT, LMSYS-Chat-1M.
+# The keys that hold the turns of a record: OpenAI and TRL, ShareGPT, LMSYS-Chat-1M.
 _TURNS = ("messages", "conversations", "conversation")
 
 
@@ -34,8 +34,8 @@ class Span:
     """A piece of a document.
 
     Attributes:
-      text: as it stands.
-      learn: whether its tokens are to be predicted; the others are only read.
+      text: the text, unchanged.
+      learn: whether its tokens are predicted; otherwise they are context only.
     """
 
     text: str
@@ -44,11 +44,11 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text to learn from, some of whose spans may be read only.
+    """A training text.
 
     Attributes:
-      spans: laid end to end.
-      origin: the text by whose hash it is held out or not: what is made of a held-out story is held out too.
+      spans: its spans, in order and without separators.
+      origin: the text whose hash decides whether the document is held out. Documents made from one source share it.
       chat: whether it is a conversation, written by the chat template.
     """
 
@@ -58,16 +58,16 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The document's whole text."""
+        """The whole text of the document."""
         return "".join(span.text for span in self.spans)
 
 
-# A record and the way conversations are written → its documents; raises ValueError where it does not fit.
+# Converts a record to documents, with a chat template for conversations; ValueError if the record does not fit.
 Convert = Callable[[Mapping[str, Any], Chat], list[Document]]
 
 
 def plain(text: str) -> list[Document]:
-    """Makes one document of a text, all of which is learned; none of an empty text."""
+    """Makes one document of a text, all of it learned; none of an empty text."""
     text = text.strip()
     return [Document((Span(text),), text)] if text else []
 
@@ -78,10 +78,10 @@ def _from_text(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_completion(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Only the completion is learned; records of the same `origin`, if it is there, are held out together.
+    """Converts a prompt and its completion, which may be texts or lists of messages. Only the completion is learned.
 
-    A completion with `ended` false was cut off: its continuation, and so the end of text, is not learned. Prompt and
-    completion may be lists of messages, which the chat template writes.
+    Records with the same `origin` are held out together. If `ended` is false, the completion was cut off, so the end
+    of text after it is not learned.
     """
     if any(isinstance(record.get(name), list) for name in ("prompt", "completion")):
         return _from_completed_messages(record, chat)
@@ -132,7 +132,7 @@ def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """Converts turns with `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT), or a mixture of both."""
+    """Converts turns with `role` and `content` (OpenAI, TRL), `from` and `value` (ShareGPT), or a mixture of both."""
     name = next((name for name in _TURNS if record.get(name) is not None), _TURNS[0])
     given = record.get(name)
     if not isinstance(given, list) or not given:
@@ -148,7 +148,7 @@ def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _messages(turns: list[Any]) -> list[dict[str, str]]:
-    """Returns turns for a chat template: `role`, which is user, assistant or system, and `content`."""
+    """Converts turns to a chat template's messages: `role` (user, assistant or system) and `content`."""
     messages = []
     for turn in turns:
         if not isinstance(turn, Mapping):
@@ -171,9 +171,9 @@ def _messages(turns: list[Any]) -> list[dict[str, str]]:
 
 
 def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    """A question and its answer as messages, whatever they are called; of instructions each case.
+    """Converts a question and its answer, under any of the known keys, or each case of an instruction.
 
-    All cases are held out together, with the records of the same `origin` if it is there.
+    All cases are held out together, with the records of the same `origin` if there is one.
     """
     if any(record.get(name) is not None for name in _TURNS):
         return _from_messages(record, chat)
@@ -206,7 +206,7 @@ def _from_chat(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 
 
 def _case(instruction: str, case: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns question and answer of an instruction, from Alpaca's `input` and `output` or Dolly's keys for them."""
+    """Returns the question and answer of an instruction, from Alpaca's `input` and `output` or Dolly's keys."""
     more = next((name for name in ("input", "context") if _given(case, name, "")), None)
     answer = "response" if "output" not in case and "response" in case else "output"
     given = instruction if more is None else f"{instruction}\n\n{_string(case, more)}"
@@ -230,7 +230,7 @@ def _given(record: Mapping[str, Any], key: str, usual: Any) -> Any:
 def _conversation(
     messages: list[dict[str, str]], chat: Chat, learned: Container[int] | None = None
 ) -> list[Document]:
-    """Returns a conversation as documents that learn only the answers in `learned`, with the template's end of each."""
+    """Makes documents of a conversation. They learn the answers in `learned`, each with its end-of-turn text."""
     pieces = itertools.groupby(chat.pieces(messages, learned), key=operator.itemgetter(1))
     spans = tuple(Span("".join(text for text, _ in group), learn) for learn, group in pieces)
     if not any(span.learn for span in spans):
@@ -239,7 +239,7 @@ def _conversation(
 
 
 def gsm8k_prompt(question: str) -> str:
-    """Builds the prompt of a GSM8K problem: what stands before its answer."""
+    """Builds the prompt of a GSM8K problem: the text before its answer."""
     return f"Question: {question.strip()}\nAnswer:"
 
 
@@ -258,7 +258,7 @@ FORMATS: dict[str, Convert] = {
     "chat": _from_chat,
     "copy-edit": _from_copy_edit,
 }
-# By which keys `auto` knows the format of a record, the most special first.
+# `auto` recognises the format of a record by these keys; the most specific come first.
 _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("completion", ("prompt", "completion")),
     *(("messages", (name,)) for name in _TURNS),
@@ -283,10 +283,10 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 
 def recognise(record: Mapping[str, Any]) -> str:
-    """Returns the format whose keys a record has, first among keys with values: a table stores absent ones as null.
+    """Returns the format whose keys a record has; keys with null values are tried last.
 
     Raises:
-      ValueError: none's.
+      ValueError: the record has the keys of no format.
     """
     given = {key for key, value in record.items() if value is not None}
     for present in (given, record):

@@ -1,48 +1,56 @@
-"""Data sources become documents: files, Hugging Face data sets, and tasks made by rule.
+"""Reads data sources as documents: files, Hugging Face data sets, and generated tasks.
 
-A record that does not fit its format is reported with its place; `training.data.records` gives the places in files.
+A malformed record is reported with its place; `training.data.records` finds the places in files.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
-from training.data import records, tasks
+from training.data import hub_data, records, tasks
 from training.data.conversations import Chat
 from training.data.formats import AUTO, FORMATS, Document, recognise
 from training.data.records import SEPARATOR, Malformed, Record
+from training.data.spool import Spool
 
-# The number of malformed records that are named one by one; the others are only counted.
+# The number of malformed records that are reported individually; the others are counted.
 _NAMED = 5
 
 
 def read(
     path: str, form: str, chat: Chat, skip: bool, report: Callable[[str], None] = print
-) -> list[Document]:
-    """All documents of a file or a Hugging Face data set; empty ones are dropped.
+) -> Sequence[Document]:
+    """Reads all documents of a file, a Hugging Face data set or a task family, in order; empty ones are dropped.
 
     Args:
-      path: a file of text with `<|endoftext|>` between documents, or of JSON records; `hf:NAME[:SPLIT]`; or
-        `tasks:FAMILY[:COUNT]`, generated tasks, see `training.data.tasks`. The content of a file decides its kind.
-      form: one of `FORMATS`, or `auto`, which judges each record by its keys.
-      chat: how conversations become text.
-      skip: whether a malformed record is reported and left out instead of ending it all.
-      report: where it is reported.
+      path: a file of text with `<|endoftext|>` between documents, of JSON records, or Parquet; `hf:NAME[:SPLIT]`; or
+        `tasks:FAMILY[:COUNT]`, see `training.data.tasks`. The content of a file decides which of these it is.
+      form: one of `FORMATS`, or `auto`, which recognises each record by its keys.
+      chat: the chat template for conversations.
+      skip: report and leave out malformed records instead of raising.
+      report: receives the messages.
+
+    Returns:
+      the documents, which are in a temporary file if they are large.
 
     Raises:
-      ValueError: there is nothing to read, or (`Malformed`) a record does not fit.
+      ValueError: there is nothing to read, or (`Malformed`) a record does not fit its format.
     """
     if form != AUTO and form not in FORMATS:
         raise ValueError(f"no data format {form!r}; choose one of {', '.join([AUTO, *FORMATS])}")
-    documents: list[Document] = []
-    skipped = total = 0
+    return Spool(_documents(path, form, chat, skip, report))
+
+
+def _documents(
+    path: str, form: str, chat: Chat, skip: bool, report: Callable[[str], None]
+) -> Iterator[Document]:
+    found = skipped = total = 0
     for place, load in _records(path):
         total += 1
         try:
             record = load()
-            documents += FORMATS[recognise(record) if form == AUTO else form](record, chat)
+            documents = FORMATS[recognise(record) if form == AUTO else form](record, chat)
         except ValueError as error:
             said = f"{place}: {error}"
             if not skip:
@@ -52,39 +60,22 @@ def read(
             skipped += 1
             if skipped <= _NAMED:
                 report(f"skipped {said}")
+        else:
+            found += len(documents)
+            yield from documents
     if skipped > 1:
         report(f"skipped {skipped:,} malformed records of {total:,} in {path}")
-    if not documents:
+    if not found:
         left = f" ({skipped} malformed records skipped)" if skipped else ""
         raise ValueError(f"no document in {path}{left}; expected text with {SEPARATOR} between documents, "
                          "or records in JSON")  # fmt: skip
-    return documents
 
 
 def _records(path: str) -> Iterator[Record]:
-    if path.startswith("hf:"):
-        yield from _hugging_face(path)
+    if path.startswith(hub_data.PREFIX):
+        yield from hub_data.records(path)
     elif path.startswith(tasks.PREFIX):
         for place, record in tasks.records(path):
             yield place, functools.partial(dict, record)
     else:
         yield from records.of_file(path)
-
-
-def _hugging_face(path: str) -> Iterator[Record]:
-    """`hf:NAME`, `hf:NAME:SPLIT` (split `train` if not given), or `hf:` and a directory saved to disk."""
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"{path} needs the package `datasets`; pip install datasets") from None
-    name, _, split = path.removeprefix("hf:").partition(":")
-    try:
-        saved = Path(name).is_dir() and (Path(name) / "dataset_info.json").is_file()
-        found = (
-            datasets.load_from_disk(name) if saved else datasets.load_dataset(name, split=split or "train")
-        )
-    except Exception as error:  # one line for whatever the hub, the network or the files say
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"cannot load {path}: {reason}") from None
-    for number, record in enumerate(found):
-        yield f"{path} record {number}", functools.partial(records.checked, record)

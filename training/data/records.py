@@ -1,30 +1,33 @@
-"""Reads the records of a file. Its content decides its kind: JSON, as one object per line or one list, or plain text.
+"""Reads the records of a file. The content decides the file type: JSON lines, one JSON list, Parquet, or plain text.
 
-A file name is only a hint: a file of records is never learned as one plain text because of its ending.
+The ending of the file name is only a hint: a file of records is never learned as plain text because of its ending.
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.io.files import parse_json
-from jaxspec.io.messages import shown
+from jaxspec.console.errors import one_line
+from jaxspec.host.files import parse_json
+from jaxspec.host.messages import shown
 
 SEPARATOR = "<|endoftext|>"
 _SEPARATOR_LINE = re.compile(rb"^\s*" + re.escape(SEPARATOR.encode()) + rb"\s*$", re.MULTILINE)
-# The place of a record, and the function that parses it.
+# The place of a record, and a function that parses it.
 Record = tuple[str, Callable[[], Mapping[str, Any]]]
-# Files with these endings are records, whatever their first lines are.
+# The bytes of a file.
+Content = bytes | mmap.mmap
+# Files with these endings are records, whatever their first lines contain.
 _RECORDS = (".json", ".jsonl", ".ndjson", ".jsonlines")
 _TABLES = (".csv", ".tsv", ".xlsx", ".xls")
-# The first bytes of other kinds of files, with the kind and advice.
+# The first bytes of other file types, with a name and advice.
 _UNPACK, _CONVERT = "unpack it first", "write its records as JSON lines"
 _BEGINNINGS = {
     b"\x1f\x8b": ("a gzip file", _UNPACK),
@@ -33,7 +36,6 @@ _BEGINNINGS = {
     b"\xfd7zXZ": ("an xz file", _UNPACK),
     b"7z\xbc\xaf": ("a 7z file", _UNPACK),
     b"\x28\xb5\x2f\xfd": ("a Zstandard file", _UNPACK),
-    b"PAR1": ("a Parquet file", _CONVERT),
     b"ARROW1": ("an Arrow file", "give its data set as hf:DIRECTORY, or " + _CONVERT),
     b"SQLite format 3": ("an SQLite file", _CONVERT),
     b"%PDF-": ("a PDF file", "give its text"),
@@ -43,36 +45,48 @@ _BEGINNINGS = {
 }
 _BYTE_ORDER_MARK = "\ufeff"
 _MARK_BYTES = _BYTE_ORDER_MARK.encode()
-# The number of lines that decide the kind of a file without a known ending.
+_LIST = re.compile(rb"(?:" + _MARK_BYTES + rb")?\s*\[")
+_PARQUET = b"PAR1"
+# The number of lines that decide the type of a file without a known ending.
 _JUDGED = 20
 
 
 class Malformed(ValueError):
-    """A record does not fit its format; the message begins with file and line."""
+    """A record does not fit its format; the message begins with the file and line."""
 
 
 def of_file(path: str) -> Iterator[Record]:
-    """Yields the records of a file; those of plain text have one key, `text`.
+    """Yields the records of a file; the records of plain text have one key, `text`.
 
     Args:
-      path: the file. Its content decides its kind; if the content does not, an ending for JSON, in upper or lower case,
-        means records.
+      path: the file. Its content decides its type. If the content is ambiguous, an ending for JSON, in upper or lower
+        case, means records.
 
     Raises:
-      ValueError: there is no such file, or it is neither text nor JSON.
+      ValueError: the file does not exist, or is neither text nor JSON.
     """
     file = Path(path)
     if file.is_dir():
-        raise ValueError(f"{path} is a directory; give a file, or hf:{path} for a data set saved to disk")
+        raise ValueError(f"{path} is a directory; give a file, or hf:{path} for the files of a data set")
     try:
-        content = file.read_bytes()
+        content = _content(file)
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror}); give an existing file") from None
+    if content[:4] == _PARQUET:
+        return _of_parquet(path)
     _refuse_others(path, file.suffix.lower(), content)
     ended = file.suffix.lower() in _RECORDS
     if not ended and not _looks_like_records(content):
         return _of_text(path, content)
-    return _of_list(path, content) if _is_list(content) else _of_lines(path, content)
+    return _of_list(path, bytes(content)) if _is_list(content) else _of_lines(path, content)
+
+
+def _content(file: Path) -> Content:
+    """Maps a file, so that memory holds only the record that is being read; reads a pipe, or an empty file."""
+    with file.open("rb") as stream:
+        if not file.is_file() or not file.stat().st_size:
+            return stream.read()
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def checked(record: Any) -> Mapping[str, Any]:
@@ -86,29 +100,41 @@ def checked(record: Any) -> Mapping[str, Any]:
     return record
 
 
-def _refuse_others(path: str, ending: str, content: bytes) -> None:
+def _refuse_others(path: str, ending: str, content: Content) -> None:
     for beginning, (name, advice) in _BEGINNINGS.items():
-        if content.startswith(beginning):
+        if content[: len(beginning)] == beginning:
             raise ValueError(f"{path} is {name}; {advice}")
     if ending in _TABLES:
         raise ValueError(f"{path} is a table; {_CONVERT}, or its text into a .txt file")
 
 
-def _looks_like_records(content: bytes) -> bool:
+def _looks_like_records(content: Content) -> bool:
     """Whether most of the first lines, or the whole content, are JSON; a separator line means plain text."""
     if _SEPARATOR_LINE.search(content):
         return False
-    lines = (part.strip() for line in io.BytesIO(content) for part in line.splitlines())
+    lines = (part.strip() for line in _lines(content) for part in line.splitlines())
     first = [line.removeprefix(_MARK_BYTES) for line in itertools.islice(filter(None, lines), _JUDGED)]
     objects = sum(line.startswith(b"{") and _is_json(line) for line in first)
-    return 2 * objects > len(first) or (bool(first) and first[0][:1] in (b"{", b"[") and _is_json(content))
+    return 2 * objects > len(first) or (
+        bool(first) and first[0][:1] in (b"{", b"[") and _is_json(bytes(content))
+    )
 
 
-def _is_list(content: bytes) -> bool:
+def _lines(content: Content) -> Iterator[bytes]:
+    begin = 0
+    while begin < len(content):
+        end = content.find(b"\n", begin)
+        end = len(content) if end < 0 else end
+        yield content[begin:end]
+        begin = end + 1
+
+
+def _is_list(content: Content) -> bool:
     """Whether the content is one JSON list, rather than several lines of which the first is a list."""
-    begun = content.removeprefix(_MARK_BYTES).lstrip()
-    first, _, rest = begun.partition(b"\n")
-    return begun.startswith(b"[") and not (rest.strip() and _is_json(first))
+    if not (begun := _LIST.match(content)):
+        return False
+    first, _, rest = content[begun.end() - 1 :].partition(b"\n")
+    return not (rest.strip() and _is_json(first))
 
 
 def _is_json(content: bytes) -> bool:
@@ -133,16 +159,17 @@ def _parse(content: bytes) -> Mapping[str, Any]:
     return checked(_parsed(content))
 
 
-def _of_lines(path: str, content: bytes) -> Iterator[Record]:
-    """Yields one record per line. Each is parsed alone as bytes, so invalid UTF-8 affects only its own line.
+def _of_lines(path: str, content: Content) -> Iterator[Record]:
+    """Yields one record per line. Each line is parsed separately, so invalid UTF-8 affects only that line.
 
-    If the whole file is a sequence of JSON values, a record may also extend over several lines.
+    If the whole file is a sequence of JSON values, a record may extend over several lines.
     """
-    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    if lines and not _is_json(lines[0][1]) and (spread := _spread(path, content)) is not None:
+    lines = ((number, line) for number, line in enumerate(_lines(content), start=1) if line.strip())
+    first = list(itertools.islice(lines, 1))
+    if first and not _is_json(first[0][1]) and (spread := _spread(path, bytes(content))) is not None:
         yield from spread
         return
-    for number, line in lines:
+    for number, line in itertools.chain(first, lines):
         # A carriage return ends a line too, unless it is whitespace within a record.
         parts = [line] if b"\r" not in line.strip() or _is_json(line) else line.split(b"\r")
         for part in parts:
@@ -151,7 +178,7 @@ def _of_lines(path: str, content: bytes) -> Iterator[Record]:
 
 
 def _spread(path: str, content: bytes) -> list[Record] | None:
-    """Returns the records of a file that is a sequence of JSON values with any line breaks, or None for other files."""
+    """Returns the records of a file that is a sequence of JSON values with any line breaks; None for other files."""
     try:
         text = _as_text(path, content)
         found = [(line, record) for line, record in _values(path, text, 0, " \t\n")]
@@ -173,7 +200,7 @@ def _values(path: str, text: str, at: int, between: str, end: str = "") -> Itera
       path: the name of the file, for messages.
       text: the content of the file.
       at: the first position at which a value may begin.
-      between: the characters that may be between values.
+      between: the characters allowed between values.
       end: the character after the last value; "" for the end of the text.
     """
     decoder = json.JSONDecoder()
@@ -195,15 +222,35 @@ def _values(path: str, text: str, at: int, between: str, end: str = "") -> Itera
         yield line, record
 
 
-def _of_text(path: str, content: bytes) -> Iterator[Record]:
-    begin = 1
-    for part in _as_text(path, content).split(SEPARATOR):
+def _of_text(path: str, content: Content) -> Iterator[Record]:
+    begin, at, mark = 1, 0, SEPARATOR.encode()
+    while at <= len(content):
+        end = content.find(mark, at)
+        end = len(content) if end < 0 else end
+        part = _as_text(path, content[at:end], at)
         yield f"{path}:{begin}", functools.partial(dict, text=part)
-        begin += part.count("\n")
+        begin, at = begin + part.count("\n"), end + len(mark)
 
 
-def _as_text(path: str, content: bytes) -> str:
-    """Returns the text of a file with line feeds as line ends and without a byte-order mark at the start of a line.
+def _of_parquet(path: str) -> Iterator[Record]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"{path} is a Parquet file, which needs the package `pyarrow`; pip install pyarrow"
+        ) from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for record in batch.to_pylist():
+                yield f"{path} record {number}", functools.partial(checked, record)
+                number += 1
+    except (OSError, ValueError) as error:  # pyarrow's own errors are such
+        raise ValueError(f"cannot read {path}: {one_line(error)}") from None
+
+
+def _as_text(path: str, content: bytes, at: int = 0) -> str:
+    """Decodes a text file, or its part from byte `at` on: line feeds as line ends, no byte-order mark at their start.
 
     Raises:
       ValueError: the file is not text in UTF-8.
@@ -211,7 +258,7 @@ def _as_text(path: str, content: bytes) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
+        raise ValueError(f"{path} is not UTF-8 at byte {at + error.start}; convert it first") from None
     if "\0" in text:
         raise ValueError(f"{path} is a binary file; give text in UTF-8 or records in JSON")
     text = text.replace("\r\n", "\n").replace("\r", "\n")

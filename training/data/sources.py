@@ -1,38 +1,41 @@
-"""Which text is learned: sources and their weights, read into documents by kind, then packed into windows."""
+"""Data sources and their weights: reads them into documents by task type, then packs them into windows."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tokenizers import Tokenizer
 
-from jaxspec.io.messages import shown
-from training.data import conversations, formats, packing, reading, sizing, tasks, tokenizer
+from jaxspec.console.parsing import RefusedValue
+from jaxspec.host.messages import shown
+from training.data import bpe_tokenizer, conversations, formats, packing, reading, sizing, tasks
 from training.data.sizing import AUTO, Sized
+from training.data.spool import Spool
 
-# One of this many documents is held out: the same in all commands, so that a probe is judged on what its model
-# has not seen.
+# One in this many documents is held out. All commands use the same number, so that a probe is evaluated on text that
+# its model has not seen.
 HELD_OUT = 20
 _LEAST_WEIGHT = 1e-6
-# Documents by kind of work.
-Kinds = dict[str, list[formats.Document]]
+# Documents by task type.
+Kinds = dict[str, Sequence[formats.Document]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One part of the data, written PATH[,kind=K][,format=F][,weight=W].
+    """A data source, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
       path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.reading.read`.
-      kind: the kind of work; held-out loss is reported per kind. By default the file's or family's name.
+      kind: task type; held-out loss is reported for each. Default: the name of the file or family.
       format: one of `training.data.formats.FORMATS`, or auto.
-      weight: how often it is drawn, relative to the other sources.
+      weight: sampling weight, relative to the other sources.
     """
 
     path: str
@@ -41,7 +44,7 @@ class Source:
     weight: float = 1.0
 
     def __post_init__(self):
-        # The kind becomes a part of array names in a file, where "|" separates the parts, and of names in reports.
+        # Array names in a file contain the task type, with "|" as the separator; reports contain it too.
         if "|" in self.kind or not self.kind.isprintable() or not self.kind.strip():
             raise ValueError(
                 f"the kind of {shown(self.path)} is {shown(self.kind)}; give a name of printable characters without | "
@@ -55,10 +58,10 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Parses a source as it is written on the command line.
+        """Parses a source as written on the command line.
 
         Raises:
-          ValueError: it is not of that form.
+          ValueError: the text does not have that form.
         """
         path, *settings = text.split(",")
         values: dict[str, Any] = {}
@@ -83,12 +86,19 @@ class Source:
         return f"{self.path},kind={self.kind},format={self.format},weight={self.weight!r}"
 
 
+def _source(words: Sequence[str]) -> Source:
+    try:
+        return Source.parse(words[0])
+    except ValueError as error:
+        raise RefusedValue(f"--data: {error}") from None
+
+
 SourceArgument = Annotated[
     Source,
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="PATH[,kind=K][,format=F][,weight=W]",
-        instance_from_str=lambda words: Source.parse(words[0]),
+        instance_from_str=_source,
         is_instance=lambda value: isinstance(value, Source),
         str_from_instance=lambda source: [str(source)],
     ),
@@ -97,15 +107,17 @@ SourceArgument = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Which text is learned, and how it is laid into batches.
+    """Selects the training text, and how it is packed into batches.
 
     Attributes:
-      data: the sources; those of the same kind are put together, and have the same weight.
+      data: the sources. Sources of the same kind are joined, and must have the same weight.
       window: tokens per packed row; longer documents are cut. `auto` follows the size of the data.
       batch: rows per micro-batch. `auto` follows the size of the data.
-      held_out: N, for one of N documents is held out, chosen by its hash.
-      held_out_rows: how many packed held-out rows of each kind are measured at each checkpoint.
-      skip_malformed: report and leave out records that do not fit their format, instead of ending.
+      held_out: one in this many documents is held out, chosen by its hash.
+      held_out_rows: packed held-out rows of each kind to evaluate at each checkpoint.
+      skip_malformed: report and leave out malformed records instead of stopping.
+      chat_template: the form of conversations: a Jinja file, or vicuna, llama-2 or chatml. Default: the tokenizer's
+        own; if it has none, Vicuna's form without a system prompt.
     """
 
     data: tuple[SourceArgument, ...]
@@ -114,6 +126,7 @@ class DataOptions:
     held_out: int = HELD_OUT
     held_out_rows: int = 64
     skip_malformed: bool = False
+    chat_template: str | None = None
 
     def __post_init__(self):
         sizing.check(self, window=2, batch=1, held_out=2, held_out_rows=1)
@@ -128,26 +141,29 @@ class DataOptions:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each kind."""
+        """The weight of each task type."""
         return {source.kind: source.weight for source in self.data}
 
 
 def read_kinds(
     options: DataOptions, chat: conversations.Chat, report: Callable[[str], None]
 ) -> tuple[Kinds, Kinds]:
-    """Reads all sources; returns the training and the held-out documents, by kind.
+    """Reads all sources; returns the training and the held-out documents, by task type.
 
     Raises:
-      ValueError: a source cannot be read, or has too little to hold a part of it out.
+      ValueError: a source cannot be read, or has too few documents for a held-out part.
     """
-    kinds: Kinds = {}
+    kinds: dict[str, list[Sequence[formats.Document]]] = {}
     for source in options.data:
         found = reading.read(source.path, source.format, chat, options.skip_malformed, report)
-        kinds.setdefault(source.kind, []).extend(found)
+        kinds.setdefault(source.kind, []).append(found)
+    if chat.assumed and any(one.chat for several in kinds.values() for found in several for one in found):
+        report(conversations.assumption())
     parts: tuple[Kinds, Kinds] = ({}, {})
-    for kind, documents in kinds.items():
+    for kind, several in kinds.items():
+        documents = several[0] if len(several) == 1 else itertools.chain.from_iterable(several)
         try:
-            halves = packing.split(documents, options.held_out)
+            halves = packing.split(Spool.of(documents), options.held_out)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from None
         for part, half in zip(parts, halves, strict=True):
@@ -156,9 +172,9 @@ def read_kinds(
 
 
 def data_key(
-    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: tokenizer.Marks
+    options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: bpe_tokenizer.Marks
 ) -> str:
-    """Hashes all that the packed windows follow from: text, tokenizer, marks and window."""
+    """Hashes everything that determines the packed windows: text, tokenizer, marks and window."""
     texts = hashlib.sha256()
     for kinds in documents:
         for kind, part in kinds.items():
@@ -174,24 +190,24 @@ def packed(
     run: Path,
     documents: tuple[Kinds, Kinds],
     words: Tokenizer,
-    marks: tokenizer.Marks,
+    marks: bpe_tokenizer.Marks,
     key: str,
 ) -> tuple[dict[str, packing.Windows], dict[str, packing.Windows]]:
-    """Packs the documents into (training, held-out) windows by kind, once: they are kept in the run directory.
+    """Packs the documents into (training, held-out) windows by task type. The run directory keeps them.
 
     Args:
-      options: which text, and how it is laid into windows.
+      options: which text, and how it is packed.
       run: the run directory.
-      documents: training and held-out ones, of `read_kinds`.
+      documents: training and held-out documents, from `read_kinds`.
       words: the tokenizer.
       marks: the tokens that begin and end every document.
-      key: of `data_key`; windows kept under another one are made again.
+      key: from `data_key`; stored windows with another key are made again.
     """
 
     def make() -> dict[str, dict[str, packing.Windows]]:
         return {
             name: {
-                kind: packing.pack(tokenizer.encode_documents(words, part, *marks), options.window)
+                kind: packing.pack(bpe_tokenizer.encode_documents(words, part, *marks), options.window)
                 for kind, part in kinds.items()
             }
             for name, kinds in zip(("training", "held_out"), documents, strict=True)

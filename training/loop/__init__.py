@@ -1,1 +1,1 @@
-"""The training loop and what it keeps."""
+"""The training loop, its state and its checkpoints."""

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: asynchronous, atomic, and with checksums, so that a damaged one is noticed and passed over.
+"""Checkpoints of a run: asynchronous, atomic, and with checksums, so that damaged ones are found and skipped.
 
-The checksums are written into a checkpoint before it takes its final name: a checkpoint that is there is whole,
-and what changes in it afterwards shows. A damaged one is never deleted: it is renamed, so that its step can be
-trained and saved again.
+The checksums are written into a checkpoint before it gets its final name. So every checkpoint with a final name is
+complete, and later changes are detected. A damaged checkpoint is renamed, not deleted, so that its step can be trained
+and saved again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,28 +21,31 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jaxspec.console.errors import one_line
-from jaxspec.io import files, processes
-from jaxspec.io.files import read_json, write_json
+from jaxspec.console.errors import Failed, one_line
+from jaxspec.host import files, processes
+from jaxspec.host.files import read_json, write_json
+from jaxspec.io import orbax
+from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
-from training.loop import sharding
+from training.loop import state_sharding
 from training.loop.step import TrainState
 
 CHECKSUMS = "checksums.json"
 SET_ASIDE = ".damaged"
-# Orbax writes the time of completion into this one after all others, the checksums included.
+# Orbax writes the completion time into this file after all others, the checksums included.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+_METRICS = "metrics"
 _NO_CHECKSUMS = "has no checksums (an earlier version wrote it), so it could not be checked"
 
 
 class Resumed(NamedTuple):
-    """A checkpoint from which a run goes on.
+    """A checkpoint from which a run resumes.
 
     Attributes:
-      step: after which the checkpoint was written.
-      state: of the training.
+      step: number of finished steps in the checkpoint.
+      state: the training state.
       position: the data iterator's record.
-      said: one line for the user: what was resumed, and which checkpoints were damaged.
+      said: one line for the user: the resumed step, and the damaged checkpoints.
     """
 
     step: int
@@ -55,7 +59,7 @@ class WrongState(ValueError):
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether a finished checkpoint lies there; one that is being written has a longer name."""
+    """Whether there is a finished checkpoint; an unfinished one has a longer name."""
     return bool(_steps(directory))
 
 
@@ -63,20 +67,20 @@ class Checkpoints:
     """The checkpoints of a run: the `keep` latest, and the best by held-out loss.
 
     Args:
-      directory: of the checkpoints, one directory per step.
-      keep: how many of the latest are kept.
-      read_only: only read, beside a run in progress; nothing is written, renamed or deleted.
+      directory: directory of the checkpoints, one directory per step.
+      keep: number of latest checkpoints to keep.
+      read_only: write, rename and delete nothing, for use beside a run in progress.
     """
 
     def __init__(self, directory: Path, keep: int = 1, read_only: bool = False) -> None:
-        # It warns of every default, and logs whole tracebacks of what it raises anyway, such as a full disk.
+        # Orbax logs a warning for every default, and whole tracebacks of exceptions that it raises anyway.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory = directory.absolute()
         self._saving = 0
         policies = checkpoint_managers
         self._manager = ocp.CheckpointManager(
             self.directory,
-            # Named here so that a fresh process can look at a checkpoint's shapes before it reads it.
+            # Named here, so that a new process can read a checkpoint's shapes before its arrays.
             item_handlers={"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 best_fn=_held_out_loss,
@@ -84,12 +88,17 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy(
                     [
                         policies.LatestN(n=keep),
-                        policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
+                        policies.BestN(
+                            get_metric_fn=_held_out_loss,
+                            reverse=True,
+                            n=1,
+                            keep_checkpoints_without_metrics=False,
+                        ),
                     ]
                 ),
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
-                # Else it reads the metrics of all checkpoints here, and fails at a damaged one.
+                # Without this, Orbax reads the metrics of all checkpoints here, and fails at a damaged one.
                 lightweight_initialize=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
             ),
@@ -99,27 +108,28 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # Orbax raises here what a write in its thread raised; it must not hide the error that ends the run.
+        # Orbax raises here the error of its writing thread; it must not hide the error that ends the run.
         with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
             self._manager.close()
 
     def steps(self) -> list[int]:
-        """The steps of the finished checkpoints, rising, as they are on the disk now."""
+        """The steps of the finished checkpoints on the disk, ascending."""
         return _steps(self.directory)
 
     def save(
-        self, step: int, state: TrainState, position: dict[str, Any], measured: dict[str, float]
+        self, step: int, state: TrainState, position: dict[str, Any], measured: dict[str, float] | None
     ) -> None:
-        """Begins to write a checkpoint, once the one before is written.
+        """Starts to write a checkpoint after the previous one is written.
 
         Args:
-          step: after which it is.
-          state: copied before this returns.
+          step: number of finished steps.
+          state: the training state; copied before this returns.
           position: the data iterator's record.
-          measured: what was measured there; `held_out_loss` says which checkpoint is the best.
+          measured: the measurements; `held_out_loss` decides which checkpoint is the best. None for a checkpoint that
+            is only there to resume from.
 
         Raises:
-          Exception: this one or the one before cannot be written, as Orbax has it.
+          Exception: Orbax's error for this or the previous checkpoint.
         """
         self._manager.wait_until_finished()
         self._saving = step
@@ -130,7 +140,7 @@ class Checkpoints:
         """Waits until all checkpoints are written.
 
         Raises:
-          Exception: something could not be, as Orbax has it.
+          Exception: Orbax's error for a checkpoint.
         """
         self._manager.wait_until_finished()
 
@@ -138,11 +148,12 @@ class Checkpoints:
         """Reads the newest intact checkpoint; damaged ones are renamed to end in `SET_ASIDE`.
 
         Args:
-          wanted: the shapes (and shardings) of the state after a step.
+          wanted: returns the shapes (and shardings) of the state after a step.
 
         Raises:
-          ValueError: no checkpoint is intact, or the newest intact one is of another model or optimiser or cannot
-            be read. Nothing is renamed then.
+          ValueError: no checkpoint is intact, or the newest intact one belongs to another model or optimiser.
+            Then none is renamed.
+          Failed: the newest intact one cannot be read, for example for lack of memory. Then none is renamed.
         """
         problems: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -153,11 +164,12 @@ class Checkpoints:
                     break
                 except WrongState:
                     raise
-                except Exception as error:  # Orbax raises whatever its libraries raise
+                except Exception as error:  # Orbax passes on the exceptions of its libraries
                     problem = one_line(error)[:300]
                     if (self.directory / str(step) / CHECKSUMS).is_file():
-                        # Out of memory, another version of Orbax: an older one would fare no better, or lose steps.
-                        raise ValueError(
+                        # For example out of memory or another version of Orbax: an older checkpoint would fail too, or
+                        # lose steps.
+                        raise Failed(
                             f"the checkpoint of step {step} in {self.directory} is intact, but could not be read: "
                             f"{problem}"
                         ) from error
@@ -183,7 +195,7 @@ class Checkpoints:
         return Resumed(step, state, position, said)
 
     def _restore(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Reads a checkpoint: the state, shaped and placed as `state` says, and the data iterator's record."""
+        """Reads a checkpoint: the state, with the shapes and shardings of `state`, and the data iterator's record."""
         stored = sorted(
             tuple(leaf.shape) for leaf in jax.tree.leaves(self._manager.item_metadata(step)["state"])
         )
@@ -194,15 +206,18 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.directory} holds another model or optimiser; "
                 "give the options it was started with, or another run directory"
             )
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(state), data=ocp.args.JsonRestore())
-        got = self._manager.restore(step, args=args)
-        return got["state"], got["data"]
+        found: TrainState = orbax.read_tree(self.directory / str(step) / "state", state)
+        args = ocp.args.Composite(data=ocp.args.JsonRestore())
+        return found, self._manager.restore(step, args=args)["data"]
 
-    def best(self, report: Callable[[str], None]) -> tuple[Any, int, dict[str, float]]:
-        """Reads the best intact checkpoint: its state, `params` as NumPy arrays, its step, and what was measured.
+    def best(self, report: Callable[[str], None]) -> tuple[Params, int, dict[str, float]]:
+        """Reads the parameters of the best intact checkpoint, its step, and its measurements.
+
+        The parameters are divided over the devices. With several processes they are whole NumPy arrays, because one
+        process writes them.
 
         Args:
-          report: is given a line for each damaged checkpoint that is passed over.
+          report: receives a line for each damaged checkpoint, which is skipped.
 
         Raises:
           ValueError: no checkpoint is intact and has a finite held-out loss.
@@ -211,36 +226,39 @@ class Checkpoints:
         problems: dict[int, str] = {}
         for step in self.steps():
             problem = damage(self.directory / str(step))
-            if problem is None:
-                measured[step] = dict(self._manager.metrics(step))
-            else:
+            if problem is not None:
                 problems[step] = problem
+            elif (found := self._manager.metrics(step)) is not None:
+                measured[step] = dict(found)
         try:
             while (best := best_step(measured)) is not None:
                 try:
-                    args = ocp.args.Composite(state=ocp.args.StandardRestore(self._placed(best)))
-                    state = self._manager.restore(best, args=args)["state"]
-                    # Gathered one by one; what the optimiser keeps is not asked for.
-                    return state | {"params": fetched(state["params"])}, best, measured[best]
-                except Exception as error:  # without checksums damage shows only here
+                    params = self._params(best)
+                    return fetched(params) if processes.several() else params, best, measured[best]
+                except Exception as error:  # damage of a checkpoint without checksums is found only here
                     problems[best] = one_line(error)[:300]
                     del measured[best]
         finally:
             if problems:
-                report(f"checkpoints that are damaged, and left out: {_listed(problems)}")
-        found = "no intact checkpoint" if problems else "no checkpoint"
-        found += " with a finite held-out loss" if measured else ""
-        raise ValueError(f"{found} in {self.directory}; train first")
+                report(f"damaged checkpoints were skipped: {_listed(problems)}")
+        said = "no intact checkpoint" if problems else "no checkpoint"
+        said += " with a finite held-out loss" if len(problems) < len(self.steps()) else ""
+        raise ValueError(f"{said} in {self.directory}; train first")
 
-    def _placed(self, step: int) -> Any:
-        """Where the state of a step is read to: None for as it lies, or over all processes, which read it together."""
-        if not processes.several():
-            return None
-        return sharding.placed_shapes(sharding.make_mesh(), self._manager.item_metadata(step)["state"])
+    def measured(self) -> bool:
+        """Whether a checkpoint has measurements, so that `best` may find it."""
+        return any((self.directory / str(step) / _METRICS).is_dir() for step in self.steps())
+
+    def _params(self, step: int) -> Params:
+        """Reads the parameters of a checkpoint straight into their shards on all devices."""
+        stored = self._manager.item_metadata(step)["state"]["params"]
+        wanted = {"params": state_sharding.placed_shapes(state_sharding.make_mesh(), stored)}
+        params: Params = orbax.read_tree(self.directory / str(step) / "state", wanted)["params"]
+        return params
 
     def standing(self) -> str:
-        """Says which checkpoint a run can go on from, once the one being written is finished or has failed."""
-        with contextlib.suppress(Exception):  # it was not written; the others are looked at
+        """Describes the checkpoint from which a run can resume, after the current write has finished or failed."""
+        with contextlib.suppress(Exception):  # the write failed; look at the other checkpoints
             self._manager.wait_until_finished()
         steps = self.steps()
         for step in reversed(steps):
@@ -250,28 +268,31 @@ class Checkpoints:
         return "no checkpoint is intact" if steps else "there is no checkpoint yet"
 
     def _write_checksums(self) -> None:
-        """Called by Orbax in its thread when all files of a checkpoint are written, before its last renaming."""
+        """Called by Orbax in its thread after all files of a checkpoint are written, before the final renaming."""
         for entry in self.directory.glob(f"{self._saving}.*tmp*"):
-            write_json(entry / CHECKSUMS, {name: _checksum(entry / name) for name in _files(entry)})
+            names = list(_files(entry))
+            # In threads: hashing releases the GIL, and a large checkpoint has many files.
+            with ThreadPoolExecutor() as pool:
+                sums = list(pool.map(_checksum, [entry / name for name in names]))
+            write_json(entry / CHECKSUMS, dict(zip(names, sums, strict=True)))
 
 
 def best_step(measured: dict[int, dict[str, float]]) -> int | None:
-    """The step with the lowest finite held-out loss; None if there is none."""
+    """Returns the step with the lowest finite held-out loss; None if there is none."""
     losses = {step: one["held_out_loss"] for step, one in measured.items()}
     finite = [step for step, loss in losses.items() if math.isfinite(loss)]
     return min(finite, key=lambda step: losses[step], default=None)
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Describes what is wrong with the files of a checkpoint; None if nothing is, as far as can be seen.
+    """Describes the damage to a checkpoint's files; None if none is found.
 
-    All files are read and compared with their checksums. Where there are none, only what is missing altogether
-    and JSON that cannot be read is noticed.
+    All files are compared with their checksums. Without checksums, only missing files and invalid JSON are found.
     """
     try:
         read_json(checkpoint / _STEP_METADATA)
         if not (checkpoint / CHECKSUMS).is_file():
-            read_json(checkpoint / "metrics" / "metrics")
+            read_json(checkpoint / _METRICS / "metrics")
             read_json(checkpoint / "data" / "metadata")
             return None if (checkpoint / "state").is_dir() else f"{checkpoint / 'state'} is missing"
         for name, expected in read_json(checkpoint / CHECKSUMS).items():
@@ -281,7 +302,7 @@ def damage(checkpoint: Path) -> str | None:
             if file.stat().st_size != expected["bytes"]:
                 return f"{file} has {file.stat().st_size} bytes, {expected['bytes']} were written"
             if _checksum(file) != expected:
-                return f"{file} is not what was written"
+                return f"{file} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = one_line(error)[:300]
         return problem if str(checkpoint) in problem else f"{checkpoint}: {problem}"
@@ -311,7 +332,7 @@ def _checksum(file: Path) -> dict[str, Any]:
 
 def _set_aside(checkpoint: Path) -> None:
     place = checkpoint.with_name(checkpoint.name + SET_ASIDE)
-    shutil.rmtree(place, ignore_errors=True)  # of the same step, damaged earlier
+    shutil.rmtree(place, ignore_errors=True)  # an earlier damaged checkpoint of the same step
     checkpoint.rename(place)
 
 

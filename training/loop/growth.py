@@ -1,15 +1,13 @@
-"""Depth grown while training: a few layers first, then copies of them laid on top.
+"""Grows the depth of a model during training: a few layers first, then copies of them on top.
 
-A step of 3 layers costs a quarter of a step of 12, and what it learns stays: the embedding, the head and the
-lower layers are those of the deeper model. Layers are stacked in the order 1 2 3 1 2 3, not 1 1 2 2 3 3, so
-that the model before growing is the early exit of the model after it (Gong et al. 2019, "Efficient Training
-of BERT by Progressively Stacking"; Du et al. 2024, "Stacking Your Transformers"). The copies' products that
-write into the residual stream start from `COPY_SCALE` times the originals: from 0, growing changes no output, and
-the loss goes on where it was. (At 0.8M parameters, 3 → 6 layers, 400 steps after growing, held-out losses were
-3.015, 3.016 and 3.010 for scales 0, 0.3 and 1: no difference beyond noise.)
+A step of 3 layers costs a quarter of a step of 12, and the deeper model keeps the trained embedding, head and lower
+layers. Layers are stacked in the order 1 2 3 1 2 3, not 1 1 2 2 3 3, so that the model before growing is an early exit
+of the model after it (Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024,
+"Stacking Your Transformers"). The output projections of the copies start at `COPY_SCALE` times the originals. With 0,
+growing changes no output, and the loss is continuous. (At 0.8M parameters, 3 → 6 layers, 400 steps after growing,
+held-out losses were 3.015, 3.016 and 3.010 for scales 0, 0.3 and 1: no difference beyond noise.)
 
-How deep the model is at a step follows from the options alone, so a run that was killed and resumed grows at
-the same step with the same numbers.
+The depth at a step depends only on the options, so a resumed run grows at the same step with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ class Stages:
     """The depth of a growing model at each step.
 
     Attributes:
-      pairs: (layers, step): the number of layers until that step; both rising.
-      layers: after the last pair.
+      pairs: (layers, step): the number of layers until that step; both ascending.
+      layers: number of layers after the last pair.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -44,7 +42,7 @@ class Stages:
             )
 
     def layers_at(self, step: int) -> int:
-        """Returns the depth of the model in the step that follows `step` finished ones."""
+        """Returns the depth of the model after `step` finished steps."""
         for layers, until in self.pairs:
             if step < until:
                 return layers
@@ -52,12 +50,12 @@ class Stages:
 
 
 def grow(tree: Any, layers: int) -> Any:
-    """Deepens a training state (or parameters) to `layers` layers: copies of the present ones laid on top.
+    """Deepens a training state (or parameters) to `layers` layers, with copies of the present ones on top.
 
     Args:
-      tree: anything that holds trees in the form of `jaxspec.model.llama.Params`: parameters, and the
-        optimiser's moments, whose copies begin where the originals stand.
-      layers: at least as many as there are.
+      tree: a tree that contains trees in the form of `jaxspec.model.llama.Params`: parameters and the optimiser's
+        moments. The moments of a copy start as those of its original.
+      layers: the new number of layers, at least the present one.
     """
 
     def deepened(node: Any, writes_scaled: bool) -> Any:
@@ -65,7 +63,7 @@ def grow(tree: Any, layers: int) -> Any:
         added = [present[index % len(present)] for index in range(len(present), layers)]
         if writes_scaled:
             added = [_scaled_writes(layer) for layer in added]
-        # Copies are arrays of their own: the step donates its state, and no buffer may be given twice.
+        # The copies need their own buffers: the step donates its state, and a buffer must not be donated twice.
         return {**node, "layers": [*present, *jax.tree.map(lambda x: x + 0, added)]}
 
     grown = jax.tree.map(lambda n: deepened(n, False) if is_model(n) else n, tree, is_leaf=is_model)

@@ -1,10 +1,10 @@
-"""The optimiser: AdamW or Muon on a schedule, with decay and clipping, as an Optax chain."""
+"""Makes the optimiser: AdamW, Muon or Adafactor with a schedule, weight decay and clipping, as an Optax chain."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ import optax
 from optax import contrib
 
 from jaxspec.model.llama import Params
+from training.data import sizing
+from training.data.sizing import AUTO, Sized
 
-# Root mean square of Muon's updates at rate 1: about AdamW's.
+# Root mean square of Muon's updates at learning rate 1, about that of AdamW.
 _MUON_RMS = 0.2
-# The axes (reduction, output) of each matrix of a layer; the axes left over tell matrices of one leaf apart: the
-# key/value heads of `qkv`, gate and up of `gate_up`.
+# The axes (reduction, output) of each matrix of a layer. Other axes index matrices of one leaf: the key/value heads of
+# `qkv`, gate and up of `gate_up`.
 _MATRICES = {
     "qkv": contrib.MuonDimensionNumbers(2, 1),
     "out": contrib.MuonDimensionNumbers(1, 0),
@@ -25,51 +27,71 @@ _MATRICES = {
 }
 
 
+# The defaults of a model from random weights, and those of a pretrained one, which are SoFT's (S2D paper, appendix).
+FROM_SCRATCH = {"learning_rate": 3e-3, "warmup": 100, "weight_decay": 0.1}
+FROM_PRETRAINED = {"learning_rate": 2e-5, "warmup": 0.04, "weight_decay": 0.0}
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW or Muon, with linear warm-up, decay and clipping.
+    """AdamW, Muon or Adafactor, with linear warm-up, decay and clipping.
 
     Attributes:
-      algorithm: `adamw`, or `muon`: the matrices of the layers move by their momentum made orthogonal (Jordan et al.
-        2024), with updates as large as AdamW's at the same rate (Liu et al. 2025, "Muon is Scalable for LLM
-        Training", equation 4); embedding, head and norms by AdamW. Both with Nesterov momentum.
-      learning_rate: the peak, reached after warm-up.
-      schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a
-        cosine, over the last `decay_steps` only, so that a run may be made longer until then.
-      decay_steps: of the `constant` schedule.
+      algorithm: `adamw`, `muon` or `adafactor`. Muon updates the matrices of the layers with their orthogonalised
+        momentum (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025, "Muon is Scalable for LLM
+        Training", equation 4), and embedding, head and norms as AdamW. Both use Nesterov momentum. Adafactor (Shazeer
+        and Stern 2018) keeps no first moment, and only row and column means of each matrix's second moment. Its updates
+        have about the size of AdamW's at the same learning rate.
+      moments: dtype of the first moment of AdamW and Muon. The second moment is always float32, because a step
+        changes it by less than bfloat16 resolves.
+      learning_rate: the peak, reached after warm-up. Default: 3e-3 from scratch, 2e-5 from a pretrained model.
+      schedule: `cosine` decays from warm-up to the last step; `constant` stays at the peak and decays, as a cosine,
+        only
+        over the last `decay_steps`, so that a run may be extended until then.
+      decay_steps: number of steps of decay in the `constant` schedule.
       final_fraction: the learning rate at the last step, as a fraction of the peak.
-      warmup: steps of linear warm-up.
-      b1: decay of Adam's first moment, a step.
-      b2: decay of Adam's second moment, a step.
-      weight_decay: decoupled, on matrices and the embedding only; norms and biases have none.
-      clip: the gradient's largest global norm.
-      accumulate: micro-batches per step; their gradients add up to that of one batch as large as all of them.
+      warmup: number of steps of linear warm-up; below 1, a share of all steps. Default: 100 from scratch, 0.04 from a
+        pretrained model.
+      b1: decay of Adam's first moment per step.
+      b2: decay of Adam's second moment per step.
+      weight_decay: decoupled weight decay, on matrices and the embedding only, not on norms and biases. Default: 0.1
+        from scratch, 0 from a pretrained model.
+      clip: largest global norm of the gradient.
+      accumulate: micro-batches per step. The gradient equals that of one batch of all of them. `auto`: 1 from
+        scratch; from a pretrained model, as many as make 128 rows, if there is enough text.
     """
 
-    algorithm: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 3e-3
+    algorithm: Literal["adamw", "muon", "adafactor"] = "adamw"
+    moments: Literal["float32", "bfloat16"] = "float32"
+    learning_rate: float | None = None
     schedule: Literal["cosine", "constant"] = "cosine"
     decay_steps: int = 500
     final_fraction: float = 0.02
-    warmup: int = 100
+    warmup: float | None = None
     b1: float = 0.9
     b2: float = 0.99
-    weight_decay: float = 0.1
+    weight_decay: float | None = None
     clip: float = 1.0
-    accumulate: int = 1
+    accumulate: Sized = AUTO
 
     def __post_init__(self):
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate is {self.accumulate}; give the micro-batches per step, at least 1")
-        if self.decay_steps < 1:
-            raise ValueError(f"decay_steps is {self.decay_steps}; give a whole number of at least 1")
-        if not self.learning_rate > 0:
+        sizing.check(self, accumulate=1, decay_steps=1)
+        if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+
+    def completed(self, usual: Mapping[str, float] = FROM_SCRATCH) -> Self:
+        """Replaces the options that are None by usual numbers."""
+        missing: dict[str, Any] = {name: usual[name] for name in usual if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)
 
 
 def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """Makes the learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
-    warmup = min(options.warmup, max(1, steps // 2))
+    """Returns the learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
+    options = options.completed()
+    assert options.learning_rate is not None
+    assert options.warmup is not None
+    warmup = round(options.warmup if options.warmup >= 1 else options.warmup * steps)
+    warmup = min(warmup, max(1, steps // 2))
     decay = steps - warmup
     if options.schedule == "constant":
         decay = min(decay, options.decay_steps)
@@ -84,7 +106,7 @@ def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
 
 
 def decayed(params: Params) -> Any:
-    """Marks the leaves on which weight decay acts, as a tree of bool: all but norms and biases."""
+    """Marks the leaves with weight decay, as a tree of bool: all but norms and biases."""
 
     def is_matrix(path, leaf) -> bool:
         del leaf
@@ -95,7 +117,7 @@ def decayed(params: Params) -> Any:
 
 
 def orthogonalised(params: Params) -> Any:
-    """Marks the leaves that Muon moves, in Optax's form: the axes of each matrix of a layer, None for all else."""
+    """Marks the leaves that Muon updates, in Optax's form: the axes of each matrix of a layer, None for the others."""
 
     def dimensions(path, leaf) -> contrib.MuonDimensionNumbers | None:
         del leaf
@@ -107,30 +129,39 @@ def orthogonalised(params: Params) -> Any:
 def make_optimizer(
     options: OptimizerOptions, steps: int, held: Sequence[str] = ()
 ) -> optax.GradientTransformation:
-    """Makes the optimiser: clipping, then AdamW or Muon on the schedule of `steps` steps.
+    """Makes the optimiser: clipping, then AdamW, Muon or Adafactor on the schedule of `steps` steps.
 
     Args:
-      options: which.
+      options: the settings.
       steps: the last step.
-      held: names of parameters that stay as they are and have no moments; their gradients are 0.
+      held: names of parameters that are not trained and have no moments; their gradients are 0.
     """
-    rate = schedule(options, steps)
+    options = options.completed()
+    assert options.weight_decay is not None
+    rate, decay, dtype = schedule(options, steps), options.weight_decay, jnp.dtype(options.moments)
     if options.algorithm == "muon":
         moving = contrib.muon(
             rate,
-            weight_decay=options.weight_decay,
+            weight_decay=decay,
             weight_decay_mask=decayed,
             adam_b1=options.b1,
             adam_b2=options.b2,
-            adam_weight_decay=options.weight_decay,
+            adam_weight_decay=decay,
+            mu_dtype=dtype,
             consistent_rms=_MUON_RMS,
             muon_weight_dimension_numbers=orthogonalised,
         )
         moving = _sparing_norms(moving)
-    else:
-        moving = optax.adamw(
-            rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay, mask=decayed
+    elif options.algorithm == "adafactor":
+        moving = optax.adafactor(
+            rate,
+            multiply_by_parameter_scale=False,
+            # Optax applies this decay after the learning rate.
+            weight_decay_rate=(lambda step: rate(step) * decay) if decay else None,
+            weight_decay_mask=decayed,
         )
+    else:
+        moving = optax.adamw(rate, options.b1, options.b2, mu_dtype=dtype, weight_decay=decay, mask=decayed)
     chain = optax.chain(optax.clip_by_global_norm(options.clip), moving)
     if not held:
         return chain
@@ -138,9 +169,9 @@ def make_optimizer(
 
 
 def _sparing_norms(moving: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Spares norms and biases the weight decay of an optimiser: Optax's Muon has no mask for what AdamW moves.
+    """Excludes norms and biases from weight decay: Optax's Muon has no mask for its AdamW part.
 
-    Decay is all that reads the values of the parameters, so zeros spare those leaves. The state stays the same.
+    Only the decay reads the parameters, so zeros in their place switch it off. The state is unchanged.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

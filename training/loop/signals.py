@@ -1,8 +1,9 @@
-"""Signals that end a training: the step that runs is finished, and a checkpoint written."""
+"""Handles signals that end a training after the current step and a checkpoint."""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +11,24 @@ from jaxspec.console import interrupts
 
 
 class StopSignal:
-    """In this context the first SIGINT or SIGTERM only sets `received` to its number; a second one ends the process.
+    """A context in which the first SIGINT or SIGTERM sets `received` to its number, and a second ends the process.
 
     Args:
       program: the beginning of the line that a second signal prints.
-      say: is called from another thread as soon as the first signal arrives, because a step or compilation may take
+      say: called from another thread as soon as the first signal arrives, because a step or compilation may take
         long.
+
+    Attributes:
+      received: the number of the first signal; None if none came.
+      at: the time at which it came, `time.monotonic` in seconds.
     """
 
     def __init__(self, program: str = "training", say: Callable[[], None] = lambda: None) -> None:
         self.received: int | None = None
+        self.at: float | None = None
+        self._say = say
         self._watch = interrupts.Watch(
-            lambda number: say(), lambda number: interrupts.leave_at_once(program, 128 + number)
+            self._first, lambda number: interrupts.leave_at_once(program, 128 + number)
         )
 
     def __enter__(self) -> StopSignal:
@@ -30,6 +37,10 @@ class StopSignal:
             signal.signal(number, self._receive)
         self._watch.__enter__()
         return self
+
+    def _first(self, number: int) -> None:
+        self.at = time.monotonic()
+        self._say()
 
     def _receive(self, number: int, frame: Any) -> None:
         self.received = self.received or number

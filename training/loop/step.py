@@ -1,4 +1,4 @@
-"""One optimiser step: the state that it changes, and one jitted and donated function."""
+"""One optimiser step: the training state, and a jitted function that donates it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from training.losses.base import Batch, Given, Loss
 
 @struct.dataclass
 class TrainState:
-    """All that a training step changes.
+    """The state that a training step updates.
 
     Attributes:
-      step: int32[], how many steps were taken.
-      params: float32 masters.
-      opt_state: Optax's.
+      step: int32[], number of finished steps.
+      params: parameters, float32 or bfloat16.
+      opt_state: the state of the Optax optimiser.
     """
 
     step: jax.Array
@@ -32,7 +32,7 @@ class TrainState:
 
 def init_state(params: Params, transform: optax.GradientTransformation) -> TrainState:
     """Makes the training state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, transform.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, transform.init(_wide(params)))
 
 
 def make_step(
@@ -40,10 +40,14 @@ def make_step(
 ) -> Callable[[TrainState, Batch, Params | None], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes the jitted step: (state, batch, target) → (state, metrics). The state passed in is donated.
 
-    The batch's leaves are [A, B, T]: A micro-batches, one after another. What the loss draws at random follows
-    from `seed`, the step and the micro-batch alone. The target is another model's parameters, for losses that
-    want them, or None. Metrics are float32 scalars: `loss` (nats per token, mean
-    over all micro-batches), `tokens` (how many it averages over), `gradient_norm` (before clipping).
+    The batch's leaves are [A, B, T]: A micro-batches, processed in sequence. The random numbers of the loss depend only
+    on `seed`, the step and the micro-batch. The target is the parameters of another model, or None. Metrics are float32
+    scalars: `loss` (nats per token, mean over all micro-batches), `tokens` (number of tokens in that mean),
+    `gradient_norm` (before clipping).
+
+    Gradients are summed, and the update is computed, in float32. Parameters in bfloat16 are then rounded at random, up
+    or down with probabilities that keep the mean: an update of 2e-5 is below half of the distance between two
+    bfloat16 numbers near 0.01, and rounding to the nearest would lose it.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
 
@@ -55,7 +59,7 @@ def make_step(
         def measured(number, micro_batch):
             given = Given(state.step, jax.random.fold_in(key, number), target)
             (total, weight), grads = gradient(state.params, micro_batch, given)
-            return total, weight, grads
+            return total, weight, _wide(grads)
 
         def micro(carry, numbered):
             return jax.tree.map(jnp.add, carry, measured(*numbered)), None
@@ -67,9 +71,42 @@ def make_step(
             (total, weight, grads), _ = jax.lax.scan(micro, (total, weight, grads), others)
         weight = jnp.maximum(weight, 1.0)
         grads = jax.tree.map(lambda g: g / weight, grads)
-        updates, opt_state = transform.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        wide = _wide(state.params)
+        updates, opt_state = transform.update(grads, state.opt_state, wide)
+        params = _kept(optax.apply_updates(wide, updates), state.params, key)
         metrics = {"loss": total / weight, "tokens": weight, "gradient_norm": optax.tree.norm(grads)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(step_fn, donate_argnums=0)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def _kept(new: Params, old: Params, key: jax.Array) -> Params:
+    """Rounds parameters to the dtypes of `old`; to bfloat16 at random, without bias."""
+    # Micro-batches have the other keys that are folded from the same one.
+    own = jax.random.fold_in(key, 2**32 - 1)
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    kept = [
+        leaf if one.dtype == leaf.dtype else stochastically_rounded(leaf, jax.random.fold_in(own, number))
+        for number, (leaf, one) in enumerate(pairs)
+    ]
+    params: Params = jax.tree.unflatten(jax.tree.structure(new), kept)
+    return params
+
+
+def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds float32 to one of the two nearest bfloat16 numbers at random, so that the mean is `x`.
+
+    bfloat16 is the upper half of float32. A random number is added to the lower half, which is then cut off.
+
+    Examples:
+      >>> some = stochastically_rounded(jnp.full(1000, 1 + 2**-9), jax.random.key(0))
+      >>> sorted(set(some.tolist())), round(float(some.astype(jnp.float32).mean()), 4)
+      ([1.0, 1.0078125], 1.002)
+    """
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)

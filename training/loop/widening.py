@@ -1,15 +1,15 @@
-"""Width grown before training: every unit several times, and exactly the function of the narrow model.
+"""Grows the width of a model before training: repeats every unit, and keeps the function of the narrow model.
 
-Net2WiderNet of Chen, Goodfellow and Shlens 2016, "Net2Net: Accelerating Learning via Knowledge Transfer" (section
-2.2), for a whole transformer: the residual stream h becomes [h, h, …], and the units of each MLP, the query heads and
-the key/value heads are repeated with it. What a product writes is repeated; what it reads is divided among the
-copies, in shares that add up to 1. The root mean square of [h, h] is that of h, so norms stay as they are. A tied
-embedding cannot divide what it reads and repeat what it writes: the final norm is divided instead.
+This is Net2WiderNet of Chen, Goodfellow and Shlens 2016, "Net2Net: Accelerating Learning via Knowledge Transfer"
+(section 2.2), for a whole transformer. The residual stream h becomes [h, h, …]; the units of each MLP, the query heads
+and the key/value heads are repeated too. The outputs of a product are repeated. Its input weights are divided among the
+copies, in shares that add up to 1. The root mean square of [h, h] is that of h, so norms do not change. A tied
+embedding would need both at once, so the final norm is divided instead.
 
-The shares are random and differ for every single weight. The paper replicates units at random and adds noise where
-nothing else breaks the symmetry; equal shares would keep the copies of a unit equal for ever, since they would get
-the same gradient. Shares of whole units would give the copies gradients of one direction and different length, a
-difference that Adam and Muon divide away again.
+The shares are random and differ for every single weight. The paper replicates units at random, and adds noise where
+nothing else breaks the symmetry. With equal shares, the copies of a unit would get the same gradient and stay equal
+for ever. With one share per unit, their gradients would differ only in length, a difference that Adam and Muon
+normalise away.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.sharding import fetched
 
-# A weight's share is drawn from 1 ± SPREAD, over the sum of those of its copies: .25 to .75 of two.
+# A weight's share is drawn from 1 ± SPREAD and divided by the sum over its copies: 0.25 to 0.75 with two copies.
 SPREAD = 0.5
-# The axis along which a leaf says what it writes, where it writes units that are repeated. Key/value heads are whole:
-# each copy brings the query heads of its group.
+# The output axis of the leaves that write repeated units. Key/value heads are repeated as a whole: each copy has the
+# query heads of its group.
 _WRITES = dict.fromkeys(("norm", "qkv", "qkv_bias", "out", "out_bias", "down", "down_bias"), 0)
 _WRITES |= dict.fromkeys(("embed", "gate_up", "gate_up_bias"), 1)
-# Products that read such units, along their last axis.
+# Products that read repeated units, along their last axis.
 _READS = ("qkv", "out", "gate_up", "down", "head")
 
 
 def widen(config: LlamaConfig, params: Params, factor: int, seed: int) -> tuple[LlamaConfig, Params]:
-    """Makes a model `factor` times as wide that computes the same: hidden size, MLP, heads and key/value heads.
+    """Makes a model with the same function and `factor` times the hidden size, MLP width, heads and key/value heads.
 
     Args:
       config: the narrow model.
-      params: its float32 parameters.
-      factor: how many copies of each unit there are then, at least 2.
-      seed: of the shares; the same seed gives the same weights on every machine.
+      params: parameters of the narrow model, float32.
+      factor: number of copies of each unit, at least 2.
+      seed: seed of the shares; the same seed gives the same weights on every machine.
 
     Returns:
-      config and parameters of the wide model. Its logits, after every layer, are those of the narrow one up to
-      rounding.
+      config and parameters of the wide model, NumPy arrays. After every layer, its logits equal those of the narrow
+      one up to rounding.
 
     Raises:
       ValueError: `factor` is below 2.
@@ -61,15 +61,15 @@ def widen(config: LlamaConfig, params: Params, factor: int, seed: int) -> tuple[
         raise ValueError(f"factor is {factor}; give a whole number of at least 2")
     rng = np.random.default_rng(seed)
 
-    def wider(path: Any, leaf: jax.Array) -> jax.Array:
-        name, weight = path[-1].key, np.asarray(leaf)
+    def wider(path: Any, leaf: jax.Array) -> np.ndarray:
+        name, weight = path[-1].key, fetched(leaf)
         if name in _WRITES:
             weight = np.concatenate([weight] * factor, axis=_WRITES[name])
         if name in _READS:
             shares = rng.uniform(1 - SPREAD, 1 + SPREAD, (factor, *weight.shape))
             parts = (shares / shares.sum(axis=0) * weight).astype(weight.dtype)
             weight = np.concatenate(list(parts), axis=-1)
-        return jnp.asarray(weight)
+        return weight
 
     wide: Params = jax.tree_util.tree_map_with_path(wider, params)
     if config.tie_embeddings:

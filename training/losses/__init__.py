@@ -1,1 +1,1 @@
-"""What training minimises, as pure functions."""
+"""Training losses, as pure functions."""

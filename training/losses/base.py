@@ -1,13 +1,14 @@
-"""Losses as pure functions of (params, batch, given): a sum over tokens and the weight it is divided by.
+"""Losses as pure functions of (params, batch, given). They return a sum over tokens and the weight that divides it.
 
-Sums, not means, so that accumulated micro-batches give exactly the gradient of one large batch. The number of
-layers is that of the parameters, so that one loss serves a model whose depth grows.
+With sums instead of means, accumulated micro-batches give exactly the gradient of one large batch. The number of layers
+is taken from the parameters, so that a loss also serves a model whose depth grows.
 
-A draft may choose among a part of the vocabulary only, tokens `part`. Its law q is then 0 elsewhere, and a token of
-the target is accepted with Σ min(p, q) ≤ p(part): outside the part nothing can be won, inside q should follow p. So
-a position whose next token lies outside is left out, and the target's law is cut to the part and keeps its weight
-p(part). Both are the same loss, for E[1(x in part) · −log q(x)] = p(part) · cross-entropy(p given part, q), where x
-follows p. Acceptance counts such positions: there the draft misses.
+A draft may choose among a part of the vocabulary, the tokens `part`. Outside it, its distribution q is 0. A token of
+the
+target is accepted with probability Σ min(p, q) ≤ p(part), so that q should follow p inside the part. Therefore a
+position whose next token is outside is left out, and the target's distribution is restricted to the part with weight
+p(part). Both are the same loss, because E[1(x in part) · −log q(x)] = p(part) · cross-entropy(p given part, q) for x
+drawn from p. Acceptance counts such positions as rejections.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Batch = Mapping[str, Any]
 
 @struct.dataclass
 class Given:
-    """What a loss is given beside parameters and batch.
+    """The inputs of a loss beside parameters and batch.
 
     Attributes:
-      step: int32[], how many steps were taken before.
-      key: of what the loss draws at random.
+      step: int32[], number of finished steps.
+      key: random key of the loss.
       target: parameters of another model that is not trained, or None.
     """
 
@@ -52,23 +53,25 @@ def layer_outputs(
     config: LlamaConfig,
     params: Params,
     batch: Batch,
-    remat: bool = False,
+    remat: bool | str = False,
     keep: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
     """Runs packed documents; returns the residual stream after every layer, L arrays [B, T, D] before the final norm.
 
     Args:
       config: the model.
-      params: its parameters.
-      batch: packed documents; none attends to another.
-      remat: whether the backward pass computes each layer again instead of keeping its inner values.
-      keep: per layer bool[B], the rows for which the layer runs; it is the identity for the others.
+      params: the model's parameters.
+      batch: packed documents, which do not attend to each other.
+      remat: recompute each layer in the backward pass instead of storing its inner values; the name of a policy in
+        `jax.checkpoint_policies` selects values that are stored nevertheless.
+      keep: per layer bool[B], the rows on which the layer runs; for the others it is the identity.
     """
     hidden = llama.embed(params, batch["tokens"])
     outputs = []
+    policy = getattr(jax.checkpoint_policies, remat) if isinstance(remat, str) else None
     for layer, p in enumerate(params["layers"]):
         block = functools.partial(llama.run_block, config, window=config.window(layer))
-        run = jax.checkpoint(block) if remat else block
+        run = jax.checkpoint(block, policy=policy) if remat else block
         kept = None if keep is None else keep[layer]
         hidden = run(p, hidden, batch["positions"], batch["segments"], keep=kept)
         outputs.append(hidden)
@@ -76,10 +79,10 @@ def layer_outputs(
 
 
 def next_token_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns what each position is to predict, int32[B, T], and whether it has anything to predict, bool[B, T].
+    """Returns the target of each position, int32[B, T], and whether it has one, bool[B, T].
 
-    The last position of a segment has no target: what follows belongs to another document or to another
-    window. Neither has padding, whose segment is 0, nor a position before a token that is only read.
+    The last position of a segment has no target, because its next token belongs to another document or window.
+    Padding, whose segment is 0, has none either, nor has a position before a token that is context only.
     """
     tokens, segments = batch["tokens"], batch["segments"]
     following = jnp.roll(segments, -1, axis=1).at[:, -1].set(0)
@@ -88,15 +91,15 @@ def next_token_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def among(part: np.ndarray | None, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Says where targets stand in a part of the vocabulary, and which are left to predict.
+    """Converts targets to indices into a part of the vocabulary, and masks targets outside it.
 
     Args:
-      part: int32[N], the tokens of the part, rising; None for the whole vocabulary.
+      part: int32[N], the tokens of the part, ascending; None for the whole vocabulary.
       targets: int32[B, T], tokens.
       mask: bool[B, T].
 
     Returns:
-      int32[B, T], numbers of tokens of the part; and the mask, False where the target is none of them too.
+      indices into the part, int32[B, T]; and the mask, False also where the target is outside the part.
 
     Examples:
       >>> among(np.array([2, 5]), jnp.array([[5, 4, 2]]), jnp.array([[True, True, False]]))[1].tolist()
@@ -110,24 +113,24 @@ def among(part: np.ndarray | None, targets: jax.Array, mask: jax.Array) -> tuple
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
-    """Sum over the masked positions of −log softmax(logits)[target], in nats, float32[].
+    """Returns the sum over the masked positions of −log softmax(logits)[target], in nats, float32[].
 
     Args:
       logits: float32[B, T, V].
       targets: int32[B, T].
-      mask: bool[B, T]; False positions count nothing.
+      mask: bool[B, T]; positions with False are left out.
     """
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
 
 def soft_cross_entropy(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Sum over the masked positions of −Σ softmax(wanted) · log softmax(logits), in nats, float32[].
+    """Returns the sum over the masked positions of −Σ softmax(wanted) · log softmax(logits), in nats, float32[].
 
     Args:
       wanted: float32[B, T, N], the target's logits.
-      logits: float32[B, T, N], of the same tokens.
-      mask: bool[B, T]; False positions count nothing.
+      logits: float32[B, T, N], for the same tokens.
+      mask: bool[B, T]; positions with False are left out.
 
     Examples:
       >>> even = jnp.zeros((1, 1, 4))
@@ -141,26 +144,26 @@ def soft_cross_entropy(wanted: jax.Array, logits: jax.Array, mask: jax.Array) ->
 def divergence(
     wanted: jax.Array, logits: jax.Array, mask: jax.Array, part: np.ndarray | None = None
 ) -> jax.Array:
-    """Sum over the masked positions of KL(softmax(wanted) ‖ softmax(logits)), in nats, float32[].
+    """Returns the sum over the masked positions of KL(softmax(wanted) ‖ softmax(logits)), in nats, float32[].
 
     Args:
       wanted: float32[B, T, V], the target's logits.
       logits: float32[B, T, V], or [B, T, N] with a part.
       mask: bool[B, T].
-      part: int32[N], the tokens that `logits` are of; the sum is then of p(part) · KL(p given part ‖ softmax(logits)).
+      part: int32[N], the tokens of `logits`; then the sum is over p(part) · KL(p given part ‖ softmax(logits)).
     """
-    law, other = jax.nn.log_softmax(wanted, axis=-1), jax.nn.log_softmax(logits, axis=-1)
-    within = law
+    log_p, log_q = jax.nn.log_softmax(wanted, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+    within = log_p
     if part is not None:
-        law = law[..., part]
-        within = law - jax.nn.logsumexp(law, axis=-1, keepdims=True)
-    return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(law) * (within - other), axis=-1), 0.0))
+        log_p = log_p[..., part]
+        within = log_p - jax.nn.logsumexp(log_p, axis=-1, keepdims=True)
+    return jnp.sum(jnp.where(mask, jnp.sum(jnp.exp(log_p) * (within - log_q), axis=-1), 0.0))
 
 
 def head_of(params: Params, part: np.ndarray | None = None) -> Params:
-    """Selects the parameters that turn a residual stream into logits: final norm and head (or tied embedding).
+    """Selects the parameters from residual stream to logits: final norm and head (or tied embedding).
 
-    Of a `part` of the vocabulary, int32[N], only the rows of its tokens.
+    With a `part` of the vocabulary, int32[N], the head has only the rows of its tokens.
     """
     name = "head" if "head" in params else "embed"
     head = params[name]
@@ -170,7 +173,7 @@ def head_of(params: Params, part: np.ndarray | None = None) -> Params:
 def head_loss(
     config: LlamaConfig, head: Params, hidden: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Sum of cross-entropies of residual streams [B, T, D] through the final norm and head, float32[]."""
+    """Returns the sum of the cross-entropies of residual streams [B, T, D] after the final norm and head, float32[]."""
 
     def total(learned: tuple[Params, jax.Array], given: tuple[jax.Array, jax.Array]) -> jax.Array:
         return cross_entropy(llama.logits(config, *learned), *given)
@@ -180,10 +183,10 @@ def head_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def early_gradient(total: Callable[[Any, Any], jax.Array], learned: Any, given: Any) -> jax.Array:
-    """Computes `total(learned, given)`, float32[], and takes its gradient by `learned` in the forward pass.
+    """Computes `total(learned, given)`, float32[], and in the forward pass also its gradient for `learned`.
 
-    While the logits are at hand: what is kept for the backward pass has the size of `learned`, such as a stream and a
-    head, not of the logits, of which every exit or step would keep its own. `given` has no gradient.
+    The backward pass then stores arrays of the size of `learned`, such as a stream and a head, instead of the logits
+    of every exit or step. `given` has no gradient.
     """
     return total(learned, given)
 
@@ -201,13 +204,17 @@ early_gradient.defvjp(_early_forward, _early_backward)
 
 
 def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
-    """Makes a loss compute its products in `dtype`: parameters are rounded, gradients come back in their own dtype.
+    """Makes a loss compute its products in `dtype`. Floating-point parameters are rounded.
+
+    Gradients have the parameters' dtype.
 
     Sums within a product, norms, softmax and the loss itself stay float32.
     """
 
     def rounded(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+        return jax.tree.map(
+            lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
+        )
 
     def cast(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         return loss(rounded(params), batch, Given(given.step, given.key, rounded(given.target)))
@@ -216,7 +223,7 @@ def in_dtype(loss: Loss, dtype: jnp.dtype) -> Loss:
 
 
 def holding(loss: Loss, names: Sequence[str]) -> Loss:
-    """Makes a loss take the named parameters as they are: their gradient is 0, and costs nothing."""
+    """Makes a loss treat the named parameters as constants: their gradient is 0, and is not computed."""
 
     def held(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         still = {name: jax.lax.stop_gradient(params[name]) for name in names if name in params}
@@ -226,17 +233,17 @@ def holding(loss: Loss, names: Sequence[str]) -> Loss:
 
 
 def num_targets(mask: jax.Array) -> jax.Array:
-    """Counts the positions that have something to predict, float32[]."""
+    """Counts the positions with a target, float32[]."""
     return jnp.sum(mask, dtype=jnp.float32)
 
 
-def next_token(config: LlamaConfig, remat: bool = False, part: np.ndarray | None = None) -> Loss:
+def next_token(config: LlamaConfig, remat: bool | str = False, part: np.ndarray | None = None) -> Loss:
     """Makes the ordinary language-model loss: cross-entropy of every next token within its document.
 
     Args:
       config: the model.
       remat: see `layer_outputs`.
-      part: int32[N], the tokens among which the model chooses, rising; None for all.
+      part: int32[N], the tokens among which the model chooses, ascending; None for all.
     """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
-"""Losses at early exits: SoFT, the mean over a few exits, and LayerSkip, all layers by turns under dropout.
+"""Losses at early exits: SoFT, the mean over a few exits, and LayerSkip, exits by turns under layer dropout.
 
-Every exit goes through the shared final norm and head, in one forward pass of the whole model.
+Every exit uses the shared final norm and head, in one forward pass of the whole model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from training.losses.base import (
 def soft_loss(
     config: LlamaConfig,
     exits: Sequence[int],
-    remat: bool = False,
+    remat: bool | str = False,
     target: LlamaConfig | None = None,
     distil_weight: float = 0.0,
     part: np.ndarray | None = None,
@@ -43,12 +43,12 @@ def soft_loss(
 
     Args:
       config: the model.
-      exits: how many layers each exit runs.
+      exits: number of layers at each exit.
       remat: see `training.losses.base.layer_outputs`.
-      target: the config of `given.target`, from which the exits may be distilled too.
-      distil_weight: the share of the divergence from the target's law in each exit's loss; the rest is the
+      target: the config of `given.target`, from which the exits may be distilled.
+      distil_weight: weight of the divergence from the target's distribution in each exit's loss; the rest is the
         cross-entropy with the text.
-      part: int32[N], the tokens among which the exits choose, rising; None for all.
+      part: int32[N], the tokens among which the exits choose, ascending; None for all.
     """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -78,13 +78,12 @@ class LayerSkipOptions:
     """The LayerSkip recipe: layer dropout and early-exit loss.
 
     Attributes:
-      max_dropout: the rate at which the last layer is dropped, per sample; lower layers are dropped less, the
-        first never.
-      dropout_over_time: `exponential` grows the rates from 0 over the run, `constant` does not. By default the
-        first from scratch, and the second where a pretrained model goes on.
-      early_exit_scale: how much the exits before the last layer count.
-      curriculum: which exits a step trains beside the last layer: `rotational`, every `rotation`-th, shifted
-        by one each step; `gradual`, from the last layer downwards as training goes on.
+      max_dropout: dropout rate of the last layer, per sample; lower layers have smaller rates, the first 0.
+      dropout_over_time: `exponential` raises the rates from 0 over the run, `constant` keeps them. Default:
+        exponential from scratch, constant for a pretrained model.
+      early_exit_scale: weight of the exits before the last layer.
+      curriculum: which exits a step trains beside the last layer: `rotational`, every `rotation`-th, shifted by one
+        each step; `gradual`, more and more, from the last layer downwards.
       rotation: R of the rotational curriculum.
     """
 
@@ -104,19 +103,19 @@ class LayerSkipOptions:
 
 
 def exit_weights(layers: int, scale: float) -> np.ndarray:
-    """Weights of the exits, e(l) of the LayerSkip paper's equation 4, float64[L].
+    """Returns the weights of the exits, e(l) in equation 4 of the LayerSkip paper, float64[L].
 
-    They rise with the square of the depth; the last layer weighs more.
+    They grow with the square of the depth; the last layer has an additional weight.
     """
     sums = np.cumsum(np.arange(layers, dtype=np.float64))
     weights = scale * sums
     weights[-1] = layers - 1 + scale * (sums[layers - 2] if layers > 1 else 0.0)
-    # One layer alone has e = 0 by the formula, and is all there is to train.
+    # For a single layer the formula gives 0, but this layer must be trained.
     return weights if layers > 1 else np.ones(1)
 
 
 def enabled_exits(options: LayerSkipOptions, layers: int, step: jax.Array, steps: int) -> jax.Array:
-    """Marks the exits that step `step` of `steps` trains, bool[L]; the last always."""
+    """Marks the exits that step `step` of `steps` trains, bool[L]; always the last one."""
     layer = jnp.arange(layers)
     if options.curriculum == "rotational":
         on = (layer - step) % options.rotation == 0
@@ -126,15 +125,15 @@ def enabled_exits(options: LayerSkipOptions, layers: int, step: jax.Array, steps
 
 
 def most_exits(options: LayerSkipOptions, layers: int) -> int:
-    """Counts the exits below the last layer that a step trains at most."""
+    """Returns the largest number of exits below the last layer that a step trains."""
     below = layers - 1
     return -(-below // options.rotation) if options.curriculum == "rotational" else below
 
 
 def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps: int) -> jax.Array:
-    """Rates at which the layers are dropped at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3.
+    """Returns the dropout rates of the layers at step `step`, float32[L]: p_max · S(t) · D(l), equations 1–3.
 
-    Where the options leave S open it is that of training from scratch.
+    If the options leave S open, it is that of training from scratch.
     """
     depth = np.expm1(np.arange(layers) * math.log(2) / max(1, layers - 1))
     over_time = jnp.expm1(step * math.log(2) / max(1, steps - 1))
@@ -143,12 +142,14 @@ def dropout_rates(options: LayerSkipOptions, layers: int, step: jax.Array, steps
     return jnp.asarray(options.max_dropout * over_time * depth, jnp.float32)
 
 
-def layerskip_loss(config: LlamaConfig, options: LayerSkipOptions, steps: int, remat: bool = False) -> Loss:
+def layerskip_loss(
+    config: LlamaConfig, options: LayerSkipOptions, steps: int, remat: bool | str = False
+) -> Loss:
     """Makes the LayerSkip loss: Σ over the enabled exits of normalised weight × cross-entropy, under layer dropout.
 
-    The final norm and head are shared by all exits. A dropped layer is the identity; what remains is not
-    rescaled. An exit that is off costs nothing under the rotational curriculum; under the gradual one, where
-    how many are on changes with the step, all are computed at every step.
+    The final norm and head are shared by all exits. A dropped layer is the identity; the others are not rescaled.
+    An exit that is off costs nothing under the rotational curriculum. Under the gradual one, the number of active
+    exits changes with the step, so every step computes all.
     """
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -164,8 +165,8 @@ def layerskip_loss(config: LlamaConfig, options: LayerSkipOptions, steps: int, r
         total = weights[-1] * head_loss(config, head, outputs[-1], targets, mask)
         count = most_exits(options, layers)
         if count:
-            # Which exits are on follows from the step, how many follows from the options: the ones that are
-            # on are picked, so that under the rotational curriculum the others cost nothing.
+            # The number of active exits depends only on the options. They are gathered into an array of that size, so
+            # that under the rotational curriculum the others cost nothing.
             (chosen,) = jnp.nonzero(on[:-1], size=count, fill_value=layers - 1)
             stacked = jnp.stack(outputs)
             weights = weights.at[-1].set(0.0)

@@ -1,1 +1,1 @@
-"""Linear probes of early exits: gathered, fitted, judged."""
+"""Linear probes of early exits: training examples, fit, evaluation."""

@@ -1,4 +1,4 @@
-"""How good estimates of acceptance are: accuracy, cross-entropy, information, ranking, calibration."""
+"""Evaluates estimates of acceptance: accuracy, cross-entropy, information, ranking, calibration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from jaxspec.tuning.fitness import auroc, calibration_error
 
 
 def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:
-    """Judges an estimate [N] of labels [N] by five figures.
+    """Evaluates estimates [N] of labels [N], which may be soft (between 0 and 1), with five figures.
 
     Returns:
-      `accuracy`: how often the likelier of accepted and rejected, by the estimate, is what happens (of a soft
-      label, its probability). `cross_entropy`: nats. `information`: the share of the base rate's cross-entropy
-      that the estimate takes away; 0 for the labels' own mean as the estimate of every token, below 0 for what is
-      worse, 1 for certainty. `auroc`: the probability that an accepted token is estimated higher than a rejected
-      one, ties counting half (of a soft label, both weigh as it says). `calibration_error`: the mean, over
-      tokens, of how far the labels' mean in a token's tenth of [0, 1] is from the estimates' (expected
-      calibration error). Where all labels are 0 or all are 1, `information` and `auroc` are None.
+      `accuracy`: share of tokens whose outcome, accepted or rejected, is the one that the estimate favours.
+      `cross_entropy`: nats. `information`: the fraction by which the estimate reduces the base rate's cross-entropy: 0
+      for the labels' mean as the estimate of every token, negative for worse estimates, 1 for certainty. `auroc`: the
+      probability that an accepted token has a higher estimate than a rejected one, with ties counted half; a soft
+      label counts as both, with its weights. `calibration_error`: the expected calibration error with ten bins on
+      [0, 1]. `information` and `auroc` are None if all labels are 0 or all are 1.
     """
     entropy, base = cross_entropy(estimate, label), cross_entropy(np.full(len(label), label.mean()), label)
     varied = 0 < label.mean() < 1

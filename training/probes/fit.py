@@ -1,4 +1,4 @@
-"""Linear probes fitted to draft tokens, Platt scaling, and both judged beside cheaper estimates."""
+"""Fits linear probes and Platt scaling to draft tokens, and compares them with cheaper estimates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import optax
 from training.probes.estimates import cross_entropy, quality
 from training.probes.gather import Examples
 
-# Weights of |v|² among which the examples choose; none is zero, so that a probe stays finite even where its
-# labels can be separated without error.
+# Candidate weights of the penalty |v|². None is zero, so that a probe stays finite if its labels are separable.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 LEFT_OUT = 0.2
 FIT_STEPS = 100
@@ -23,11 +22,11 @@ ESTIMATES = ("base_rate", "draft_probability", "platt", "probe")
 def fit(examples: Examples) -> tuple[np.ndarray, float]:
     """Fits the probe σ(v·h + b) with the least binary cross-entropy; returns v, float32[D], and b.
 
-    How strongly v is held back (`RIDGES`) is chosen by the cross-entropy of the last `LEFT_OUT` of the
-    examples; the probe is then fitted to all.
+    The weight of the penalty, one of `RIDGES`, is chosen by the cross-entropy on the last `LEFT_OUT` of the examples;
+    then the probe is fitted to all of them.
 
     Raises:
-      ValueError: all labels are the same: there is nothing to learn.
+      ValueError: all labels are the same.
     """
     label = examples.label
     if len(label) < 2 or np.ptp(label) < 1e-3:
@@ -53,7 +52,7 @@ def _fit(examples: Examples, ridge: float) -> tuple[np.ndarray, float]:
 
 @jax.jit
 def _minimise(hidden: jax.Array, label: jax.Array, ridge: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`FIT_STEPS` of L-BFGS over all examples at once; the problem is convex."""
+    """Takes `FIT_STEPS` steps of L-BFGS over all examples at once; the problem is convex."""
 
     def loss(weights):
         v, b = weights
@@ -73,7 +72,7 @@ def _minimise(hidden: jax.Array, label: jax.Array, ridge: jax.Array) -> tuple[ja
 
 
 def predict(v: np.ndarray, b: float, hidden: np.ndarray) -> np.ndarray:
-    """Computes a probe's estimates σ(v·h + b) of N tokens from their states h, float[N]."""
+    """Computes a probe's estimates σ(v·h + b) for N tokens with states h, float[N]."""
     return 1 / (1 + np.exp(-(hidden @ v + b)))
 
 
@@ -89,9 +88,9 @@ class Scaling(NamedTuple):
 
 
 def fit_scaling(examples: Examples) -> Scaling:
-    """Fits Platt scaling of the draft's probability: two numbers with the least binary cross-entropy (Platt 1999)."""
+    """Fits Platt scaling of the draft's probability, two parameters, by binary cross-entropy (Platt 1999)."""
     log_p = _log(examples.confidence)
-    # Of a common scale, as the solver and the ridge want it: log-probabilities near 0 ask for a steep slope.
+    # Standardised for the solver and the penalty: log-probabilities near 0 need a steep slope.
     mean, spread = log_p.mean(), max(float(log_p.std()), 1e-6)
     standard = ((log_p - mean) / spread).astype(np.float32)[:, None]
     v, b = _fit(examples._replace(hidden=standard), RIDGES[0])
@@ -104,16 +103,16 @@ def _log(probability: np.ndarray) -> np.ndarray:
 
 
 def compared(training: Examples, held_out: Examples, probe: np.ndarray) -> dict[str, Any]:
-    """Sets the probe's figures beside those of cheaper estimates, all on the same held-out tokens.
+    """Compares the probe with cheaper estimates on the same held-out tokens.
 
     Args:
-      training: what the cheaper estimates are fitted to, as the probe was.
-      held_out: what all are judged on.
-      probe: its estimates of the held-out tokens, [N].
+      training: the examples to which the probe was fitted; the cheaper estimates are fitted to them too.
+      held_out: the examples for the evaluation.
+      probe: the probe's estimates for the held-out tokens, [N].
 
     Returns:
-      for each of `ESTIMATES` what `estimates.quality` says; the base rate's `rate`, and the `slope` and `intercept`
-      of Platt scaling.
+      the result of `estimates.quality` for each of `ESTIMATES`; the base rate also has `rate`, and Platt scaling
+      `slope` and `intercept`.
     """
     rate = float(training.label.mean())
     scaling = fit_scaling(training)

@@ -1,8 +1,7 @@
-"""What linear probes of an early exit learn from: states and labels of draft tokens, from the real decoder.
+"""Gathers the training examples of linear probes: states and labels of draft tokens, from the real decoder.
 
-AdaSPEED (section II.B) asks of each draft token whether the whole model would have said the same. The decoder
-drafts, verifies and commits as it does for a user; beside it stands what every draft token's state was, and
-what the verification thought of the token.
+AdaSPEED (section II.B) predicts for each draft token whether the whole model would accept it. The decoder drafts,
+verifies and commits as usual; this module records the state of every draft token and the result of its verification.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from flax import struct
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts, Request
-from jaxspec.drafting.layerskip import LayerSkip
+from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
-from jaxspec.sampling import Greedy, Law, Sampling, seed_key
+from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 
 
 class Examples(NamedTuple):
     """Draft tokens from which probes learn.
 
     Attributes:
-      hidden: float32[N, D], the state each was drawn from, after the final norm.
-      label: float32[N]. Greedy: 1 where the last layer says the same token, else 0. Sampled: min(1, p ÷ q),
-        the probability with which the token is accepted.
-      confidence: float32[N], the draft's own raw probability of the token, which a probe is to beat.
+      hidden: float32[N, D], the states after the final norm, from which the tokens were drawn.
+      label: float32[N]. Greedy: 1 if the last layer chooses the same token, else 0. Sampled: min(1, p ÷ q), the
+        probability that the token is accepted.
+      confidence: float32[N], the draft's own raw probability of the token, the baseline for a probe.
     """
 
     hidden: np.ndarray
@@ -47,34 +46,34 @@ class Examples(NamedTuple):
 
 @struct.dataclass
 class Recording(Drafter):
-    """A drafter that keeps its last proposal beside its state; else it is the drafter it wraps."""
+    """A drafter that wraps another one, and keeps its last proposal in the state."""
 
     inner: LayerSkip
 
     @property
     def num_draft_tokens(self) -> int:  # type: ignore[override]
-        """Draft tokens per round at most, K."""
+        """Largest number of draft tokens per round, K."""
         return self.inner.num_draft_tokens
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """Widths of the verifications that are compiled."""
+        """Widths of the compiled verifications."""
         return self.inner.verify_widths
 
     @property
     def reach(self) -> int:
-        """Cache positions that a round may touch beyond the text, as of the wrapped drafter."""
+        """Cache positions that a round of the wrapped drafter may touch beyond the text."""
         return self.inner.reach
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> State:
-        """Makes the state of the wrapped drafter: nothing was proposed yet."""
+        """Makes the state of the wrapped drafter, without a proposal."""
         return self.inner.init(params, view, prefill)
 
     def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, law: Law
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
-        """Proposes as the wrapped drafter does, and keeps the proposal in the state."""
-        proposal, state, cache = self.inner.propose(keys, params, state, view, law)
+        """Proposes with the wrapped drafter, and keeps the proposal in the state."""
+        proposal, state, cache = self.inner.propose(keys, params, state, view, distribution)
         return proposal, (state, proposal), cache
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
@@ -84,10 +83,10 @@ class Recording(Drafter):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeState):
-    """One round: the state after it, and of each draft token its state, label and confidence [B, K].
+    """Runs one round; returns the new state, and each draft token's state, label, confidence and mask [B, K].
 
-    A token counts only if all before it were accepted. What is asked of a probe is the chance of the next
-    token given that the draft stands so far; after a rejection there is no draft any more.
+    A token counts only if all tokens before it were accepted: a probe estimates the probability of the next token
+    given an accepted draft, and a round ends at its first rejection.
     """
     target, exit_layer = weights.target, cast(Recording, parts.drafter).inner.exit_layer
     before = state.length
@@ -95,16 +94,16 @@ def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeSta
     own, proposal = state.drafter_state
     state = dataclasses.replace(state, drafter_state=own)
 
-    # The verification once more, for its logits: the same rows over the same cache.
+    # Repeat the verification for its logits: the same rows over the same cache.
     rest = range(exit_layer, config.num_layers)
     verified, _ = llama.run_layers(config, target, proposal.exit_hidden, before - 1, state.cache, layers=rest)
-    law = parts.law.log_probs(llama.logits(config, target, verified))[:, :-1]
+    distribution = parts.distribution.log_probs(llama.logits(config, target, verified))[:, :-1]
 
     def of_drafted(log_probs: jax.Array) -> jax.Array:
         return jnp.take_along_axis(log_probs, proposal.tokens[..., None], axis=-1)[..., 0]
 
     drawn_with = 0.0 if proposal.log_probs is None else of_drafted(proposal.log_probs)
-    label = jnp.exp(jnp.minimum(of_drafted(law) - drawn_with, 0.0))
+    label = jnp.exp(jnp.minimum(of_drafted(distribution) - drawn_with, 0.0))
     exits = proposal.exit_hidden[:, :-1]
     raw = jax.nn.log_softmax(llama.logits(config, target, exits), axis=-1)
     hidden = rms_norm(exits, target["norm"], config.rms_norm_eps)
@@ -121,7 +120,7 @@ def gather(
     params: Params,
     prompts: Sequence[Sequence[int]],
     exit_layer: int,
-    law: dict[str, float],
+    distribution: dict[str, float],
     *,
     num_draft_tokens: int,
     new_tokens: int,
@@ -129,20 +128,19 @@ def gather(
     seed: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> Examples:
-    """Decodes after each prompt with the early exit as draft and keeps what probes learn from.
+    """Decodes after each prompt with the early exit as draft, and returns the examples for probes.
 
     Args:
       config: the model.
-      params: its parameters.
-      prompts: token ids of each.
-      exit_layer: layers that draft.
-      law: `temperature` (0: greedy), and `top_k`, `top_p`, `min_p` where not off.
+      params: the model's parameters.
+      prompts: token ids of each prompt.
+      exit_layer: number of layers of the draft.
+      distribution: the sampling distribution: `temperature` (0: greedy), and `top_k`, `top_p`, `min_p` where not off.
       num_draft_tokens: K of every round.
-      new_tokens: generated after each prompt.
-      batch: prompts at once; prompts are gone through in such batches, a smaller last one left out unless it
-        is the only one.
-      seed: of the draws.
-      report: is called with the number of prompts that are done.
+      new_tokens: number of tokens to generate after each prompt.
+      batch: number of prompts at once. A smaller last batch is left out unless it is the only one.
+      seed: seed of the sampling.
+      report: called with the number of finished prompts.
     """
     capacity = 1 << (max(map(len, prompts)) + new_tokens + num_draft_tokens + 1).bit_length()
     drafter = Recording(LayerSkip(config, exit_layer, num_draft_tokens=num_draft_tokens))
@@ -150,7 +148,7 @@ def gather(
     parts_found: list[list[np.ndarray]] = [[], [], []]
     batch = min(batch, len(prompts))
     for first in range(0, len(prompts) - batch + 1, batch):
-        parts = Parts(drafter, *_law(law, batch))
+        parts = Parts(drafter, *_distribution(distribution, batch))
         request = _request(config, prompts[first : first + batch], capacity, new_tokens, seed + first)
         state, _ = _prefill(config, weights, parts, request, chunk_size=min(capacity, 64))
         while not bool(state.done.all()):
@@ -162,8 +160,8 @@ def gather(
     return Examples(*(np.concatenate(arrays) for arrays in parts_found))
 
 
-def _law(numbers: dict[str, float], batch: int) -> tuple[Any, Law]:
-    """The acceptor and the law. Rejection, token by token, is what a sampled label speaks of."""
+def _distribution(numbers: dict[str, float], batch: int) -> tuple[Any, Distribution]:
+    """Returns acceptor and sampling distribution. Sampled labels are defined for rejection, token by token."""
     if not numbers.get("temperature"):
         return GreedyAcceptor(), Greedy()
     kinds = {"top_k": jnp.int32}

@@ -1,1 +1,1 @@
-"""What is measured, written down and drawn."""
+"""Measurements of a run: evaluation, metrics, curves and cards."""

@@ -1,8 +1,8 @@
-"""The card of a trained model: what it is, how it was made, how good it is, what it writes."""
+"""Writes the card of a trained model: its shape, training, quality and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,16 @@ from jaxspec.sampling import seed_key
 from jaxspec.tuning import fitness_report as fitness_bench
 from jaxspec.tuning.fitness import Texts
 from training.losses.base import layer_outputs
+from training.reports.evaluation import NUM_DRAFT_TOKENS
 
 TEMPERATURE = 0.7
 PROMPT = "Once upon a time"
-# Tokens written after each prompt of the card.
+# Tokens of each sample in the card.
 SAMPLE_TOKENS = 160
 
 
 def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
-    """Chooses a prompt per kind of work: a held-out question, or one of the project's own prompts for open text."""
+    """Chooses a prompt per task type: a held-out question, or one of the project's own prompts for open text."""
     known = prompts.load()
     found = []
     for kind, texts in kinds.items():
@@ -37,19 +38,38 @@ def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
     return found or [PROMPT]
 
 
+def make_draw(config: LlamaConfig) -> Callable[[jax.Array, Params, Any, jax.Array], jax.Array]:
+    """Makes the jitted function that draws a token of each row: (key, params, tokens int32[B, T], length) → int32[B].
+
+    The first row's token is the most likely one, the others are drawn at `TEMPERATURE`.
+    """
+
+    @jax.jit
+    def draw(key: jax.Array, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        batch = {"tokens": tokens, "positions": positions, "segments": jnp.ones_like(tokens)}
+        hidden = layer_outputs(config, params, batch)[-1]
+        last = jax.lax.dynamic_index_in_dim(hidden, length - 1, axis=1, keepdims=False)
+        logits = llama.logits(config, params, last)
+        drawn = jax.random.categorical(key, logits / TEMPERATURE)
+        return jnp.where(jnp.arange(len(tokens)) == 0, jnp.argmax(logits, axis=-1), drawn)
+
+    return draw
+
+
 def sample(
     config: LlamaConfig, params: Params, words: Tokenizer, count: int, prompt: str = PROMPT
 ) -> list[str]:
     """Draws texts after `prompt`: the first greedily, the others at `TEMPERATURE`, by whole forward passes.
 
-    Deliberately the simplest sampler there is: it shares nothing with the decoder it might be compared to.
+    This is deliberately the simplest sampler. It shares no code with the decoder to which it may be compared.
 
     Args:
       config: the model.
       params: float32 parameters.
       words: the tokenizer.
-      count: how many texts.
-      prompt: how they begin.
+      count: number of texts.
+      prompt: the beginning of each text.
 
     Returns:
       the texts without the prompt.
@@ -58,17 +78,7 @@ def sample(
         return []
     start = words.encode(prompt).ids[: config.context_length - 1]
     limit = min(len(start) + SAMPLE_TOKENS, config.context_length)
-
-    @jax.jit
-    def draw(key: jax.Array, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(limit), tokens.shape)
-        batch = {"tokens": tokens, "positions": positions, "segments": jnp.ones_like(tokens)}
-        hidden = layer_outputs(config, params, batch)[-1]
-        last = jax.lax.dynamic_index_in_dim(hidden, length - 1, axis=1, keepdims=False)
-        logits = llama.logits(config, params, last)
-        drawn = jax.random.categorical(key, logits / TEMPERATURE)
-        return jnp.where(jnp.arange(count) == 0, jnp.argmax(logits, axis=-1), drawn)
-
+    draw = make_draw(config)
     tokens = np.zeros((count, limit), np.int32)
     tokens[:, : len(start)] = start
     done = np.zeros(count, bool)
@@ -83,8 +93,8 @@ def sample(
 
 
 def made_by(commands: Sequence[str]) -> list[str]:
-    """Lines of a card that say by which commands a model was made."""
-    several = "Made by these commands, each going on where the last was stopped:"
+    """Returns the lines of a card with the commands that made a model."""
+    several = "Made by these commands, each of which resumed the previous one:"
     return ["Made by" if len(commands) == 1 else several, "", "```", *commands, "```"]
 
 
@@ -101,12 +111,12 @@ def write(
     """Writes the card of a model as Markdown.
 
     Args:
-      name: of the model.
+      name: name of the model.
       config: its shape.
-      record: what the training command wrote into run.json.
+      record: the content of run.json.
       metrics: the records of metrics.jsonl.
-      step: of the exported checkpoint.
-      measured: what was measured there: `held_out_loss` (nats per token), and more by name and kind.
+      step: step of the exported checkpoint.
+      measured: the checkpoint's measurements: `held_out_loss` (nats per token), and more by name and task type.
       texts: samples by prompt; the first of each is the greedy one.
       fitness: the report of the fitness test.
     """
@@ -131,6 +141,7 @@ def write(
         "",
         *_kinds_table(record, measured),
         "",
+        *_positions_table(record, measured),
         *made_by(record["commands"]),
         "",
         "## Does it need its depth?",
@@ -148,7 +159,7 @@ def write(
 
 
 def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> list[str]:
-    """Data and held-out figures, a row for each kind of work; documents are held out by their hash."""
+    """Returns a table of data and held-out figures, with a row for each task type."""
     columns = {"held-out loss": "held_out_loss/{}"}
     for layers in record["exits"]:
         columns[f"acceptance, exit {layers}"] = f"acceptance/{layers}/{{}}"
@@ -170,7 +181,27 @@ def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> li
     return lines
 
 
+def _positions_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> list[str]:
+    """Returns a table of the exits' acceptance by position; nothing if it was not measured."""
+    numbers = range(1, NUM_DRAFT_TOKENS + 1)
+    rows = [
+        [str(layers), *(f"{measured[f'accepted_token_{number}/{layers}']:.3f}" for number in numbers)]
+        for layers in record["exits"]
+        if f"accepted_token_1/{layers}" in measured
+    ]
+    if not rows:
+        return []
+    return [
+        "Share of the rounds on held-out text, greedy, that accept each draft token and all before it:",
+        "",
+        "| exit | " + " | ".join(f"token {number}" for number in numbers) + " |",
+        "|" + "---|" * (1 + NUM_DRAFT_TOKENS),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+
+
 def _quoted(text: str) -> list[str]:
-    """As a code block: a sample may hold anything, Markdown included."""
+    """Formats a sample as a code block, because it may contain Markdown."""
     fence = "````"
     return [fence + "text", *text.strip("\n").splitlines(), fence]

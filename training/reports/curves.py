@@ -1,94 +1,128 @@
-"""A run's loss and acceptance by step, drawn as PNG."""
+"""Draws a run's loss and acceptance by step, as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from jaxspec.io.extras import require
+from jaxspec.console.charts import COLOURS, Chart, Curve, beside, curves
+from jaxspec.console.notebook import Live
+from jaxspec.host.files import write_atomic
 from training.reports import metrics
 
-LOSS_FILE, ACCEPTANCE_FILE = "loss.png", "acceptance.png"
+LOSS_FILE, ACCEPTANCE_FILE = "loss.svg", "acceptance.svg"
+Records = Sequence[dict[str, float]]
+# Seconds between two drawings of a run in a notebook.
+_REDRAW_S = 1.0
 
 
-def smoothed(values: np.ndarray, half_life: float) -> np.ndarray:
-    """Smooths values [N]: the mean of past ones, each counting half as much as one `half_life` places later."""
+def smoothed(values: Sequence[float], half_life: float) -> list[float]:
+    """Smooths values: a mean of past values, whose weight halves every `half_life` values."""
     decay = 0.5 ** (1 / half_life)
     mean = weight = 0.0
-    out = np.empty_like(values)
-    for index, value in enumerate(values):
+    found = []
+    for value in values:
         mean, weight = decay * mean + value, decay * weight + 1
-        out[index] = mean / weight
-    return out
+        found.append(mean / weight)
+    return found
 
 
 def draw(run: Path) -> list[Path]:
-    """Writes loss.png and, where acceptance was measured, acceptance.png into the run directory.
+    """Writes loss.svg and, where acceptance was measured, acceptance.svg into the run directory.
 
     Raises:
-      ValueError: the run has written nothing yet.
-      MissingExtra: matplotlib is not installed.
+      ValueError: the run has not written any figures.
     """
     records = metrics.read(run)
     if not records:
         raise ValueError(f"no {metrics.METRICS_FILE} in {run}; give the run directory of a training command")
-    require("plot", "matplotlib")
-    # It takes a second to import, and training itself does not need it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    steps = np.array([record["step"] for record in records])
-    losses = np.array([record["loss"] for record in records])
-    axes.plot(steps, smoothed(losses, max(1.0, len(losses) / 60)), color="0.6", label="training, smoothed")
-    _curves(axes, records, "held_out_loss", "held out", "held out: {}")
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=f"Loss of {run.name}")
-    written = [_save(figure, axes, run / LOSS_FILE)]
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    drawn = 0
-    for layers in _exits(records):
-        for panel, name in ((left, "acceptance"), (right, "mean_acceptance_length")):
-            drawn += _curves(panel, records, f"{name}/{layers}", f"exit {layers}", None)
-    if drawn:
-        left.set(xlabel="step", ylabel="share of tokens accepted", title="Acceptance", ylim=(0, 1))
-        right.set(xlabel="step", ylabel="tokens per round", title="Mean acceptance length")
-        left.grid(alpha=0.3)
-        left.legend()
-        written.append(_save(figure, right, run / ACCEPTANCE_FILE))
-    return written
+    drawn = {run / LOSS_FILE: loss_chart({run.name: records})}
+    if _exits(records):
+        drawn[run / ACCEPTANCE_FILE] = acceptance_chart(records)
+    for path, chart in drawn.items():
+        write_atomic(path, str(chart))
+    return list(drawn)
 
 
-def _exits(records: Sequence[dict[str, float]]) -> list[int]:
-    """Exits whose acceptance was measured; the deepest is its own judge where no target was given."""
+@contextlib.contextmanager
+def watched(run: Path) -> Iterator[None]:
+    """Draws the loss and the acceptance in a notebook while the block trains in this run directory."""
+    live, ended = Live(), threading.Event()
+
+    def redraw() -> None:
+        records = metrics.read(run)
+        loss = loss_chart({run.name: records}, log=True)
+        live(beside(loss, acceptance_chart(records)) if _exits(records) else loss)
+
+    def follow() -> None:
+        while not ended.wait(_REDRAW_S):
+            redraw()
+
+    redraw()
+    thread = threading.Thread(target=follow, name="jaxspec-curves", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        redraw()
+
+
+def loss_chart(runs: Mapping[str, Records], *, log: bool = False) -> Chart:
+    """The loss of each step, smoothed, and the held-out loss, by step; for one run also by task type.
+
+    Args:
+      runs: records of `metrics.read` by name; may be empty.
+      log: whether the axis of the loss is logarithmic.
+    """
+    series, colours = {}, {}
+    for number, (name, records) in enumerate(runs.items(), 1):
+        before = f"{name}, " if len(runs) > 1 else ""
+        losses = smoothed([record["loss"] for record in records], max(1.0, len(records) / 60))
+        steps = [record["step"] for record in records]
+        series[f"{before}training, smoothed"] = Curve(list(zip(steps, losses, strict=True)), faint=True)
+        series[f"{before}held out"] = _curve(records, "held_out_loss")
+        colours[f"{before}training, smoothed"] = COLOURS[number if len(runs) > 1 else 0]
+        colours[f"{before}held out"] = COLOURS[number]
+    if len(runs) == 1:
+        prefix = "held_out_loss/"
+        kinds = sorted({key for record in records for key in record if key.startswith(prefix)})
+        for kind in kinds if len(kinds) > 1 else ():
+            series[f"held out: {kind.removeprefix(prefix)}"] = _curve(records, kind, faint=True)
+    title = f"Loss of {' and '.join(runs)}"
+    return curves(series, x="step", y="loss, nats per token", title=title, colours=colours, log=log)
+
+
+def acceptance_chart(records: Records) -> Chart:
+    """The acceptance and the mean acceptance length of each exit by step, of records with an acceptance."""
+    panels = {
+        "acceptance": ("share of tokens accepted", "Acceptance", 1.0),
+        "mean_acceptance_length": ("tokens per round", "Mean acceptance length", None),
+    }
+    return beside(
+        *(
+            curves(
+                {f"exit {layers}": _curve(records, f"{name}/{layers}") for layers in _exits(records)},
+                x="step",
+                y=y,
+                title=title,
+                most=most,
+            )
+            for name, (y, title, most) in panels.items()
+        )
+    )
+
+
+def _exits(records: Records) -> list[int]:
+    """Returns the exits whose acceptance was measured."""
     names = {name for record in records for name in record}
     return sorted(
         int(parts[1]) for name in names if len(parts := name.split("/")) == 2 and parts[0] == "acceptance"
     )
 
 
-def _curves(axes, records, name: str, label: str, by_kind: str | None) -> int:
-    """Draws the figure `name`, and thinner its kinds `name/…`; returns how many curves there are."""
-    found = [record for record in records if name in record]
-    if not found:
-        return 0
-    steps = [record["step"] for record in found]
-    axes.plot(steps, [record[name] for record in found], marker=".", linewidth=2, label=label)
-    if by_kind is not None:
-        kinds = sorted(
-            {key[len(name) + 1 :] for record in found for key in record if key.startswith(f"{name}/")}
-        )
-        for kind in kinds if len(kinds) > 1 else ():
-            values = [record.get(f"{name}/{kind}", np.nan) for record in found]
-            axes.plot(steps, values, linewidth=1, linestyle="--", label=by_kind.format(kind))
-    return 1
-
-
-def _save(figure, axes, file: Path) -> Path:
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)
-    return file
+def _curve(records: Records, name: str, *, faint: bool = False) -> Curve:
+    return Curve([(record["step"], record[name]) for record in records if name in record], faint=faint)

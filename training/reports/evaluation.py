@@ -1,11 +1,11 @@
-"""Held-out loss by kind of work, and how many tokens an early exit would draft that its target accepts.
+"""Held-out loss by task type, and the acceptance of the drafts of early exits.
 
-Acceptance is measured on held-out text: at each position the exit's most likely token is compared with the
-target's. That is greedy drafting with the text as context, in one forward pass; the decoder's own figure on
-generated text is a little different, and far dearer to take at every checkpoint.
+Acceptance is measured on held-out text: at each position the exit's most likely token is compared with the target's.
+This is greedy drafting with the text as context, in one forward pass. The decoder's acceptance on generated text
+differs a little, and is too expensive to measure at every checkpoint.
 
-Of a model that chooses among a part of the vocabulary, the losses are those of positions whose next token is in it;
-acceptance is of all positions.
+If the model chooses among a part of the vocabulary, losses count only positions whose next token is in the part.
+Acceptance counts all positions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from training.losses.base import (
     num_targets,
 )
 
-# Draft tokens per round for which mean acceptance length is reported; the default of `generate`.
+# Draft tokens per round for the mean acceptance length; the default of `generate`.
 NUM_DRAFT_TOKENS = 5
-# By name a sum over a batch and the count that divides it, float32[] each.
+# By name: the sum over a batch and the count that divides it, float32[] each.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 # (params, the target's or None, batch [B, T]) -> sums
 Measure = Callable[[Params, Params | None, Batch], Sums]
@@ -51,19 +51,31 @@ def make_measure(
 
     Args:
       config: the model.
-      exits: how many layers each exit runs; those beyond the present depth are left out.
-      judged: the exits over whose losses `held_out_loss` is the mean; () for the last layer alone.
-      target: the model that is to accept what the exits draft; None for this model's own last layer.
-      part: int32[N], the tokens among which the model chooses, rising; None for all.
+      exits: number of layers at each exit; exits beyond the present depth are left out.
+      judged: `held_out_loss` is the mean over these exits; () for the last layer only.
+      target: the model that verifies the exits' drafts; None for this model's own last layer.
+      part: int32[N], the tokens among which the model chooses, ascending; None for all.
 
     Returns:
-      (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats
-      per token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
-      `mean_acceptance_length/E` (tokens per round of `NUM_DRAFT_TOKENS` drafts, the target's own included);
-      each also by kind, as `held_out_loss/KIND`. A kind without a run of `NUM_DRAFT_TOKENS` targets has no
-      mean acceptance length, and does not count in the one over all kinds.
+      (params, held-out batches by kind, weight by kind) → `held_out_loss` (weighted mean over the kinds, nats per
+      token), and for every exit E its loss `exit_loss/E`, `acceptance/E` (share of positions) and
+      `mean_acceptance_length/E` (tokens per round of `NUM_DRAFT_TOKENS` drafts, including the target's own), and
+      `accepted_token_I/E` (share of the rounds that accept draft token I and all before it); each also by kind, as
+      `held_out_loss/KIND`. A kind without `NUM_DRAFT_TOKENS` consecutive targets has no figures of rounds, and does
+      not count in their mean over all kinds.
     """
     target_config, target_params = target if target is not None else (config, None)
+    return by_kind(measure_batch(config, exits, judged, target_config, part), target_params)
+
+
+def measure_batch(
+    config: LlamaConfig,
+    exits: Sequence[int],
+    judged: Sequence[int],
+    target_config: LlamaConfig,
+    part: np.ndarray | None = None,
+) -> Measure:
+    """Makes the jitted measurement of a batch; see `make_measure`."""
 
     def best(logits: jax.Array) -> jax.Array:
         number = jnp.argmax(logits, axis=-1)
@@ -92,29 +104,31 @@ def make_measure(
             agrees = (best(logits[layers]) == chosen) & mask
             sums[f"acceptance/{layers}"] = num_targets(agrees), positions
             steps = [jnp.roll(agrees, -ahead, axis=1) for ahead in range(NUM_DRAFT_TOKENS)]
-            sums[f"mean_acceptance_length/{layers}"] = emitted(steps, rounds), num_targets(rounds)
+            sums |= of_rounds(
+                steps, rounds, "accepted_token_{}/" + f"{layers}", f"mean_acceptance_length/{layers}"
+            )
         return sums
 
-    return by_kind(measure, target_params)
+    return measure
 
 
 def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
-    """Takes a measurement of each kind of text, and their mean by weight.
+    """Applies a measurement to each task type, and to all by a weighted mean.
 
     Args:
-      measure: of a batch.
-      target: the parameters of another model that it is given.
+      measure: the measurement of a batch.
+      target: parameters of another model, passed to `measure`.
 
     Returns:
-      (params, held-out batches by kind, weight by kind) → each figure NAME, and by kind as NAME/KIND. A figure that
-      counts nothing in a kind is left out there.
+      (params, held-out batches by kind, weight by kind) → each figure NAME, and by kind as NAME/KIND. A figure with
+      count 0 in a kind is left out there.
     """
 
     def all_kinds(
         params: Params, held_out: Mapping[str, Sequence[Windows]], weights: Mapping[str, float]
     ) -> dict[str, float]:
         result: dict[str, float] = {}
-        over: dict[str, float] = {}  # the weights of the kinds that have a figure
+        over: dict[str, float] = {}  # total weight of the kinds that have a figure
         for kind, batches in held_out.items():
             found = [measure(params, target, batch) for batch in batches]
             for name in found[0]:
@@ -131,22 +145,24 @@ def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
     return all_kinds
 
 
-def emitted(agrees: Sequence[jax.Array], rounds: jax.Array) -> jax.Array:
-    """Sum over the rounds of the tokens that each emits, float32[]: the drafts accepted in a row, and one more.
+def of_rounds(agrees: Sequence[jax.Array], rounds: jax.Array, by_position: str, length: str) -> Sums:
+    """Returns the acceptance of rounds: by position, and the mean number of tokens of a round.
 
     Args:
       agrees: for each draft token of a round bool[B, T], whether the target chooses it too.
-      rounds: bool[B, T], where rounds begin.
+      rounds: bool[B, T], the positions at which rounds begin.
+      by_position: name of the share of the rounds that accept draft token {} and all before it.
+      length: name of the number of accepted draft tokens and one more, per round.
     """
-    run, accepted = jnp.ones_like(rounds), jnp.zeros(rounds.shape)
-    for agree in agrees:
-        run = run & agree
-        accepted += run
-    return jnp.sum(jnp.where(rounds, accepted + 1, 0.0))
+    count, accepted, sums = num_targets(rounds), rounds, Sums()
+    for number, agree in enumerate(agrees, 1):
+        accepted = accepted & agree
+        sums[by_position.format(number)] = num_targets(accepted), count
+    return sums | {length: (count + sum(total for total, _ in sums.values()), count)}
 
 
 def whole_rounds(mask: jax.Array, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> jax.Array:
-    """Positions from which a whole round of drafts can be judged, bool[B, T], of those that can be."""
+    """Returns the positions of `mask` after which a whole round of drafts has targets, bool[B, T]."""
     whole = mask
     for ahead in range(1, num_draft_tokens):
         following = jnp.roll(mask, -ahead, axis=1).at[:, -ahead:].set(False)

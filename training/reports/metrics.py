@@ -1,10 +1,12 @@
-"""What a run writes down at each step: metrics.jsonl and TensorBoard's event files."""
+"""Reads and writes the figures of each step: metrics.jsonl, TensorBoard's event files, and Weights & Biases."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jaxspec.io import files
+from jaxspec.host import files
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+# The id of a run at Weights & Biases, by which a resumed run continues there.
+WANDB_ID = "wandb_id"
 
 
 def read(run: Path) -> list[dict[str, float]]:
@@ -26,35 +30,54 @@ def read(run: Path) -> list[dict[str, float]]:
         try:
             record = files.parse_json(line)
         except ValueError:
-            continue  # as is the line that was being written when the run was killed
+            continue  # damaged, such as the last line of a killed run
         if isinstance(record, dict) and type(record.get("step")) is int:
             records.append(record)
     return records
 
 
 class Metrics:
-    """Writes one record per step, after dropping those that a resumed run is about to repeat."""
+    """Writes one record per step; records that a resumed run will repeat are deleted first."""
 
-    def __init__(self, run: Path, step: int):
-        """Opens the files; records after `step` are dropped."""
+    def __init__(
+        self, run: Path, step: int, project: str | None = None, about: Mapping[str, Any] | None = None
+    ):
+        """Opens the files and deletes the records after `step`.
+
+        Args:
+          run: the run directory.
+          step: number of finished steps.
+          project: project of Weights & Biases that receives the records too; None for none.
+          about: the run's options, which are recorded there.
+        """
+        self._wandb: Any = None
         if not files.written_here():
             return
         kept = [record for record in read(run) if record["step"] <= step]
         files.write_atomic(run / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._stream = (run / METRICS_FILE).open("a")
         (run / TENSORBOARD).mkdir(exist_ok=True)
-        # Not tensorboardX's SummaryWriter: it writes in a thread, which a full disk ends, and then waits for ever.
+        # Not tensorboardX's SummaryWriter: a full disk ends its thread, and then it waits for ever.
         self._events = EventsWriter(str(run / TENSORBOARD / "events"))
-        # TensorBoard forgets what an earlier file says of the steps from here on.
+        # TensorBoard then discards the steps from here on in earlier files.
         self._add(step=step + 1, file_version="brain.Event:2")
         self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         self._events.flush()
+        if project is not None:
+            import wandb
+
+            name = run / WANDB_ID
+            if not name.is_file():
+                files.write_atomic(name, secrets.token_hex(8))
+            self._wandb = wandb.init(
+                project=project, id=name.read_text(), name=run.name, resume="allow", config=about, dir=run
+            )
 
     def write(self, step: int, record: dict[str, Any]) -> None:
         """Appends the figures of a step.
 
         Raises:
-          OSError: they cannot be written, as where the disk is full.
+          OSError: the figures cannot be written, for example because the disk is full.
         """
         if not files.written_here():
             return
@@ -62,14 +85,18 @@ class Metrics:
         self._stream.flush()
         for name, value in record.items():
             self._add(step=step, summary=summary.scalar(name, value))
-        if "held_out_loss" in record:  # flushing waits for the disk: not at every step
+        if self._wandb is not None:
+            self._wandb.log(record, step=step)  # it ignores the steps that it has already received
+        if "held_out_loss" in record:  # flushing waits for the disk, so not at every step
             self._events.flush()
 
     def _add(self, **content: Any) -> None:
         self._events.write_event(Event(wall_time=time.time(), **content))
 
     def close(self) -> None:
-        """Closes the files; raises nothing, so that the error that ended the run is not hidden."""
+        """Closes the files. It raises nothing, so that the error that ended the run is not hidden."""
         for file in (self._stream, self._events) if files.written_here() else ():
             with contextlib.suppress(OSError):
                 file.close()
+        if self._wandb is not None:
+            self._wandb.finish()

@@ -1,13 +1,13 @@
-"""Tasks with certain answers, made by rule and without end: sums, code, edits, look-ups.
+"""Generated tasks with one correct answer: sums, code, edits, look-ups.
 
-Targets for speculative decoding must need their depth. A text whose every token is a guess can be written by three
-layers as well as by twelve; a sum, the value of a variable or the word that an edit asks for cannot. Each task here
-mixes both: long runs that any early exit can write (wording, copied operands, syntax), broken by single tokens that
-take depth (a digit of a result, the replaced word). Only the answer is learned, never the question.
+A target for speculative decoding must need its depth. Three layers write free text about as well as twelve, but not a
+sum, the value of a variable, or the word that an edit asks for. Each task mixes long runs that any early exit can write
+(wording, copied operands, syntax) with single tokens that need depth (a digit of a result, the replaced word). Only the
+answer is learned.
 
-A family is one file with a function `make(chance) -> Task`. Tasks that differ in nothing but names have one origin,
-and are held out together: what is judged are other numbers, facts and passages than those that were learned. Idioms
-of code are few, so there it is another argument or constant of an idiom that was.
+A family is one file with a function `make(chance) -> Task`. Tasks that differ only in names have the same origin, and
+are held out together, so the held-out tasks have other numbers, facts and passages. There are few idioms of code, so
+held-out code tasks have other arguments or constants of known idioms.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
     "labels": labels.make,
 }
 PREFIX = "tasks:"
-# Tasks of a family where no number is given: about 5 million tokens of sums.
+# Default number of tasks of a family: about 5 million tokens of sums.
 USUAL_COUNT = 50_000
 
 
 def tasks(family: str, count: int) -> Iterator[Task]:
-    """Makes the first `count` tasks of a family, no two with the same prompt; always the same ones.
+    """Generates the first `count` tasks of a family, with different prompts. The sequence is always the same.
 
     Raises:
-      ValueError: there is no such family, or it has fewer tasks.
+      ValueError: the family does not exist, or has fewer tasks.
 
     Examples:
       >>> [task.completion for task in tasks("sums", 1)][0].splitlines()[-1].startswith("####")
@@ -57,10 +57,10 @@ def tasks(family: str, count: int) -> Iterator[Task]:
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Makes the tasks of `tasks:FAMILY[:COUNT]`: of each its place and its record of `prompt`, `completion`, `origin`.
+    """Generates the tasks of `tasks:FAMILY[:COUNT]`: pairs of a place and a record of `prompt`, `completion`, `origin`.
 
     Raises:
-      ValueError: no such family, or the count is no whole number above 0.
+      ValueError: the family does not exist, or the count is not a positive integer.
     """
     family, _, number = path.removeprefix(PREFIX).partition(":")
     if number and not (number.isascii() and number.isdigit() and int(number)):

@@ -1,7 +1,7 @@
-"""Small Python: a function from its description, and a few assignments followed step by step.
+"""Small Python tasks: a function from its description, and a few assignments followed step by step.
 
-Easy for an early exit: syntax, indentation, names copied from the description. What needs depth: which idiom is
-asked for, and a value that follows from another value.
+Easy for an early exit: syntax, indentation, names copied from the description. Needs depth: the choice of the idiom,
+and a value computed from another value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LISTS = _words("xs ys items values numbers data row scores")
 _TEXTS = _words("text word line name s label")
 _ADJECTIVES = _words("my new the first other quick main small")
 _VARIABLES = _words("a b c d e f g h i j k m n p q x y z")
-# (description, body). {x} is a list, {s} a string, {k} a number of one digit.
+# (description, body). {x} is a list, {s} a string, {k} a one-digit number.
 IDIOMS = (
     ("sum of the squares of {x}", "return sum(v * v for v in {x})"),
     ("sum of the cubes of {x}", "return sum(v ** 3 for v in {x})"),
@@ -91,7 +91,7 @@ LARGEST = 99
 
 
 def make(chance: random.Random) -> Task:
-    """Draws a task about code: an idiom three times out of five, else a trace of assignments."""
+    """Draws a code task: an idiom with probability 3/5, otherwise a trace of assignments."""
     return _idiom(chance) if chance.random() < 0.6 else _trace(chance)
 
 
@@ -105,9 +105,9 @@ def _idiom(chance: random.Random) -> Task:
 
 
 def _trace(chance: random.Random) -> Task:
-    """Assignments, then each of them with the values that it reads, and the value that follows.
+    """Makes a program of assignments, and the same assignments with the values they read and their results.
 
-    A right side is written down before its values are: one look-up a step, where two at once are guessed.
+    The right side is written before its values, so that each token needs one look-up; small models fail at two at once.
     """
     values: dict[str, int] = {}
     lines = []
@@ -123,7 +123,7 @@ def _trace(chance: random.Random) -> Task:
 
 
 def _expression(values: dict[str, int], chance: random.Random) -> tuple[str, int]:
-    """A right side that reads earlier variables, and its value, 0 to `LARGEST`."""
+    """Returns a right side that reads earlier variables, and its value, 0 to `LARGEST`."""
     while True:
         if not values or chance.random() < 0.3:
             number = chance.randint(1, 20)

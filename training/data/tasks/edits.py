@@ -1,6 +1,6 @@
-"""Edits of a short passage: copy it, replace a word or two, let two names change places, write a word in capitals.
+"""Edits of a short passage: copy it, replace one or two words, swap two names, write a word in capitals.
 
-Easy for an early exit: copying. What needs depth: the other word, at each place where the old one stood.
+Easy for an early exit: copying. Needs depth: the new word at each place of the old one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Tas
 
 _words = str.split
 
-# {n} and {m} are the two names of a passage, each of the others is drawn for each sentence.
+# {n} and {m} are the two names of a passage. The other fields are drawn for each sentence.
 _SENTENCES = (
     "{n} went to the {place}.",
     "{n} had a {color} {thing}.",
@@ -37,7 +37,7 @@ _SENTENCES = (
 )
 _SIZES = _words("big small little tall new soft")
 _MOODS = _words("happy sad tired hungry proud quiet")
-# Words of one list may take each other's place, and the passage stays readable.
+# A word may be replaced by another word of the same list; the passage stays readable.
 _GROUPS = (NAMES, THINGS, ANIMALS, COLORS, PLACES, _SIZES, _MOODS)
 _COPY = ("Copy this text:", "Write this again:", "Repeat this text:")
 _REPLACE = (
@@ -66,12 +66,12 @@ def make(chance: random.Random) -> Task:
 
 
 def prompt(instruction: str, passage: str) -> str:
-    """Builds the prompt of an edit task: what is read before the edited passage."""
+    """Builds the prompt of an edit task: the text before the edited passage."""
     return f"{instruction}\n{passage}\nResult:"
 
 
 def replaced(passage: str, changes: dict[str, str]) -> str:
-    """The passage with each whole word that is a key of `changes` replaced, all at once."""
+    """Replaces each whole word that is a key of `changes`, all at once."""
     if not changes:
         return passage
     words = "|".join(map(re.escape, changes))
@@ -79,7 +79,7 @@ def replaced(passage: str, changes: dict[str, str]) -> str:
 
 
 def _edit(kind: str, passage: str, chance: random.Random) -> tuple[str, dict[str, str]]:
-    """The instruction, and what becomes of which word."""
+    """Returns the instruction, and the new word for each replaced word."""
     present = [word for word in dict.fromkeys(re.findall(r"\w+", passage)) if _group(word)]
     if kind == "copy":
         return chance.choice(_COPY), {}
@@ -103,5 +103,5 @@ def _edit(kind: str, passage: str, chance: random.Random) -> tuple[str, dict[str
 
 
 def _group(word: str) -> list[str]:
-    """The list that a word belongs to; none for the words of the sentences themselves."""
+    """Returns the list that a word belongs to; an empty list for the words of the sentence templates."""
     return next((group for group in _GROUPS if word in group), [])

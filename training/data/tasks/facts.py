@@ -1,9 +1,9 @@
-"""A few facts, then questions: look-ups, the same in two steps, and comparisons.
+"""A few facts, then questions: look-ups in one or two steps, and comparisons.
 
-Easy for an early exit: the form of an answer. What needs depth: the word that is looked up, above all where one fact
-leads to another. Every question gives a word and asks for one that stands behind it, and an answer in two steps writes
-both down: a target of 4M parameters guesses otherwise. One fact in some tasks, five in others: with five from the first
-step on, it learned the form of the answers and put any word of the facts into it, for thousands of steps.
+Easy for an early exit: the form of an answer. Needs depth: the looked-up word, most of all where one fact leads to
+another. Every question gives a word and asks for a later word of its fact, and a two-step answer writes both steps: a
+target of 4M parameters does not learn it otherwise. The number of facts varies: with five in every task, that target
+learned only the form of the answers, and filled it with arbitrary words of the facts for thousands of steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 
 from training.data.tasks.task import ANIMALS, COLORS, NAMES, PLACES, THINGS, Task
 
-# Of how many facts a task has: its share.
+# Share of the tasks by their number of facts.
 _COUNTS = {1: 0.1, 2: 0.25, 3: 0.25, 4: 0.2, 5: 0.2}
 
 
@@ -33,14 +33,14 @@ _Facts = tuple[list[str], list[tuple[str, str]]]
 
 
 def _labels(count: int, chance: random.Random) -> _Facts:
-    """A word, and the word that stands beside it: the shortest look-up."""
+    """Makes pairs of a word and the word beside it: the shortest look-up."""
     keys, values = chance.sample((NAMES, THINGS, ANIMALS, COLORS, PLACES), 2)
     rows = _rows(count, chance, keys, values)
     return [f"{key}: {value}" for key, value in rows], [(f"{key}?", f"{key}: {value}") for key, value in rows]
 
 
 def _owners(count: int, chance: random.Random) -> _Facts:
-    """Who has what, of which color."""
+    """Makes facts about who has which thing of which color."""
     rows = _rows(count, chance, NAMES, THINGS, COLORS)
     lines = [f"{name} has a {color} {thing}." for name, thing, color in rows]
     questions = []
@@ -53,8 +53,8 @@ def _owners(count: int, chance: random.Random) -> _Facts:
 
 
 def _places(count: int, chance: random.Random) -> _Facts:
-    """What lies in which box, and where the boxes are: two steps."""
-    # A box in a box would make two boxes.
+    """Makes facts about things in boxes and boxes in places: look-ups in two steps."""
+    # "box" is excluded, because a box in a box would be ambiguous.
     rows = _rows(_half(count), chance, [thing for thing in THINGS if thing != "box"], COLORS, PLACES)
     lines = []
     questions = []
@@ -69,7 +69,7 @@ def _places(count: int, chance: random.Random) -> _Facts:
 
 
 def _ages(count: int, chance: random.Random) -> _Facts:
-    """How old people are: look-ups and comparisons."""
+    """Makes facts about ages: look-ups and comparisons."""
     names = chance.sample(NAMES, count)
     ages = dict(zip(names, chance.sample(range(2, 100), count), strict=True))
     lines = [f"{name} is {age} years old." for name, age in ages.items()]
@@ -84,7 +84,7 @@ def _ages(count: int, chance: random.Random) -> _Facts:
 
 
 def _friends(count: int, chance: random.Random) -> _Facts:
-    """Who is whose friend, and who has which animal: two steps."""
+    """Makes facts about friends and their animals: look-ups in two steps."""
     names = chance.sample(NAMES, 2 * _half(count))
     pairs = list(zip(names[::2], names[1::2], chance.sample(ANIMALS, _half(count)), strict=True))
     lines = [f"The friend of {n} is {m}." for n, m, _ in pairs]
@@ -100,7 +100,7 @@ def _friends(count: int, chance: random.Random) -> _Facts:
 
 
 def _half(count: int) -> int:
-    """How many pairs of facts make about as many facts as `count`."""
+    """Returns the number of pairs of facts for about `count` facts."""
     return (count + 1) // 2
 
 

@@ -1,11 +1,11 @@
-"""A list in which each word has another beside it, then the same words again, asked for in another order.
+"""A list of word pairs, then the same first words in another order.
 
-Nothing but look-ups, a dozen in one answer: what a small model must be able to do before it answers questions about
-facts or follows a program, and does not learn from them alone, where one token in ten is looked up. Each form has to be
-learned for itself: the word behind a word, the value at the end of an assignment, a word five tokens behind another,
-the larger of two numbers. The word *before* a word is not asked for, here or in the facts: a target of 4M parameters
-guessed at it (24 of 190 right; behind a word 196 of 203) after 700 steps in which 14 % of the tokens were such lists
-and 400 in which a third were, and its loss did not fall in 400 more.
+Each answer is about a dozen look-ups. A small model must learn these before it can answer questions about facts or
+trace a program, where only one token in ten is a look-up. Each form is learned separately: the word after a word, the
+value at the end of an assignment, a word five tokens after another, the larger of two numbers. No task, here or in
+`facts`, asks for the word *before* a word, because a target of 4M parameters did not learn it: 24 of 190 right (203
+words after a word: 196 right) after 700 steps with 14 % such lists and 400 steps with a third, and the loss did not
+fall in 400 more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make(chance: random.Random) -> Task:
 
 
 def _behind(chance: random.Random) -> Task:
-    """The word behind a word."""
+    """Asks for the word after a word."""
     pairs = _pairs(chance)
     lines = "\n".join(f"{key}: {value}" for key, value in pairs)
     asked = chance.sample(pairs, len(pairs))
@@ -34,7 +34,7 @@ def _behind(chance: random.Random) -> Task:
 
 
 def _assigned(chance: random.Random) -> Task:
-    """The value at the end of an assignment, of a number or of a sum with its result."""
+    """Asks for the value at the end of an assignment, which is a number or a sum with its result."""
     lines, values = [], {}
     for name in chance.sample(_VARIABLES, chance.randint(2, MOST)):
         left, right = chance.randint(2, 60), chance.randint(2, 9)
@@ -57,7 +57,7 @@ def _assigned(chance: random.Random) -> Task:
 
 
 def _inside(chance: random.Random) -> Task:
-    """What is in which box, or which box is in which place, in whole sentences."""
+    """Asks in which box a thing is, or in which place a box is, in whole sentences."""
     boxes = [f"{color} box" for color in COLORS]
     keys, values = chance.choice((([thing for thing in THINGS if thing != "box"], boxes), (boxes, PLACES)))
     count = chance.randint(2, len(boxes))
@@ -72,7 +72,7 @@ def _inside(chance: random.Random) -> Task:
 
 
 def _compared(chance: random.Random) -> Task:
-    """Of each pair of people the older or the younger one."""
+    """Asks for the older or the younger person of each pair."""
     word, choose = chance.choice((("older", max), ("younger", min)))
     lines, answers = [], []
     for _ in range(chance.randint(2, 8)):
@@ -84,7 +84,7 @@ def _compared(chance: random.Random) -> Task:
 
 
 def _pairs(chance: random.Random) -> list[tuple[str, str]]:
-    """Words of one kind, each with a word of another kind; none is there twice."""
+    """Pairs the words of two lists; no word occurs twice."""
     keys, values = chance.sample((NAMES, THINGS, ANIMALS, COLORS, PLACES, range(2, 100)), 2)
     count = min(chance.randint(2, MOST), len(keys), len(values))
     rows = zip(chance.sample(keys, count), chance.sample(values, count), strict=True)

@@ -1,7 +1,7 @@
 """Word problems in the form of GSM8K: one to three steps, each with its calculation, numbers below 100.
 
-Easy for an early exit: the wording, the operands, a result that is repeated. What needs depth: which operation,
-and the digits of a result where they stand first.
+Easy for an early exit: the wording, the operands, a repeated result. Needs depth: the operation, and the digits of a
+result at their first occurrence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import re
 from training.data.tasks.task import COLORS, NAMES, THINGS, Task
 
 LARGEST = 99
-# Beyond this a factor or a divisor is not learned by heart from a few million tokens.
+# A few million tokens are too few to learn multiplication or division by larger numbers.
 LARGEST_FACTOR = 12
 
-# (question, steps). {n} {m} {o} are names, {t} a plural, {k} {l} colours, {a} … {d} numbers. A calculation stands in
-# brackets; its result has the next of the names x, y, z.
+# (question, steps). {n} {m} {o} are names, {t} a plural, {k} {l} colours, {a} … {d} numbers. Brackets contain a
+# calculation. Its result gets the next of the names x, y, z.
 _TEMPLATES = (
     ("{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?", "{n} has [a+b] {t}."),
     ("{n} has {a} {t} and loses {b} of them. How many {t} are left?", "There are [a-b] {t} left."),
@@ -162,7 +162,7 @@ _CALCULATION = re.compile(r"\[([^]]+)\]")
 
 
 def make(chance: random.Random) -> Task:
-    """Draws a word problem, with names, things and numbers at random."""
+    """Draws a word problem with random names, things and numbers."""
     question, steps = chance.choice(_TEMPLATES)
     n, m, o = chance.sample(NAMES, 3)
     k, colour = chance.sample(COLORS, 2)
@@ -185,7 +185,7 @@ def make(chance: random.Random) -> Task:
     # One line per step, as in GSM8K.
     filled = _CALCULATION.sub(calculation, steps).format(**words).replace(". ", ".\n")
     prompt = f"Question: {question.format(**words, **numbers)}\nAnswer:"
-    # With other names and things it would be the same problem.
+    # Problems that differ only in names and things have the same origin.
     origin = question.format(**dict.fromkeys(words, ""), **numbers)
     return Task(prompt, f" {filled}\n#### {results[-1]}", origin)
 
@@ -202,7 +202,7 @@ def _parsed(calculation: str) -> tuple[str, type[ast.operator], str]:
 
 
 def _numbers(calculations: tuple[str, ...], chance: random.Random) -> dict[str, int]:
-    """Numbers for the names a to d: small ones where they multiply or divide, half of the others below 30."""
+    """Draws numbers for the names a to d: small for factors and divisors, half of the others below 30."""
     small = {
         side
         for left, operation, right in map(_parsed, calculations)
@@ -215,7 +215,7 @@ def _numbers(calculations: tuple[str, ...], chance: random.Random) -> dict[str, 
 
 
 def _results(calculations: tuple[str, ...], numbers: dict[str, int]) -> list[int] | None:
-    """The result of each calculation; None where one is not a whole number from 2 to `LARGEST`."""
+    """Returns the result of each calculation; None if one is not a whole number from 2 to `LARGEST`."""
     known: dict[str, int] = dict(numbers)
     results = []
     for name, (left, operation, right) in zip(_RESULTS, map(_parsed, calculations), strict=False):
@@ -223,7 +223,7 @@ def _results(calculations: tuple[str, ...], numbers: dict[str, int]) -> list[int
         if operation is ast.Div and one % other:
             return None
         result = _OPERATIONS[operation](one, other)
-        if not 2 <= result <= LARGEST:  # "1 dolls" would be wrong
+        if not 2 <= result <= LARGEST:  # "1 dolls" is not grammatical
             return None
         known[name] = result
         results.append(result)

@@ -10,7 +10,7 @@ NAMES = _words(
     "Tim Sam Lily Tom Sue Ben Mia Max Anna Jack Sara Lucy Amy Bob Jane Emma Mark Sally Leo Kate Billy Molly Joe Ella "
     "Fred Rose Jill John Mary Lucas Nina Peter Ruby Zoe Kim Jim Sarah Grace Toby Polly"
 )
-# No word begins with a vowel, so that "a" stands before any, also before one that an edit puts there.
+# Every word begins with a consonant, so that the article "a" is right before any word, also after an edit.
 THINGS = _words(
     "ball car doll kite box hat book cake bike boat flower toy drum truck spoon shoe stone key bell cup stick shell"
 )
@@ -24,10 +24,11 @@ class Task:
     """A question and its only right answer.
 
     Attributes:
-      prompt: what is read; it ends without a space.
-      completion: what is to be written after it; it begins with a space or a line of its own.
-      origin: what is asked, without what makes no difference to it, such as names: of tasks with the same origin,
-        either all are held out or none is.
+      prompt: the question; it does not end with a space.
+      completion: the answer; it begins with a space or a line feed.
+      origin: the question without the parts that do not matter, such as names. Tasks with the same origin are held
+        out
+        together.
     """
 
     prompt: str

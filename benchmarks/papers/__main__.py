@@ -1,0 +1,5 @@
+"""`python -m benchmarks.papers`."""
+
+from benchmarks.papers.command import main
+
+raise SystemExit(main())

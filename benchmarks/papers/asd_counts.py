@@ -1,0 +1,213 @@
+"""ASD's Tables 3 and 5 from exact counts: its draft and Draft & Verify's, at the costs of two models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.papers import asd_runs
+from benchmarks.papers.asd_runs import AS_PRINTED, OF_TUNED, SEARCHED, SEARCHED_PROMPTS, TRIALS, TUNED, K
+from benchmarks.papers.counted import Case, Column, Counted, choose
+from benchmarks.papers.engine_counts import Counter, Counting, greedy
+from benchmarks.papers.tables import FREE, Claim, Table, all_hold
+from benchmarks.papers.workbench import Workbench
+from jaxspec.engine.results import Result
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.methods.method_files import write_plan
+from jaxspec.methods import DraftVerify, Method
+from jaxspec.model.llama import floor_bytes
+from jaxspec.tuning import asd_sweep
+from jaxspec.tuning.mask_search import found_by, search
+from jaxspec.tuning.round_costs import Costs
+from jaxspec.tuning.texts import prepare_texts
+from jaxspec.tuning.tuning_options import SearchOptions
+
+# Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
+# of the bytes.
+PAPER_MS, PAPER_HEAD = (1.339, 0.768), 0.013
+PAPER = "Llama-2-13B"
+TABLE_3 = {SEARCHED: 1.495, AS_PRINTED: 1.443}
+TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307, "rules 1 and 2": 1.179}
+ALL_TUNED = "all rules" + OF_TUNED
+# The numbers of ASD to try: α as quantiles of the model's similarities, m and n.
+EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
+
+
+def counted(bench: Workbench) -> Counted:
+    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks."""
+    columns = _columns(bench)
+    tuning, reporting = (Counter(bench, split, "attention, MLP, head") for split in ("tuning", "reporting"))
+    tried = _tried(bench)
+    methods: dict[Case, Method] = {case: asd_runs.asd(bench.lm, one) for case, one in tried.numbers.items()}
+    for column in columns:
+        methods[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
+    tuned = tuning.count(
+        {case: _counting(bench, methods[case]) for case in methods if case not in tried.same}
+    )
+    tuned |= {case: tuned[other] for case, other in tried.same.items()}
+    chosen = choose(tuned, columns)
+    for row, numbers in asd_sweep.ablation(ASDNumbers()).items():
+        methods[Case(row, "")] = asd_runs.asd(bench.lm, numbers)
+        chosen[row] = {column.heading: Case(row, "") for column in columns}
+    # The ablation of the fastest setting that has all rules.
+    for heading, case in chosen.pop(ALL_TUNED, {}).items():
+        for row, numbers in asd_sweep.ablation(tried.numbers[case]).items():
+            part = Case(row + OF_TUNED, f"with {_shown(tried.numbers[case])}")
+            methods[part] = asd_runs.asd(bench.lm, numbers)
+            chosen.setdefault(part.row, {})[heading] = part
+    needed = {case for by_heading in chosen.values() for case in by_heading.values()}
+    counts = reporting.count({case: _counting(bench, methods[case]) for case in sorted(needed)})
+    chosen = {AS_PRINTED: chosen["all rules"], **chosen}
+    return Counted(columns, chosen, counts, bench.kinds("reporting"))
+
+
+def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
+    """Returns the tables of speed-ups and of the ablation, and the paper's claims at each cost."""
+    one = counted(bench)
+    attention = PAPER_MS[0] / sum(PAPER_MS)
+    notes = (
+        f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "
+        "time and a head 1.3 % of a step.",
+        *one.settings(),
+    )
+    made = (
+        one.table(
+            "Table 3 from counts: × plain",
+            {row: {PAPER: figure} for row, figure in TABLE_3.items()},
+            rows=(SEARCHED, AS_PRINTED, TUNED),
+            notes=notes,
+        ),
+        one.table(
+            "Table 5 from counts: which rules make the draft, × plain",
+            {row: {PAPER: figure} for row, figure in TABLE_5.items()},
+            rows=[row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5],
+        ),
+    )
+    claims: list[Claim] = []
+    for run in (AS_PRINTED, TUNED):
+        claims += one.claims(f"{run}, is faster than plain decoding.", run, None, paper=_printed(run))
+        claims += one.claims(
+            f"{run}, is as fast as {SEARCHED} within 5 %, without its search.",
+            run,
+            SEARCHED,
+            0.95,
+            _printed(run, SEARCHED),
+        )
+    for whose, suffix in (("The paper's numbers", ""), ("Tuned numbers", OF_TUNED)):
+        if "all rules" + suffix not in one.chosen:
+            continue
+        pairs = [one.claims("", more + suffix, less + suffix) for more, less in itertools.pairwise(TABLE_5)]
+        says = f"{whose}: every rule adds speed, in the order {' > '.join(TABLE_5)}."
+        for parts in zip(*pairs, strict=True):
+            joined = all_hold(says, parts)
+            claims.append(Claim(says, joined.holds, joined.because, parts[0].costs))
+    return made, tuple(claims)
+
+
+def _printed(run: str, other: str | None = None) -> dict[str, float]:
+    """Returns the paper's ratio of two rows of Table 3, or of one over plain decoding."""
+    return {PAPER: TABLE_3[run] / (TABLE_3[other] if other else 1.0)} if run in TABLE_3 else {}
+
+
+def _columns(bench: Workbench) -> tuple[Column, ...]:
+    """Returns the prices of all attention sublayers, all MLP sublayers and the head."""
+    lm = bench.lm
+    whole, layers = floor_bytes(lm.config, lm.params), lm.params["layers"]
+    bytes_of = {
+        name: sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer[name]))
+        for name in ("attention", "mlp")
+    }
+    free = [bytes_of[name] / whole for name in ("attention", "mlp")]
+    paper = [(1 - PAPER_HEAD) * ms / sum(PAPER_MS) for ms in PAPER_MS]
+    return Column(FREE, (*free, 1 - sum(free))), Column(PAPER, (*paper, PAPER_HEAD))
+
+
+class _Tried(NamedTuple):
+    """The settings of ASD to choose from: all with `TUNED`, and those with all rules also with `ALL_TUNED`.
+
+    Attributes:
+      numbers: by case.
+      same: by case of `ALL_TUNED`, the case of `TUNED` with the same masks.
+    """
+
+    numbers: dict[Case, ASDNumbers]
+    same: dict[Case, Case]
+
+
+def _tried(bench: Workbench) -> _Tried:
+    similarities = np.stack([_similarities(bench, prompt) for prompt in _searched_on(bench)])
+    settings = asd_sweep.grid(asd_sweep.default_alphas(similarities), EVERYS, KEEP_LASTS)
+    tried = _Tried({}, {})
+    for group in asd_sweep.grouped(similarities, settings):
+        first = Case(TUNED, _shown(group.settings[0]))
+        tried.numbers[first] = group.settings[0]
+        for one in group.settings:
+            if one.alpha < 1 and one.every and one.keep_last:
+                case = Case(ALL_TUNED, _shown(one))
+                tried.numbers[case], tried.same[case] = one, first
+    return tried
+
+
+def _searched_on(bench: Workbench) -> list[list[int]]:
+    return bench.encoded("tuning", most=SEARCHED_PROMPTS)
+
+
+def _shown(numbers: ASDNumbers) -> str:
+    return f"α {numbers.alpha:g}, m {numbers.every}, n {numbers.keep_last}"
+
+
+def _searched(bench: Workbench, column: Column) -> DraftVerify:
+    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column."""
+    lm, depth = bench.lm, bench.lm.config.num_layers
+    name = column.heading.replace(" ", "-")
+    options = SearchOptions(
+        trials=TRIALS,
+        keep_first_last=depth > 2,
+        max_new_tokens=min(SearchOptions().tokens, bench.options.max_new_tokens),
+        seed=bench.options.seed,
+    )
+    attention, mlp, head = column.prices
+    costs = Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0)))
+    log = bench.directory / f"{name}.trials.jsonl"
+    found = search(
+        lm,
+        _searched_on(bench),
+        options,
+        log,
+        resume=bench.options.resume,
+        costs=costs,
+        on_progress=bench.on_progress,
+    )
+    if found.interrupted:
+        raise KeyboardInterrupt
+    path = bench.directory / f"{name}.plan.json"
+    write_plan(path, lm.fingerprint, found.best.plan, found_by(found, options))
+    return DraftVerify(plan=path, num_draft_tokens=K)
+
+
+def _similarities(bench: Workbench, prompt: Sequence[int]) -> np.ndarray:
+    """Returns the similarities of the attention sublayers on a prompt, float[L]."""
+    _, found = prepare_texts(bench.lm, [list(prompt)], [[0] * bench.options.max_new_tokens])
+    return np.asarray(found)[0, :, 0]
+
+
+def _counting(bench: Workbench, method: Method) -> Counting:
+    return functools.partial(_count, bench, method)
+
+
+def _count(bench: Workbench, method: Any, prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
+    """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
+    result = greedy(bench, prompt, method)
+    if isinstance(method, DraftVerify):
+        drafter, _ = bench.lm.drafter(method)
+        plan = np.asarray(drafter.plan)  # type: ignore[attr-defined]
+    else:
+        numbers = ASDNumbers(method.alpha, method.every, method.keep_last)
+        plan = asd_sweep.masks_of(_similarities(bench, prompt)[None], [numbers])[0, 0]
+    drafted = result.statistics.num_draft_tokens
+    return result, [drafted * float(share) for share in (*plan.mean(axis=0), 1.0)]

@@ -1,0 +1,193 @@
+"""Speed-ups from exact counts: rounds and draft passes of greedy texts, at given costs of a pass.
+
+Greedy texts and counts do not depend on the machine, so a table of counts can be checked anywhere. A round costs one
+step of plain decoding, and a draft pass the sum of its parts. So rows are free, and loops, launches and attention over
+the cache cost nothing. On a CPU, where each row costs time, speeds are lower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
+from jaxspec.bench.speed import indices, spread
+
+
+class Case(NamedTuple):
+    """A row of a table with one of its settings.
+
+    Attributes:
+      row: name of the row.
+      setting: the numbers that are chosen on tuning prompts.
+    """
+
+    row: str
+    setting: str
+
+
+class Work(NamedTuple):
+    """The counts of N texts.
+
+    Attributes:
+      tokens: int[N], tokens after the first.
+      rounds: int[N], passes of the target after the prefill.
+      passes: float[N, M], draft passes by part: M parts of a draft that have a price each.
+    """
+
+    tokens: np.ndarray
+    rounds: np.ndarray
+    passes: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """The costs of a column.
+
+    Attributes:
+      heading: heading of the column.
+      prices: float[M], price of one pass of each part, in steps of plain decoding.
+    """
+
+    heading: str
+    prices: Sequence[float]
+
+    def drawn(self, work: Work, kinds: Sequence[str]) -> np.ndarray:
+        """Returns the speed-up over plain decoding, and on each draw of the bootstrap, float64[1 + draws].
+
+        Args:
+          work: the counts.
+          kinds: task type of each text; every draw has the same number of each, see `speed.indices`.
+
+        Examples:
+          >>> work = Work(np.array([9, 9]), np.array([3, 3]), np.array([[6.0], [6.0]]))
+          >>> float(Column("half", [0.5]).drawn(work, ["a", "a"])[0])
+          1.5
+        """
+        cost = work.rounds + work.passes @ np.asarray(self.prices, np.float64)
+        chosen = indices(kinds)
+        ratios: np.ndarray = work.tokens[chosen].sum(axis=1) / cost[chosen].sum(axis=1)
+        return ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """Cases chosen on tuning texts for each column, with their counts on reporting texts.
+
+    Attributes:
+      columns: the costs.
+      chosen: by row and heading, the case that is fastest on tuning texts at these costs.
+      reporting: the counts of all chosen cases.
+      kinds: task types of the reporting texts.
+    """
+
+    columns: tuple[Column, ...]
+    chosen: Mapping[str, Mapping[str, Case]]
+    reporting: Mapping[Case, Work]
+    kinds: Sequence[str]
+
+    def drawn(self, row: str, column: Column) -> np.ndarray:
+        """Returns the speed-up of a row, see `Column.drawn`."""
+        return column.drawn(self.reporting[self.chosen[row][column.heading]], self.kinds)
+
+    def over(self, row: str, other: str | None, column: Column) -> Cell:
+        """Returns the speed-up of a row over another, or over plain decoding."""
+        mine = self.drawn(row, column)
+        ours, interval = spread(mine if other is None else mine / self.drawn(other, column))
+        return Cell(None, ours, interval if len(self.kinds) > 1 else None)
+
+    def table(
+        self,
+        title: str,
+        paper: Mapping[str, Mapping[str, float] | float],
+        other: str | None = None,
+        rows: Iterable[str] = (),
+        notes: Sequence[str] = (),
+    ) -> Table:
+        """Returns a table of speed-ups.
+
+        Args:
+          title: see `Table`.
+          paper: the paper's figures by row, and by heading if the paper has several.
+          other: the row that the speed-ups are relative to; None for plain decoding.
+          rows: the rows. Default: all.
+          notes: see `Table`.
+        """
+        made = []
+        for row in rows or self.chosen:
+            given = paper.get(row)
+            figures: Mapping[str, float] = given if isinstance(given, Mapping) else {}
+            usual = None if isinstance(given, Mapping) else given
+            cells = {
+                column.heading: dataclasses.replace(
+                    self.over(row, other, column), paper=figures.get(column.heading, usual)
+                )
+                for column in self.columns
+            }
+            made.append(Row(row, cells))
+        return Table(title, tuple(column.heading for column in self.columns), tuple(made), tuple(notes))
+
+    def settings(self) -> tuple[str, ...]:
+        """Returns a note for each row with its settings."""
+        found = []
+        for row, by_heading in self.chosen.items():
+            same: dict[str, list[str]] = {}
+            for heading, case in by_heading.items():
+                same.setdefault(case.setting, []).append(heading)
+            words = "; ".join(
+                setting if len(same) == 1 else f"{setting} ({', '.join(headings)})"
+                for setting, headings in same.items()
+            )
+            if words:
+                found.append(f"{row}: {words}.")
+        return tuple(found)
+
+    def claims(
+        self,
+        says: str,
+        row: str,
+        other: str | None,
+        bound: float = 1.0,
+        paper: Mapping[str, float] | None = None,
+    ) -> list[Claim]:
+        """Judges at the costs of each column whether a row is faster than another, or than plain decoding.
+
+        Args:
+          says: the claim.
+          row, other, bound: the row, divided by the other row (None for plain decoding), should exceed the bound.
+          paper: the paper's ratio by heading.
+        """
+        what = f"{row} ÷ {'plain' if other is None else other}"
+        found = []
+        for column in self.columns:
+            printed = (paper or {}).get(column.heading)
+            ratio = dataclasses.replace(self.over(row, other, column), paper=printed)
+            found.append(dataclasses.replace(more_than(says, what, ratio, bound), costs=column.heading))
+        return found
+
+
+def choose(tuning: Mapping[Case, Work], columns: Sequence[Column]) -> dict[str, dict[str, Case]]:
+    """Returns the fastest case of each row on tuning texts, for the costs of each column.
+
+    Examples:
+      >>> slow, fast = (Work(np.array([9]), np.array([n]), np.zeros((1, 1))) for n in (9, 3))
+      >>> choose({Case("x", "K 1"): slow, Case("x", "K 2"): fast}, [Column("free", [0.1])])["x"]["free"].setting
+      'K 2'
+    """
+    rows: dict[str, list[Case]] = {}
+    for case in tuning:
+        rows.setdefault(case.row, []).append(case)
+
+    def speed(case: Case, column: Column) -> float:
+        work = tuning[case]
+        return float(
+            work.tokens.sum() / (work.rounds.sum() + work.passes.sum(axis=0) @ np.asarray(column.prices))
+        )
+
+    return {
+        row: {column.heading: max(cases, key=lambda case: speed(case, column)) for column in columns}
+        for row, cases in rows.items()
+    }

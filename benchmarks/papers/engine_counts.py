@@ -1,0 +1,80 @@
+"""Counts rounds and draft passes of greedy texts in the engine, run by run, with a file to resume from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.counted import Case, Work
+from benchmarks.papers.workbench import Workbench
+from jaxspec.bench.prompts import Split
+from jaxspec.engine.results import Result
+from jaxspec.host.line_log import LineLog
+
+# Tuning prompts for which all settings are counted; chosen settings are counted on all reporting prompts.
+TUNING_PROMPTS = 20
+# Generates one greedy text after a prompt: the result, and its draft passes by part.
+Counting = Callable[[Sequence[int]], tuple[Result, Sequence[float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter:
+    """Counts the cases of one model on the prompts of one split.
+
+    Attributes:
+      bench: the workbench.
+      split: the split of the prompts.
+      parts: the parts of a draft pass; a change of these begins a new file.
+    """
+
+    bench: Workbench
+    split: Split
+    parts: str
+
+    def count(self, cases: Mapping[Case, Counting]) -> dict[Case, Work]:
+        """Returns the counts of each case; those of the file are not counted again."""
+        prompts = self.bench.encoded(self.split, most=TUNING_PROMPTS if self.split == "tuning" else None)
+        options = self.bench.options
+        header = {
+            "format": "jaxspec.counts/1",
+            "model": self.bench.lm.fingerprint,
+            "dtype": self.bench.lm.precision,
+            "parts": self.parts,
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
+            "max_new_tokens": options.max_new_tokens,
+        }
+        path = self.bench.directory / f"counts-{self.split}.jsonl"
+        log = LineLog(path, header, of="count", resume=options.resume)
+        known = {Case(*entry["case"]): entry for entry in log.entries}
+        for number, (case, counting) in enumerate(cases.items(), 1):
+            if case in known:
+                continue
+            self.bench.on_progress(f"{self.split}: {case.row}, {case.setting}, {number} of {len(cases)}")
+            known[case] = _entry(case, [counting(prompt) for prompt in prompts])
+            log.add(known[case])
+        return {
+            case: Work(*(np.array(known[case][name]) for name in ("tokens", "rounds", "passes")))
+            for case in cases
+        }
+
+
+def greedy(bench: Workbench, prompt: Sequence[int], method: Any) -> Result:
+    """Generates a greedy text."""
+    found: Result = bench.lm.generate(
+        prompt, method=method, max_new_tokens=bench.options.max_new_tokens, temperature=0.0
+    )
+    return found
+
+
+def _entry(case: Case, texts: Sequence[tuple[Result, Sequence[float]]]) -> dict[str, Any]:
+    return {
+        "case": list(case),
+        "tokens": [max(result.statistics.num_tokens - 1, 0) for result, _ in texts],
+        "rounds": [result.statistics.num_rounds for result, _ in texts],
+        "passes": [list(map(float, passes)) for _, passes in texts],
+    }

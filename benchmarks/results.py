@@ -1,0 +1,220 @@
+"""Writes the page of results from stored reports.
+
+    python -m benchmarks.results
+
+reads docs/results/PAPER-MODEL.json (`report.json` of `python -m benchmarks.papers PAPER --model MODEL --counts`),
+PAPER-MODEL-times.json and PAPER-MODEL-int8.json (the same without `--counts`, in float32 and with `--weights int8`),
+and writes docs/results.md and a chart of each report in docs/results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.papers.tables import FREE, Cell, number, shown
+from jaxspec.console import charts
+
+DOCS = Path(__file__).parents[1] / "docs"
+Report = Mapping[str, Any]
+# Short names of the papers, and what they measured on.
+PAPERS = {
+    "adaspeed": ("AdaSPEED (Liu et al.)", "LayerSkip's Llama 1B and 7B, summaries; engine not known"),
+    "s2d": (
+        "S2D (Kavehzadeh et al. 2024)",
+        "Vicuna 7B and 13B, LLaMA-Chat 70B, MT-bench; a harness with adaptive draft lengths",
+    ),
+    "asd": ("ASD (Metel et al. 2024)", "Llama-2-13B on CNN/DM, a V100; the code of Draft & Verify"),
+}
+TIMES = {"times": "float32", "int8": "int8"}
+HOLDS, AT_COSTS, DOES_NOT, UNKNOWN = (
+    "**holds**",
+    "**holds at the paper's cost ratio**",
+    "**does not hold**",
+    "cannot be told",
+)
+
+
+class Judged(NamedTuple):
+    """A claim on one model: the claim of a report as JSON, with the model and the kind of its costs."""
+
+    model: str
+    claim: Mapping[str, Any]
+
+
+def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
+    """Returns the verdict on a claim.
+
+    Args:
+      here: whether it holds for the times of each model on this machine; empty if these were not measured.
+      costs: whether it holds for each model and each of the paper's cost ratios.
+
+    Examples:
+      >>> verdict([], [True, True]), verdict([], [True, None])
+      ("**holds at the paper's cost ratio**", 'cannot be told (holds in 1 of 2)')
+    """
+    if here and all(here):
+        return HOLDS
+    if costs and all(costs):
+        return AT_COSTS
+    if costs and all(one is False for one in costs):
+        return DOES_NOT
+    told = sum(one is True for one in costs)
+    return f"{UNKNOWN} (holds in {told} of {len(costs)})" if told else UNKNOWN
+
+
+def load(directory: Path) -> dict[str, Report]:
+    """Reads the reports by the names of their files without `.json`, the papers in the order of `PAPERS`."""
+    paths = sorted(directory.glob("*.json"), key=lambda path: [*PAPERS].index(path.stem.partition("-")[0]))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def page(reports: Mapping[str, Report]) -> str:
+    """Returns the page."""
+    parts = [_INTRODUCTION]
+    for paper, (title, measured) in PAPERS.items():
+        own = {name: report for name, report in reports.items() if name.partition("-")[0] == paper}
+        if own:
+            parts.append("\n".join([f"## {title}", "", f"The paper: {measured}.", "", *_claims(own)]))
+            parts += [_tables(name, report) for name, report in own.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def chart(report: Report) -> str:
+    """Returns a chart of the first table of a report, as SVG: its rows at the costs of its last column."""
+    table = report["tables"][0]
+    column = table["columns"][-1]
+    cells = {row["name"]: row["cells"][column] for row in table["rows"] if row["cells"].get(column)}
+    made = charts.bars(
+        {name: cell["ours"] for name, cell in cells.items()},
+        {name: cell["interval"] for name, cell in cells.items()},
+        title=f"{report['model']}, {table['title'].rpartition(': ')[2]}",
+        label=column,
+        notes={name: number(cell["paper"], 2) for name, cell in cells.items() if cell["paper"] is not None},
+        notes_label="paper",
+        line=1.0,
+    )
+    return f"{made}\n"
+
+
+def _claims(own: Mapping[str, Report]) -> Iterator[str]:
+    """Yields the lines of a table with a row for each claim."""
+    found: dict[str, dict[str, list[Judged]]] = {}
+    for name, report in own.items():
+        _, model, *rest = name.split("-")
+        for claim in report["claims"]:
+            kind = TIMES[rest[0]] if rest else FREE if claim["costs"] == FREE else "paper"
+            found.setdefault(claim["says"], {}).setdefault(kind, []).append(Judged(model, claim))
+    yield "| claim | paper | measured here, float32; int8 | free rows | at the paper's costs | |"
+    yield "|---|---|---|---|---|---|"
+    for says, by_kind in found.items():
+        if "paper" not in by_kind:  # a claim of times only
+            continue
+        times = [one for kind in TIMES.values() for one in by_kind.get(kind, [])]
+        at_costs = by_kind["paper"]
+        cells = [
+            says,
+            _together(at_costs, "paper"),
+            _together(times, "ours") or "–",
+            _together(by_kind.get(FREE, []), "ours"),
+            _together(at_costs, "ours"),
+            verdict([one.claim["holds"] for one in times], [one.claim["holds"] for one in at_costs]),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _together(judged: Sequence[Judged], key: str) -> str:
+    """Returns the figures of a claim, a line for each model, or for each cost ratio of the paper."""
+    lines = []
+    for model, claim in judged:
+        figure = claim["figure"]
+        several = claim["costs"] not in ("", FREE)
+        if key == "paper":
+            words = (
+                ""
+                if figure is None or figure["paper"] is None
+                else f"{claim['costs']}: {figure['paper']:.2f}"
+            )
+        else:
+            held = {True: "yes", False: "no", None: "unclear"}[claim["holds"]]
+            costs = f", {claim['costs']}" if several else ""
+            words = f"`{model}`{costs}: {held if figure is None else _figure(figure)}"
+        lines.append(words)
+    return "<br>".join(dict.fromkeys(filter(None, lines)))
+
+
+def _tables(name: str, report: Report) -> str:
+    paper, model, *rest = name.split("-")
+    weights = " --weights int8" if rest == ["int8"] else ""
+    counts = "" if rest else " --counts"
+    prompts = ", ".join(f"{count} {split}" for split, count in report["prompts"].items() if count)
+    lines = [f"### `{model}`{', times in ' + TIMES[rest[0]] if rest else ''}", ""]
+    lines += [
+        f"Prompts: {prompts}; at most {report['amount']['max_new_tokens']} tokens. Printed by",
+        "",
+        "```bash",
+    ]
+    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}", "```", ""]
+    lines.append(
+        f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
+    )
+    for table in report["tables"]:
+        lines += ["", f"**{table['title']}**", "", f"| | {' | '.join(table['columns'])} |"]
+        lines.append("|---" * (1 + len(table["columns"])) + "|")
+        for row in table["rows"]:
+            cells = (row["cells"].get(column) for column in table["columns"])
+            lines.append(f"| {row['name']} | {' | '.join(_cell(cell, table['digits']) for cell in cells)} |")
+        if table["notes"]:
+            lines += ["", *(f"- {note}" for note in table["notes"])]
+    return "\n".join(lines)
+
+
+def _cell(cell: Mapping[str, Any] | None, digits: int) -> str:
+    if cell is None:
+        return ""
+    paper = "" if cell["paper"] is None else f"; paper {number(cell['paper'], 2)}"
+    return _figure(cell, digits) + paper
+
+
+def _figure(cell: Mapping[str, Any], digits: int = 2) -> str:
+    interval = cell["interval"]
+    return shown(Cell(None, cell["ours"], None if interval is None else (interval[0], interval[1])), digits)
+
+
+_INTRODUCTION = """# Results
+
+<!-- Made by `python -m benchmarks.results` from docs/results/*.json; do not edit. -->
+
+The papers' tables, measured again; one row for each claim of a paper. Brackets have the 95 % interval by the bootstrap
+over prompts, within their kinds. Numbers of a method are chosen on tuning prompts and reported on others, for each
+column separately.
+
+- **free rows**: exact counts of rounds and draft passes. A verification costs one step of plain decoding for any
+  number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the
+  machine.
+- **at the paper's costs**: the same counts, at the relative cost of a draft pass in the paper's models.
+- **measured here**: times on a CPU with two cores, where each verified row costs time. A dash: not measured on a quiet
+  machine yet.
+
+The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
+([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent,
+and no interval covers other models. "Holds" means that the interval lies above 1; "at the paper's cost ratio" for each
+model below, at each of the paper's targets. Times on this machine decide first, where they were measured."""
+
+
+def main() -> int:
+    """Writes the page and its charts; returns the exit status."""
+    directory = DOCS / "results"
+    reports = load(directory)
+    (DOCS / "results.md").write_text(page(reports), encoding="utf-8")
+    for name, report in reports.items():
+        (directory / f"{name}.svg").write_text(chart(report), encoding="utf-8")
+    print(f"wrote {DOCS / 'results.md'} from {len(reports)} reports", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

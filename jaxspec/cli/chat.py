@@ -1,0 +1,225 @@
+"""`jaxspec chat`: a conversation in the terminal, or with the lines of a pipe as messages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from jaxspec.cli.generate import coloured
+from jaxspec.cli.methods import made, method_field, names, parse_method
+from jaxspec.cli.options import AnswerOptions
+from jaxspec.console.errors import in_options, one_line
+from jaxspec.console.interrupts import Interruptible
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import printable, shows_colour, tell
+from jaxspec.host.progress import Progress, hidden
+
+if TYPE_CHECKING:
+    from jaxspec.engine.conversation import Conversation
+    from jaxspec.engine.language_model import LanguageModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat(AnswerOptions):
+    """Chat with a model.
+
+    Each line is a message. In a terminal, /help lists commands, and Ctrl-C stops an answer. From a pipe, each line is a
+    message or a command too, and only the answers are printed. A turn feeds only the tokens that are new.
+
+    Attributes:
+      method: how to decode. The text, or its distribution, is that of plain decoding.
+      max_new_tokens: the token budget of an answer. Default 512, or what the context leaves.
+    """
+
+    method: str = method_field()
+    max_new_tokens: int | None = None
+    drafting: Any = None
+
+    def run(self) -> int:
+        """Chats; returns the exit status."""
+        method = made(self.method, self.drafting)
+        self.check_texts()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = self.load()
+            conversation = lm.chat(self.system, method=method, **self.generation())
+        return _Chat(self, lm, conversation).run()
+
+
+class _Chat:
+    """Reads lines, and answers them.
+
+    Args:
+      options: the command.
+      lm: the model.
+      conversation: the conversation, without messages of the user.
+    """
+
+    def __init__(self, options: Chat, lm: LanguageModel, conversation: Conversation) -> None:
+        self._options, self._lm, self._conversation = options, lm, conversation
+        self._in_terminal = _is_terminal(sys.stdin)
+
+    def run(self) -> int:
+        """Answers lines until the input ends; returns the exit status."""
+        if not self._in_terminal:
+            for line in _piped_lines():
+                if line == "/exit":
+                    break
+                self._take(line)
+            return 0
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # `input` then edits lines and has a history
+        tell(f"{self._lm.name}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
+        hinted = False
+        while True:
+            try:
+                with Interruptible("jaxspec"):
+                    line = _input("> ").strip()
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:
+                print()
+                if hinted:
+                    return INTERRUPTED
+                tell("/exit or Ctrl-D ends the chat, and so does a second Ctrl-C")
+                hinted = True
+                continue
+            if line == "/exit":
+                return 0
+            hinted = False
+            try:
+                with Interruptible("jaxspec"):
+                    self._take(line)
+            except KeyboardInterrupt:
+                print(flush=True)
+            except (ValueError, OSError) as error:
+                tell(f"error: {in_options(one_line(error), names())}")
+
+    def _take(self, line: str) -> None:
+        """Runs a command, or answers a message.
+
+        Raises:
+          ValueError, OSError: the command or the message is wrong; one line.
+        """
+        if not line.startswith("/"):
+            if line:
+                self._answer(line)
+            return
+        name, _, rest = line.partition(" ")
+        if said := self._command(name, rest.strip()):
+            print(said, file=sys.stderr)
+
+    def _command(self, name: str, rest: str) -> str | None:
+        match name:
+            case "/stats":
+                return self._statistics()
+            case "/method":
+                return self._use(rest)
+            case "/system":
+                self._conversation.system = rest or None
+                return "the system prompt is changed" if rest else "there is no system prompt now"
+            case "/clear":
+                self._conversation.clear()
+                return "the conversation begins anew"
+            case "/help":
+                return _HELP
+        near = difflib.get_close_matches(name, [line.split()[0] for line in _HELP.splitlines()], n=1)
+        meant = f"perhaps you meant {near[0]}; " if near else ""
+        raise ValueError(f"unknown command {name!r}; {meant}/help lists the commands")
+
+    def _answer(self, text: str) -> None:
+        from jaxspec.engine.text import row_text
+
+        pieces = self._conversation.stream(text)
+        stops = self._options.stops, self._options.stop_token_ids
+        own_text = row_text(self._lm.tokenizer, self._conversation.prompt, *stops)
+        colours, reason = shows_colour(sys.stdout), None
+        with contextlib.ExitStack() as quiet:
+            for number, piece in enumerate(pieces):
+                if number == 0:
+                    quiet.enter_context(hidden())  # progress must not be written into the answer
+                print(
+                    coloured(own_text, piece) if colours else printable(piece.text, sys.stdout),
+                    end="",
+                    flush=True,
+                )
+                if piece.result is not None:
+                    reason = piece.result.finish_reason
+                    if piece.result.error is not None:
+                        tell(f"warning: {piece.result.error}")
+        print(flush=True)
+        if reason == "length" and self._in_terminal:
+            tell("the answer has reached the token budget, see --max-new-tokens")
+
+    def _statistics(self) -> str:
+        turns = self._conversation.statistics
+        if not turns:
+            return "no turn yet"
+        lines = []
+        for title, of in (("last turn", turns[-1:]), (f"all {len(turns)} turns", turns)):
+            tokens, drafts, accepted, prompt, reused = (
+                sum(getattr(one, f"num_{name}tokens") for one in of)
+                for name in ("", "draft_", "accepted_", "prompt_", "reused_")
+            )
+            seconds = sum(one.decode_ms - one.decode_compile_ms for one in of) / 1e3
+            speed = f"{(tokens - len(of)) / seconds:.1f}" if seconds > 0 else "–"
+            rate = f"{accepted / drafts:.2f}" if drafts else "–"
+            lines.append(
+                f"{title}: {tokens} tokens · {speed} tokens/s · acceptance rate {rate} · "
+                f"{reused} of {prompt} prompt tokens reused"
+            )
+        return "\n".join(lines)
+
+    def _use(self, words: str) -> str | None:
+        if not words:
+            raise ValueError(
+                "no method; give a name and its options, such as /method layerskip --exit-layer 3"
+            )
+        try:
+            method = parse_method(words)
+        except SystemExit:  # --help was printed
+            return None
+        self._conversation.use(method)
+        return f"method: {method}"
+
+
+_HELP = """/stats                       tokens, speed, acceptance rate, and prompt tokens that were not fed again
+/method NAME [--OPTION ...]  another method from the next turn on
+/system TEXT                 another system prompt; without TEXT none
+/clear                       a new conversation with the same system prompt
+/help                        this list
+/exit                        ends the chat"""
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _input(prompt: str) -> str:
+    """Returns a line of the terminal; the prompt is not written to a standard output that is no terminal."""
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def _piped_lines() -> Iterator[str]:
+    """Yields the lines of standard input as they come, without their ends.
+
+    Raises:
+      ValueError: one is not valid UTF-8.
+    """
+    lines: Iterable[str] = (
+        io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8") if sys.stdin is not None else ()
+    )
+    try:
+        for line in lines:
+            yield line.strip()
+    except UnicodeDecodeError:
+        raise ValueError("standard input is not text in UTF-8") from None

@@ -1,0 +1,40 @@
+"""Runs a program of this project that is not `jaxspec` itself, such as `python -m training.sft`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxspec.console.errors import Guard, option_names
+from jaxspec.console.parsing import parse_as
+
+Options = TypeVar("Options")
+# Reads the options of a dataclass from words, for a program of this name; `jaxspec.console.parsing.parse_as` does.
+Read = Callable[[type[Any], Sequence[str], str], Any]
+
+
+def run(
+    module: str,
+    options: type[Options],
+    work: Callable[[Options], int | None],
+    argv: Sequence[str] | None = None,
+    read: Read = parse_as,
+    names: Mapping[str, str] | None = None,
+) -> int:
+    """Reads the options of `python -m module`, then works with them.
+
+    Args:
+      module: its full name, with which lines on standard error begin.
+      options: the dataclass of its options; errors that name its fields are translated into names of options.
+      work: returns the exit status, or None for 0.
+      argv: by default the arguments of the process.
+      read: how the options are read.
+      names: further options by name of their parameter, for the translation of errors.
+
+    Returns:
+      the exit status, see `jaxspec.console.errors.Guard`.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    guard = Guard(module, dict(names or {}) | option_names(options))
+    return guard(lambda: work(read(options, given, f"python -m {module}")) or 0)

@@ -1,0 +1,71 @@
+"""Tables for terminals, pages and notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table; a notebook shows it, and `rich` prints it.
+
+    Attributes:
+      headings: the headings of the columns, the first for the names of the rows. Headings and cells have up to two
+        lines.
+      rows: the cells by row; a row of one cell is a heading of the rows below it.
+      name: the maximum number of characters of a line of a row's name in a terminal.
+      left: the number of columns, from the first, that are aligned left in a terminal.
+
+    Examples:
+      >>> Table(["run", "tokens"], [["plain", "12"]])._repr_html_().count("<td>")
+      2
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    name: int = 15
+    left: int = 1
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{_lines(heading)}</th>" for heading in self.headings)
+        body = "".join(
+            f'<tr class="group"><td colspan="{len(self.headings)}">{escape(row[0])}</td></tr>'
+            if len(row) == 1
+            else "<tr>" + "".join(f"<td>{_lines(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def __rich__(self) -> Any:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        # Narrow, so that the widest tables fit 80 columns.
+        table = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
+        for number, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if number < self.left else "right", no_wrap=not number)
+        for name, *cells in self.rows:
+            table.add_row(
+                Text("\n".join(wrapped(name, self.name)), style="" if cells else "bold"), *map(Text, cells)
+            )
+        return table
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Returns a text in lines of at most so many characters; only longer words are broken, at their hyphens.
+
+    Examples:
+      >>> wrapped("ngram --num-draft-tokens 10", 15), wrapped("layerskip --exit-layer 3", 15)
+      (['ngram --num-', 'draft-tokens 10'], ['layerskip', '--exit-layer 3'])
+    """
+    long = any(len(word) > width for word in text.split())
+    return textwrap.wrap(text, width, break_on_hyphens=long) or [""]
+
+
+def _lines(text: str) -> str:
+    return escape(text).replace("\n", "<br>")

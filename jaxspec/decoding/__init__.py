@@ -1,0 +1,34 @@
+"""The loop: prefill, then rounds of draft, verify, accept, commit and observe, inside one compiled call.
+
+Row b has `length[b]` committed tokens. The caches hold the first length − 1 of them; the last one is pending, and the
+next forward pass feeds it. A round feeds the pending token and K draft tokens, and commits 1 to K + 1 tokens. A round
+runs only if length + K + 1 ≤ capacity in every row, finished rows included (more, if the drafter reaches farther), so
+that no write passes the end of a cache.
+
+All functions are pure and independent of the method; `engine` compiles them and decides when to call which.
+
+`rows` has the records and the writes to single rows, `prefilling` the pass over the prompts, `rounds` the loop.
+"""
+
+from jaxspec.decoding.prefilling import aux_drafter_of, catch_up, end_prefill, feed, prefill, start_prefill
+from jaxspec.decoding.rounds import decode_round, run_rounds
+from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, grow, insert
+
+__all__ = [
+    "Caches",
+    "DecodeState",
+    "Emitted",
+    "Parts",
+    "Request",
+    "Stats",
+    "aux_drafter_of",
+    "catch_up",
+    "decode_round",
+    "end_prefill",
+    "feed",
+    "grow",
+    "insert",
+    "prefill",
+    "run_rounds",
+    "start_prefill",
+]

@@ -1,0 +1,218 @@
+"""Prefill: feeds the prompts, draws the first tokens, and prepares the state of the drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import verification
+from jaxspec.decoding.rows import (
+    Caches,
+    DecodeState,
+    Emitted,
+    Parts,
+    Request,
+    Stats,
+    fold_in,
+    is_eos,
+    put_rows,
+)
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model import prefill as prompts
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import Drafter, Prefill, State, View, Weights
+from jaxspec.sampling import is_finite
+
+
+def prefill(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    caches: Caches | None = None,
+    *,
+    chunk_size: int,
+    merged: bool = True,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Feeds the prompts and draws the first token of each row, which is then pending.
+
+    Equal to `start_prefill`, `feed` of all chunks and `end_prefill`.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method.
+      request: the rows; their N is the capacity.
+      caches: the caches, of the same capacity, that hold the tokens before `request.start`; None for empty ones.
+      chunk_size: positions fed at once, static, a divisor of N.
+      merged: the layout of the cache, static, see `model.cache`.
+      log_probs: whether to report log-probabilities, static.
+
+    Returns:
+      The state, and the emitted tokens: one per row, none where the logits are not finite.
+    """
+    stop = prompts.num_chunks(request.length, request.start, chunk_size)
+    aux_drafter = aux_drafter_of(parts)
+    fed = start_prefill(config, params, request, aux_drafter, caches, merged=merged)
+    fed = feed(config, params, request, fed, jnp.int32(0), stop, aux_drafter, chunk_size=chunk_size)
+    return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs)
+
+
+def aux_drafter_of(parts: Parts) -> Drafter | None:
+    """Returns the drafter if it reads auxiliary hidden states of the prompts, else None."""
+    return parts.drafter if parts.drafter.aux_layers else None
+
+
+def start_prefill(
+    config: LlamaConfig,
+    params: Weights,
+    request: Request,
+    aux_drafter: Drafter | None = None,
+    caches: Caches | None = None,
+    *,
+    merged: bool = True,
+) -> prompts.Prefilling:
+    """Returns the state of a prefill before its first chunk.
+
+    `aux_drafter` is the result of `aux_drafter_of`; `caches` is as in `prefill`; `merged` is the layout of the cache,
+    static, see `model.cache`.
+    """
+    batch, capacity = request.tokens.shape
+    aux_layers = () if aux_drafter is None else aux_drafter.aux_layers
+    if caches is None:
+        cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
+        absorbed = (
+            None if aux_drafter is None else aux_drafter.begin(params, request.length, capacity, merged)
+        )
+    else:
+        cache, absorbed = caches.cache, caches.absorbed
+    return prompts.start_prefill(config, params.target, request.length, cache, aux_layers, absorbed)
+
+
+def feed(
+    config: LlamaConfig,
+    params: Weights,
+    request: Request,
+    fed: prompts.Prefilling,
+    first: jax.Array,
+    stop: jax.Array,
+    aux_drafter: Drafter | None = None,
+    *,
+    chunk_size: int,
+) -> prompts.Prefilling:
+    """Feeds the chunks of the prompts from number `first` up to number `stop`, int32 scalars; see `prefill`."""
+    arguments = (config, params.target, request.tokens, request.length, fed, first, stop, chunk_size)
+    if aux_drafter is None:
+        return prompts.feed(*arguments, start=request.start)
+    absorb = functools.partial(aux_drafter.absorb, params)
+    return prompts.feed(*arguments, aux_drafter.aux_layers, absorb, request.start)
+
+
+def end_prefill(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    request: Request,
+    fed: prompts.Prefilling,
+    *,
+    chunk_size: int,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Draws the first tokens after the last chunk of the prompts; see `prefill`."""
+    _check_keys(request.keys)
+    batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
+    similarities = fed.similarities / prompts.num_fed(request.length, request.start)[:, None, None]
+    logits = llama.logits(config, params.target, hidden)
+    judged = logits
+    if parts.penalties is not None:
+        judged = parts.penalties.apply(logits[:, None], request.tokens, request.length)[:, 0]
+    sound = is_finite(judged)
+    token, _ = parts.distribution.draw(fold_in(request.keys, request.length), judged)
+    count = sound.astype(jnp.int32)
+    length = request.length + count
+    done = ~sound | is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
+    tokens = put_rows(request.tokens, token[:, None], request.length, count)
+    view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
+    fed = dataclasses.replace(fed, similarities=similarities)
+    zero = jnp.zeros(batch, jnp.int32)
+    histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
+    state = DecodeState(
+        tokens=tokens,
+        length=length,
+        limit=request.limit,
+        eos_ids=request.eos_ids,
+        keys=request.keys,
+        done=done,
+        broken=~sound,
+        cache=cache,
+        drafter_state=_begun(params, parts, fed, view, request, chunk_size),
+        stats=Stats(zero, zero, zero, zero, histogram),
+    )
+    emitted = Emitted(
+        tokens=token[:, None],
+        count=count,
+        drafted=jnp.zeros((batch, 1), bool),
+        proposed=jnp.zeros((batch, 1), jnp.int32),
+        log_probs=verification.log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
+        length=length,
+        done=done,
+        broken=state.broken,
+        stats=state.stats,
+    )
+    return state, emitted
+
+
+def catch_up(
+    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, chunk_size: int
+) -> State:
+    """Returns the state of a drafter that catches up with a text for which other drafters drafted.
+
+    The state equals that of a drafter that was active from the start. A drafter that reads auxiliary hidden states gets
+    them from one more pass of the target over the whole text, in a cache of its own; a drafter with a cache feeds that.
+    Results that only the pass over a prompt has (`Prefill.hidden`, `similarities`) are zero.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method that continues.
+      state: the state of the text; its `drafter_state` belongs to another drafter.
+      chunk_size: positions fed at once, static, a divisor of the capacity.
+    """
+    batch, length = state.length.shape[0], state.length - 1
+    view = View(
+        state.tokens, state.length, state.cache, jnp.where(state.done, 0, state.limit - state.length - 1)
+    )
+    request = Request(state.tokens, length, state.limit, state.eos_ids, state.keys)
+    aux_drafter = aux_drafter_of(parts)
+    if aux_drafter is None:
+        hidden = jnp.zeros((batch, config.hidden_size), params.target["embed"].dtype)
+        fed = prompts.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
+    else:
+        fed = start_prefill(config, params, request, aux_drafter, merged=state.cache.merged)
+        stop = (jnp.max(length) + chunk_size - 1) // chunk_size
+        fed = feed(config, params, request, fed, jnp.int32(0), stop, aux_drafter, chunk_size=chunk_size)
+    return _begun(params, parts, fed, view, request, chunk_size)
+
+
+def _begun(
+    params: Weights, parts: Parts, fed: prompts.Prefilling, view: View, request: Request, chunk_size: int
+) -> State:
+    """Returns the drafter's state after the prompts of the request; the pending token after them is not fed."""
+    length, absorbed, aux_drafter = request.length, fed.absorbed, aux_drafter_of(parts)
+    if aux_drafter is not None and fed.aux_hidden_state is not None:
+        last, pending = fed.aux_hidden_state[:, None], view.pending[:, None]
+        absorbed = aux_drafter.absorb(params, absorbed, last, pending, length - 1, view.length - length)
+    prefill = Prefill(fed.hidden, fed.similarities, chunk_size, absorbed, request.start)
+    return parts.drafter.init(params, view, prefill)
+
+
+def _check_keys(keys: jax.Array) -> None:
+    """Raises ValueError for key types with which `jax.vmap` draws equal numbers in all rows."""
+    kind = jax.random.key_impl(keys)
+    if kind != "threefry2x32":
+        raise ValueError(f"keys are of {kind}; make them with jaxspec.sampling.seed_key, of threefry2x32")

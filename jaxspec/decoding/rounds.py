@@ -1,0 +1,198 @@
+"""Rounds: draft, verify, accept, commit and observe, inside one compiled `lax.while_loop`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import verification
+from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, fold_in, is_eos, put_rows
+from jaxspec.model.config import LlamaConfig
+from jaxspec.protocol import Outcome, View, Weights
+from jaxspec.sampling import drawn_by
+
+
+def run_rounds(
+    config: LlamaConfig,
+    params: Weights,
+    parts: Parts,
+    state: DecodeState,
+    max_rounds: jax.Array,
+    halt: jax.Array,
+    *,
+    window: int,
+    log_probs: bool = False,
+) -> tuple[DecodeState, Emitted]:
+    """Runs rounds until every row is done, `max_rounds` ran, or the next one might not fit.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      parts: the method.
+      state: the state after the previous call; it may be donated.
+      max_rounds: int32 scalar.
+      halt: bool[B], rows to end before the first round, for instance after a stop string.
+      window: W, the most tokens that a row can emit in this call, static, at least K + 1.
+      log_probs: whether to report log-probabilities, static.
+
+    Returns:
+      The state and the emitted tokens.
+    """
+    state = dataclasses.replace(state, done=state.done | halt)
+    batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
+    first = state.length
+    drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
+    reported_log_probs = jnp.zeros((batch, window), jnp.float32) if log_probs else None
+
+    def more(carry: tuple[Any, ...]) -> Any:
+        rounds, state, *_ = carry
+        fits = jnp.all(state.length + parts.drafter.reach <= state.capacity)
+        reported = jnp.all(state.length - first + width <= window)
+        return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        rounds, state, drafted, proposed, reported_log_probs = carry
+        at = state.length - first
+        state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
+        # A drafter that takes turns with others has buffers for their longest draft; its own may be shorter.
+        accepted = jnp.arange(outcome.tokens.shape[1])[None] < outcome.accepted[:, None]
+        drafted = put_rows(drafted, accepted, at, outcome.count)
+        verified = jnp.broadcast_to(outcome.drafted[:, None], accepted.shape)
+        proposed = put_rows(proposed, verified, at, outcome.count)
+        if reported_log_probs is not None and token_log_probs is not None:
+            of_tokens = token_log_probs[:, : outcome.tokens.shape[1]]
+            reported_log_probs = put_rows(reported_log_probs, of_tokens, at, outcome.count)
+        return rounds + 1, state, drafted, proposed, reported_log_probs
+
+    carry = (jnp.int32(0), state, drafted, proposed, reported_log_probs)
+    _, state, drafted, proposed, reported_log_probs = jax.lax.while_loop(more, body, carry)
+    columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
+    tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
+    count = state.length - first
+    emitted = Emitted(
+        tokens,
+        count,
+        drafted,
+        proposed,
+        reported_log_probs,
+        state.length,
+        state.done,
+        state.broken,
+        state.stats,
+    )
+    return state, emitted
+
+
+def decode_round(
+    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, log_probs: bool = False
+) -> tuple[DecodeState, Outcome, jax.Array | None]:
+    """Runs one round: draft, verify, accept, commit, observe.
+
+    Returns:
+      The state; the outcome, with the committed tokens; and their log-probabilities under the target's unfiltered
+      distribution, float32[B, K + 1], or None if `log_probs` is false.
+    """
+    live = ~state.done
+    # Randomness depends on the row and on its length alone: a text does not depend on its neighbours or on the calls.
+    keys = fold_in(state.keys, state.length)
+    # A round always commits one token after the accepted drafts, so a draft gets one token less than the budget.
+    budget = jnp.where(live, state.limit - state.length - 1, 0)
+    if parts.longest is not None:
+        budget = jnp.minimum(budget, parts.longest)
+    drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
+    # A coupled acceptor draws a token with the key that plain decoding uses at its position; the drafter draws with
+    # the same keys, so that both draw the same token where their distributions agree.
+    # A coupled drafter draws with the same noise as the acceptor, which raises the acceptance rate.
+    coupled = parts.acceptor.coupled
+    draws = drawn_by(_of_places(state, depth)) if coupled else None
+    view = View(state.tokens, state.length, state.cache, budget, draws, parts.penalties)
+    with jax.named_scope("draft"):  # these scopes are for a reader of the compiled program
+        proposal, drafter_state, cache = drafter.propose(
+            fold_in(keys, 0), params, state.drafter_state, view, parts.distribution
+        )
+    # A drafter may propose more than the budget of a row; the rest must not be counted or committed.
+    proposal = verification.trimmed(proposal, budget, depth)
+    # A tree has several drafts at one depth, so its keys go by position as well.
+    by_place = coupled or proposal.parents is not None
+    own = _of_places(state, depth) if by_place else fold_in(keys, 1)
+    view = dataclasses.replace(view, cache=cache)
+    # One pass of the target over the pending token and the drafts gives its distribution after each of them.
+    with jax.named_scope("verify"):
+        verified = verification.verify(
+            config,
+            params,
+            drafter,
+            parts.acceptor,
+            parts.distribution,
+            own,
+            view,
+            proposal,
+            parts.verify_widths,
+            log_probs,
+        )
+    acceptance, sound, aux_hidden_states = verified.acceptance, verified.sound, verified.aux_hidden_states
+
+    # Commit the accepted drafts and the token that the target draws after them.
+    # Accepted drafts and the token after them, in the order of the text.
+    tokens = verification.with_next(
+        verification.accepted_tokens(view, proposal.tokens, acceptance), acceptance
+    )
+    # Commit nothing after the first end-of-text, and nothing at or after logits that are not finite. A finished row
+    # commits nothing.
+    # The text ends at the first end-of-text token, even if later drafts were accepted.
+    column = jnp.arange(tokens.shape[1])[None]
+    ended = is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
+    count = jnp.min(jnp.where(ended, column + 1, acceptance.count[:, None] + 1), axis=1)
+    # Tokens after non-finite logits are meaningless; finished rows commit nothing.
+    broken = live & (sound < count)
+    count = jnp.where(live, jnp.minimum(count, sound), 0)
+    # Accepted drafts after that point are in no count.
+    accepted = jnp.minimum(acceptance.count, count)
+    outcome = Outcome(
+        tokens=tokens,
+        count=count,
+        drafted=verification.num_verified(proposal, depth, count, acceptance),
+        accepted=accepted,
+        aux_hidden_states=aux_hidden_states,
+        start=None if aux_hidden_states is None else view.start,
+        fed=None if verified.top_tokens is None else verification.fed(view.pending, proposal),
+        top_tokens=verified.top_tokens,
+    )
+    # The drafter learns what was committed: it rolls its caches back, and adapts γ or its counts.
+    # The drafter sees the committed tokens, to bring its own state to the new length.
+    with jax.named_scope("absorb"):
+        drafter_state = parts.drafter.observe(params, drafter_state, outcome)
+    length = state.length + count
+    state = dataclasses.replace(
+        state,
+        tokens=put_rows(state.tokens, tokens, state.length, count),
+        length=length,
+        done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
+        broken=state.broken | broken,
+        cache=verified.cache,
+        drafter_state=drafter_state,
+        stats=_counted(state.stats, outcome),
+    )
+    return state, outcome, verified.log_probs
+
+
+def _counted(stats: Stats, outcome: Outcome) -> Stats:
+    """The counts after one more round."""
+    drew = (outcome.drafted > 0).astype(jnp.int32)
+    bins = jnp.arange(stats.acceptance_histogram.shape[1])[None] == outcome.accepted[:, None]
+    return Stats(
+        num_rounds=stats.num_rounds + (outcome.count > 0),
+        num_drafts=stats.num_drafts + drew,
+        num_draft_tokens=stats.num_draft_tokens + outcome.drafted,
+        num_accepted_tokens=stats.num_accepted_tokens + outcome.accepted,
+        acceptance_histogram=stats.acceptance_histogram + bins * drew[:, None],
+    )
+
+
+def _of_places(state: DecodeState, depth: int) -> jax.Array:
+    """Returns the keys of plain decoding's rounds at the next positions of the text, [B, depth + 1]."""
+    rounds = state.length[:, None] + jnp.arange(depth + 1)
+    return jax.vmap(lambda length: fold_in(fold_in(state.keys, length), 1), 1, 1)(rounds)

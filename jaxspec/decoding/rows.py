@@ -1,0 +1,206 @@
+"""The records of the loop, and the writes to single rows of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.model import cache as kv
+from jaxspec.model.cache import KVCache
+from jaxspec.penalties import Penalties
+from jaxspec.protocol import Acceptor, Drafter, State, kinds_of, rising_widths
+from jaxspec.sampling import Distribution
+
+
+@struct.dataclass
+class Parts:
+    """The parts of a method.
+
+    Attributes:
+      drafter, acceptor, distribution: the parts of the loop; `distribution` is the sampling distribution.
+      one_width: whether every verification has the drafter's largest width, static. True on platforms where
+        `model.control.narrowest` compiles only that width, so that the others are not traced.
+      longest: int32 scalar, the largest number of draft tokens if it changes between calls; None for always K.
+      penalties: changes of the target's logits that depend on the text before a position; None for none.
+      kinds: the classes of the parts, see `protocol.kinds_of`; always set here.
+    """
+
+    drafter: Drafter
+    acceptor: Acceptor
+    distribution: Distribution
+    one_width: bool = struct.field(pytree_node=False, default=False)
+    longest: jax.Array | None = None
+    penalties: Penalties | None = None
+    kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.distribution)))
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The numbers of rows for which a verification is compiled, rising."""
+        widths = self.drafter.verify_widths
+        if self.one_width:
+            return widths[-1:]
+        # With `longest` a draft may be shorter than K, so narrower verifications pay.
+        return widths if self.longest is None or self.drafter.drafts_trees else rising_widths(widths[-1] - 1)
+
+
+@struct.dataclass
+class Request:
+    """The request of a batch of rows.
+
+    Attributes:
+      tokens: int32[B, N], prompts padded on the right; N is the initial capacity.
+      length: int32[B], tokens of each prompt, at least 1.
+      limit: int32[B], tokens of prompt and output together, above `length`.
+      eos_ids: int32[B, E], tokens that end a row; −1 for none.
+      keys: [B], a PRNG key per row, from `sampling.seed_key`; each row has independent randomness.
+      start: int32[B], below `length`, the first position to feed. A `Caches` holds those before. None for 0.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    eos_ids: jax.Array
+    keys: jax.Array
+    start: jax.Array | None = None
+
+
+@struct.dataclass
+class Caches:
+    """The caches of earlier texts, from which texts with the same beginnings continue.
+
+    Attributes:
+      cache: the target's KV cache; the slots from `Request.start` on are meaningless.
+      absorbed: the result of `Drafter.absorbed` for the texts; None for nothing.
+    """
+
+    cache: KVCache
+    absorbed: Any = None
+
+
+@struct.dataclass
+class Stats:
+    """Counts per row since its prefill, without tokens after the end of text or beyond the budget.
+
+    Attributes:
+      num_rounds: int32[B], target passes after the prefill.
+      num_drafts: int32[B], rounds that had at least one draft token.
+      num_draft_tokens, num_accepted_tokens: int32[B].
+      acceptance_histogram: int32[B, K + 1], drafting rounds by how many tokens were accepted.
+    """
+
+    num_rounds: jax.Array
+    num_drafts: jax.Array
+    num_draft_tokens: jax.Array
+    num_accepted_tokens: jax.Array
+    acceptance_histogram: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """The state of the loop. The batch axis is the first axis of every leaf, except in KV caches.
+
+    Attributes:
+      tokens: int32[B, N], prompt and output; N is the capacity.
+      length: int32[B], the number of committed tokens.
+      limit, eos_ids, keys: as in `Request`.
+      done: bool[B], whether a row is finished; a finished row does not change.
+      broken: bool[B], rows that ended because their next logits were not finite.
+      cache: the KV cache of the target.
+      drafter_state: the state of the drafter.
+      stats: the counts.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    eos_ids: jax.Array
+    keys: jax.Array
+    done: jax.Array
+    broken: jax.Array
+    cache: KVCache
+    drafter_state: State
+    stats: Stats
+
+    @property
+    def capacity(self) -> int:
+        """N, the largest number of tokens of a row."""
+        return self.tokens.shape[1]
+
+
+@struct.dataclass
+class Emitted:
+    """The tokens that a call committed. A copy, because the next call overwrites the state.
+
+    Attributes:
+      tokens: int32[B, W].
+      count: int32[B], the number of valid tokens.
+      drafted: bool[B, W], whether a token was an accepted draft.
+      proposed: int32[B, W], the number of draft tokens that were verified in the token's round.
+      log_probs: float32[B, W] under the target's unfiltered distribution at temperature 1, or None.
+      length: int32[B], committed tokens, prompt included.
+      done, broken: bool[B], as in `DecodeState`.
+      stats: counts since each row's prefill.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    drafted: jax.Array
+    proposed: jax.Array
+    log_probs: jax.Array | None
+    length: jax.Array
+    done: jax.Array
+    broken: jax.Array
+    stats: Stats
+
+
+def insert(
+    state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array | int = 0
+) -> DecodeState:
+    """Replaces row `row` by row `which` of `others`, int32 scalars (same method, same capacity)."""
+
+    def put(full: Any, new: Any) -> Any:
+        if isinstance(full, KVCache):
+            return kv.insert(full, row, new, which)
+        return full.at[row].set(new[which])
+
+    replaced: DecodeState = jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
+    return replaced
+
+
+def grow(state: Any, capacity: int) -> Any:
+    """Returns a `DecodeState` or `Caches` with a capacity of `capacity` tokens per row, in all caches."""
+
+    def enlarge(node: Any) -> Any:
+        return kv.grow(node, capacity) if isinstance(node, KVCache) else node
+
+    state = jax.tree.map(enlarge, state, is_leaf=lambda node: isinstance(node, KVCache))
+    if not isinstance(state, DecodeState):
+        return state
+    extra = capacity - state.capacity
+    return dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, extra))))
+
+
+def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns buffer [B, N] with values[b, :count[b]] written at buffer[b, start[b]:]."""
+    batch, width = values.shape
+    offset = jnp.arange(width)[None]
+    columns = jnp.where(offset < count[:, None], start[:, None] + offset, buffer.shape[1])
+    return buffer.at[jnp.arange(batch)[:, None], columns].set(values, mode="drop")
+
+
+def is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
+    """Returns whether tokens [B, T] are among ids [B, E] of their row, bool[B, T]."""
+    return jnp.any(tokens[:, :, None] == eos_ids[:, None, :], axis=-1)
+
+
+def fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:
+    """Returns a key per row from keys [B] and a number, or one number per row."""
+    data = jnp.broadcast_to(jnp.asarray(data), keys.shape)
+    return jax.vmap(jax.random.fold_in)(keys, data)

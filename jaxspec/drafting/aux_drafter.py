@@ -1,0 +1,159 @@
+"""The bases of drafters that read auxiliary hidden states of the target, and draft chains or trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic, Level, draw, grow
+from jaxspec.model import cache as kv
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import narrowest
+from jaxspec.model.llama import AuxLayer, Params
+from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.sampling import Distribution
+
+Carry = TypeVar("Carry")
+
+
+def latest(values: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
+    """Returns entry count[b] − 1 of values [B, T, D], or `before` [B, D] where the count is 0.
+
+    Examples:
+      >>> values = jnp.arange(6.0).reshape(2, 3, 1)
+      >>> latest(values, count=jnp.array([2, 0]), before=-jnp.ones((2, 1))).tolist()
+      [[1.0], [-1.0]]
+    """
+    here = jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where((count > 0)[:, None], here, before)
+
+
+def own_cache(
+    config: LlamaConfig, length: jax.Array, capacity: int, dtype: DTypeLike, merged: bool
+) -> KVCache:
+    """Returns the empty cache of a head with attention, for prompts of length int32[B]; see `cache.create`."""
+    cache = kv.create(config, length.shape[0], capacity, dtype, merged)
+    return dataclasses.replace(cache, rope_length=length)
+
+
+class AuxChain(ChainDrafter):
+    """A base for chain drafters that read auxiliary hidden states; their state's `own` is the result of `absorb`.
+
+    A subclass adds `begin` and `absorb` (see `protocol.Drafter`), and `propose`.
+
+    Attributes:
+      head: the head's configuration, which has `aux_layers`.
+    """
+
+    head: Any
+
+    @property
+    def aux_layers(self) -> tuple[AuxLayer, ...]:
+        """The places at which the head reads the target's residual stream."""
+        aux_layers: tuple[AuxLayer, ...] = self.head.aux_layers
+        return aux_layers
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Returns the rule's state, with the result of `absorb` over the prompt as `own`."""
+        return super().init(params, view, prefill)._replace(own=prefill.absorbed)
+
+    def absorbed(self, state: ChainState) -> State:
+        """Returns the result of `absorb`."""
+        return state.own
+
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
+        """Absorbs the auxiliary hidden states of the committed tokens, and updates the stop rule."""
+
+        def absorb(width: int, own: State) -> State:
+            assert outcome.aux_hidden_states is not None, "the loop must pass the auxiliary hidden states"
+            assert outcome.start is not None
+            aux_hidden_states, tokens = outcome.aux_hidden_states[:, :width], outcome.tokens[:, :width]
+            return self.absorb(params, own, aux_hidden_states, tokens, outcome.start, outcome.count)
+
+        # Rejected tokens are not absorbed, so the longest accepted draft decides the width. Another drafter's round
+        # may have committed more than K + 1 tokens.
+        full = outcome.tokens.shape[1]
+        widths = (*(width for width in self.verify_widths if width < full), full)
+        own = narrowest(widths, outcome.count.max(), absorb, state.own)
+        return super().observe(params, state._replace(own=own), outcome)
+
+
+class AuxTree(AuxChain):
+    """A base for drafters of a chain, or of a tree of top-k or drawn tokens.
+
+    Attributes:
+      tree: the size or the shape of the tree, of depth K, which no stop rule shortens; None for a chain.
+    """
+
+    tree: Dynamic | Drawn | None
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether it drafts a tree in place of a chain."""
+        return self.tree is not None
+
+    @property
+    def num_nodes(self) -> int:
+        """The maximum number of draft tokens: K, or N for a tree."""
+        return self.num_draft_tokens if self.tree is None else self.tree.num_nodes
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The widths of verification; for a tree only N + 1."""
+        return super().verify_widths if self.tree is None else (self.num_nodes + 1,)
+
+    def draft_tree(
+        self,
+        level: Level[Carry],
+        carry: Carry,
+        logits: jax.Array,
+        keys: jax.Array,
+        params: Weights,
+        distribution: Distribution,
+    ) -> tuple[Proposal, Carry]:
+        """Drafts a tree by `tree_drafter.grow` or `draw`; logits are of the draft's `vocabulary`, if it has one."""
+        vocabulary = params.drafter.get("vocabulary")
+        if isinstance(self.tree, Drawn):
+            return draw(self.tree.shape, level, carry, logits, keys, distribution, vocabulary)
+        assert self.tree is not None
+        return grow(self.tree, level, carry, logits, None if vocabulary is None else vocabulary.ids)
+
+
+class ParallelChain(AuxChain):
+    """A base for chains with `aux_layers` whose logits are all computed in one pass, before any token is drawn."""
+
+    def draft_said(
+        self,
+        said: jax.Array,
+        hidden: jax.Array,
+        keys: jax.Array,
+        state: ChainState,
+        view: View,
+        distribution: Distribution,
+        params: Params,
+    ) -> tuple[Proposal, ChainState]:
+        """Draws the draft tokens one after another, so that a stop rule can end the draft.
+
+        Args:
+          said: float32[B, K, V], the logits of each token, or [B, K, N] for a vocabulary of N tokens.
+          hidden: [B, K, D], the states from which the logits were computed.
+          keys, state, view, distribution, params: as in `ChainDrafter.draft`.
+        """
+
+        def step(
+            carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
+        ) -> tuple[jax.Array, jax.Array, tuple[()]]:
+            del token, active
+            logits, read = (
+                jax.lax.dynamic_index_in_dim(of, i, axis=1, keepdims=False) for of in (said, hidden)
+            )
+            return logits, read, carry
+
+        proposal, _, state = self.draft(step, (), keys, state, view, distribution, params)
+        return proposal, state

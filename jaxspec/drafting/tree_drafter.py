@@ -1,0 +1,252 @@
+"""Trees drafted level by level, from top-k tokens or from drawn tokens.
+
+`grow` keeps the most probable nodes, as EAGLE-2 (Li et al. 2024). `draw` draws siblings from the draft's sampling
+distribution without replacement, as Sequoia (Chen et al. 2024).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.model.tree import Shape, Tree, along
+from jaxspec.model.vocabulary import Vocabulary
+from jaxspec.protocol import Proposal
+from jaxspec.sampling import Distribution, is_finite
+
+Carry = TypeVar("Carry")
+# (carry, tokens int32[B, k] of k rows of a tree, the parent row of each int32[B, k], these rows)
+#   -> logits float32[B, k, V] of the token after each, or [B, 1, V] if they are the same after all; carry
+Level = Callable[[Carry, jax.Array, jax.Array, Tree], tuple[jax.Array, Carry]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """The size of a tree whose shape follows the draft's probabilities.
+
+    Attributes:
+      num_nodes: N, the number of verified draft tokens.
+      depth: the maximum depth of a node.
+      width: k, the number of nodes per level that are expanded, and of candidates after each.
+
+    Examples:
+      >>> Dynamic(num_nodes=8, depth=4, width=3).num_drafted
+      9
+    """
+
+    num_nodes: int
+    depth: int
+    width: int
+
+    @property
+    def num_drafted(self) -> int:
+        """The number of nodes that the draft model runs: k on each level except the last."""
+        return (self.depth - 1) * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The shape of a tree whose tokens are drawn from the draft's sampling distribution.
+
+    Attributes:
+      shape: the same in all rows and rounds; siblings are drawn in their order.
+
+    Examples:
+      >>> tree = Drawn(Shape((-1, -1, 0, 2)))
+      >>> tree.num_nodes, tree.depth, tree.num_drafted
+      (4, 3, 2)
+    """
+
+    shape: Shape
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the number of verified draft tokens."""
+        return self.shape.num_nodes
+
+    @property
+    def depth(self) -> int:
+        """The maximum depth of a node."""
+        return self.shape.depth
+
+    @property
+    def num_drafted(self) -> int:
+        """The number of nodes that the draft model runs: those with children."""
+        return len(set(self.shape.parents) - {-1})
+
+
+def grow(
+    size: Dynamic,
+    level: Level[Carry],
+    carry: Carry,
+    logits: jax.Array,
+    ids: jax.Array | None = None,
+) -> tuple[Proposal, Carry]:
+    """Grows a tree in each row of a batch, and keeps its N most probable nodes (EAGLE-2, Li et al. 2024, §4).
+
+    The probability of a node is the product of the draft's probabilities on its path. On each level the k most probable
+    nodes are expanded: the top-k tokens after each are candidates. The N most probable of all candidates are proposed.
+    They form a tree, because no node is more probable than its parent, and among ties the earlier one is kept. The
+    proposal has no `log_probs`, because its tokens are deterministic given the text.
+
+    Args:
+      size: the size of the tree, static.
+      level: runs the nodes of a level, as rows of a tree whose row 0 has been run.
+      carry: the first carry of `level`.
+      logits: float32[B, V] of the token after row 0.
+      ids: int32[V], the tokens of the logits; None for the whole vocabulary.
+
+    Returns:
+      The proposal, with parents, and the last carry.
+
+    Examples:
+      >>> def level(carry, tokens, before, tree):  # the next number is the most likely token, then the one after it
+      ...     return 2.0 * jax.nn.one_hot(tokens + 1, 9) + jax.nn.one_hot(tokens + 2, 9), carry
+      >>> first = 2.0 * jax.nn.one_hot(jnp.array([1]), 9) + jax.nn.one_hot(jnp.array([2]), 9)
+      >>> proposal, _ = grow(Dynamic(3, depth=2, width=2), level, (), first)
+      >>> proposal.tokens.tolist(), proposal.parents.tolist()
+      ([[1, 2, 2]], [[-1, -1, 0]])
+    """
+    batch, vocab_size = logits.shape
+    width = min(size.width, vocab_size)
+
+    def likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns log-probabilities and tokens of the top k, [B, ..., k]; −inf where logits are not finite."""
+        finite = is_finite(logits)[..., None]
+        scores, index = jax.lax.top_k(jax.nn.log_softmax(jnp.where(finite, logits, 0.0)), width)
+        return jnp.where(finite, scores, -jnp.inf), index if ids is None else ids[index]
+
+    scores, tokens = likeliest(logits)
+    # All candidates: log-probability, token, and parent candidate.
+    every = [(scores, tokens, jnp.full((batch, width), -1, jnp.int32))]
+    # The expanded nodes: their candidate numbers, and their parent nodes.
+    parents = jnp.zeros((batch, 0), jnp.int32)
+    frontier, before = jnp.broadcast_to(jnp.arange(width), (batch, width)), every[0][2]
+    counted = width
+    for number in range(size.depth - 1):
+        # Run the draft model on this level; its rows see their ancestors among the expanded nodes.
+        parents = jnp.concatenate([parents, before], axis=1)
+        rows = Tree.of(parents, number + 1).rows(1 + number * width, width)
+        logits, carry = level(carry, tokens, rows.parent, rows)
+        after, candidates = likeliest(logits)
+        candidates = jnp.broadcast_to(candidates, (batch, width, width)).reshape(batch, -1)
+        # Every child is a candidate of the final tree, even if it is not expanded.
+        after = (scores[..., None] + after).reshape(batch, -1)
+        every.append((after, candidates, jnp.repeat(frontier, width, axis=1)))
+        # The k best children are the next level to expand.
+        scores, best = jax.lax.top_k(after, width)
+        tokens = along(candidates, best)
+        before = number * width + best // width
+        frontier, counted = counted + best, counted + after.shape[1]
+    scores, tokens, before = (jnp.concatenate(of, axis=1) for of in zip(*every, strict=True))
+    # Keep the N best candidates, in the order of drafting, so that every parent comes before its children.
+    most = min(size.num_nodes, counted)
+    chosen = jnp.sort(jax.lax.top_k(scores, most)[1], axis=1)
+    there = along(scores, chosen) > -jnp.inf
+    # Renumber the parents from all candidates to the chosen ones.
+    parent = along(before, chosen)
+    place = jnp.sum(chosen[:, None, :] < parent[:, :, None], axis=2)
+    spare = ((0, 0), (0, size.num_nodes - most))
+    drafts = jnp.pad(jnp.where(there, along(tokens, chosen), -1), spare, constant_values=-1)
+    places = jnp.pad(jnp.where(parent < 0, -1, place), spare, constant_values=-1)
+    return Proposal(drafts, jnp.full(batch, most, jnp.int32), parents=places), carry
+
+
+def draw(
+    shape: Shape,
+    level: Level[Carry],
+    carry: Carry,
+    logits: jax.Array,
+    keys: jax.Array,
+    distribution: Distribution,
+    vocabulary: Vocabulary | None = None,
+) -> tuple[Proposal, Carry]:
+    """Draws a tree of a given shape: the children of each node without replacement (Sequoia, Chen et al. 2024).
+
+    If a distribution has fewer tokens than the node has children, the last children are empty. The children of an empty
+    node are empty, and so are those of a node after which the draft's logits are not finite.
+
+    Args:
+      shape: the shape of the tree, static, with nodes in the order of their depths.
+      level, carry, logits: as in `grow`; only the nodes with children are run.
+      keys: per-row keys [B].
+      distribution: the sampling distribution, applied to the draft's logits.
+      vocabulary: the tokens of the logits; None for all.
+
+    Returns:
+      The proposal, with parents and log-probabilities, and the last carry.
+
+    Examples:
+      >>> from jaxspec.sampling import Sampling
+      >>> def level(carry, tokens, before, tree):
+      ...     return jax.nn.one_hot(tokens, 3), carry
+      >>> keys, distribution = jax.random.split(jax.random.key(0), 1), Sampling(jnp.ones(1))
+      >>> proposal, _ = draw(Shape((-1, -1, -1, 0)), level, (), jnp.zeros((1, 3)), keys, distribution)
+      >>> sorted(proposal.tokens[0, :3].tolist())
+      [0, 1, 2]
+      >>> jnp.exp(proposal.log_probs[0, 2]).max().item()
+      1.0
+    """
+    batch, parents, depths = logits.shape[0], shape.parents, np.array(shape.depths)
+    ranks = np.array([parents[:node].count(before) for node, before in enumerate(parents)])
+    # The draft model runs row 0 and the nodes with children; leaves need no logits.
+    inner = sorted({-1, *parents})
+    whole = Tree.of(Shape(tuple(inner.index(parents[node]) - 1 for node in inner[1:])), shape.depth)
+    logits, there = logits[:, None], jnp.ones((batch, 1), bool)
+    tokens, distributions = jnp.zeros((batch, 0), jnp.int32), []
+    for depth in range(1, shape.depth + 1):
+        nodes = np.flatnonzero(depths == depth)
+        before = sorted({parents[node] for node in nodes})
+        if depth > 1:
+            # Run the parents of this level. An empty one is fed as token 0, and its children are empty.
+            fed = tokens[:, np.array(before)]
+            there, fed = fed >= 0, jnp.maximum(fed, 0)
+            rows = whole.rows(inner.index(before[0]), len(before))
+            logits, carry = level(carry, fed, jnp.broadcast_to(rows.parent, fed.shape), rows)
+        # Logits that are not finite are replaced before the draw, so that NaN does not spread to other nodes.
+        logits = jnp.broadcast_to(logits, (batch, len(before), logits.shape[-1]))
+        finite = there & is_finite(logits)
+        logits = jnp.where(finite[..., None], logits, 0.0)
+        slots = np.array([before.index(parents[node]) for node in nodes])
+        # Each level has its own keys, and each parent its own row of noise.
+        streams = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
+        drawn, log_probs = _drawn(distribution, streams, logits, slots, ranks[nodes])
+        there = (drawn >= 0) & finite[:, slots]
+        if vocabulary is not None:
+            drawn, log_probs = vocabulary.ids[drawn], vocabulary.spread(log_probs)
+        # Verification needs the distribution of each node given its earlier siblings.
+        tokens = jnp.concatenate([tokens, jnp.where(there, drawn, -1)], axis=1)
+        distributions.append(log_probs)
+    count = jnp.full(batch, len(parents), jnp.int32)
+    return Proposal(tokens, count, jnp.concatenate(distributions, axis=1), parents=shape), carry
+
+
+def _drawn(
+    distribution: Distribution, keys: jax.Array, logits: jax.Array, slots: np.ndarray, ranks: np.ndarray
+) -> tuple[jax.Array, jax.Array]:
+    """Draws n tokens from M distributions without replacement: draw number ranks[n] from distribution slots[n].
+
+    The largest sums of log-probabilities and Gumbel noise, in their order, are draws without replacement (Kool et al.
+    2019).
+
+    Returns:
+      int32[B, n], −1 where no token is left, and log-probabilities given the draws of lower rank, float32[B, n, V].
+    """
+    log_probs = distribution.log_probs(logits)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    most = int(ranks.max()) + 1
+    best, index = jax.lax.top_k(log_probs + noise, min(most, logits.shape[-1]))
+    spare = ((0, 0), (0, 0), (0, most - best.shape[-1]))
+    index = jnp.where(jnp.pad(best, spare, constant_values=-jnp.inf) > -jnp.inf, jnp.pad(index, spare), -1)
+    # The distribution of a draw given the earlier ones: without their tokens, and renormalised.
+    every, left = jnp.arange(logits.shape[-1]), log_probs[:, slots]
+    for rank in range(most - 1):
+        taken = (index[:, slots, rank, None] == every) & (ranks > rank)[:, None]
+        left = jnp.where(taken, -jnp.inf, left)
+    total = jax.scipy.special.logsumexp(left, axis=-1, keepdims=True)
+    return index[:, slots, ranks], left - jnp.where(total > -jnp.inf, total, 0.0)

@@ -1,0 +1,1 @@
+"""Method `auto` in the engine: candidates, turns and the record of choices."""

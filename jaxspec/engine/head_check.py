@@ -1,0 +1,63 @@
+"""Measures on a short text whether a model accepts the drafts of a head that was trained for another fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.host.user_cache import keep, kept, user_cache
+from jaxspec.methods.resources import FilePath
+from jaxspec.protocol import Drafter
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
+
+_PROMPT = "If Tom has 3 boxes with 12 apples each, how many apples does he have? Explain each step."
+_NUM_TOKENS = 64
+
+
+def first_accepted(lm: LanguageModel, path: FilePath, drafter: Drafter, params: Any) -> float | None:
+    """Returns the share of a head's drafts whose first token the model accepts in a short greedy text.
+
+    The result is kept in the user's cache, by the model's fingerprint and precision, and the head's files.
+
+    Args:
+      lm: the model.
+      path: the head's directory or hub id.
+      drafter: the head's drafter.
+      params: its parameters.
+
+    Returns:
+      The share; None for a model without a tokenizer, or on a mesh.
+    """
+    if lm.tokenizer is None or lm.mesh is not None:
+        return None
+    file = _file((lm.fingerprint, lm.precision), Path(path))
+    found = kept(file)
+    if isinstance(found, dict) and isinstance(found.get("first_accepted"), float):
+        return float(found["first_accepted"])
+    chat = lm.tokenizer.has_chat_template
+    result = lm.generate(
+        _PROMPT,
+        method=(drafter, params),
+        chat=chat,
+        max_new_tokens=_NUM_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+    )
+    counts = result.statistics.acceptance_histogram
+    share = float(sum(counts[1:]) / max(1, sum(counts)))
+    keep(file, {"first_accepted": share})
+    return share
+
+
+def _file(model: tuple[str, str], head: Path) -> Path | None:
+    """Returns the file of the result; None without a cache, and for a hub id, whose files are found elsewhere."""
+    cache = user_cache()
+    if cache is None or not head.is_dir():
+        return None
+    found = [(path.name, path.stat()) for path in sorted(head.iterdir()) if path.is_file()]
+    files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+    digest = hashlib.sha256(repr((model, files)).encode()).hexdigest()
+    return cache / "heads" / f"{digest[:16]}.json"

@@ -1,0 +1,1 @@
+"""Heads of DFlash: network, files, drafter, method."""

@@ -1,0 +1,106 @@
+"""Heads of DFlash as their authors and SpecForge publish them.
+
+model.safetensors   fc.weight, hidden_norm.weight, layers.{l}.* of Qwen3, norm.weight, all perhaps behind `model.`
+config.json         of a Qwen3 with as many layers, whatever `model_type` says; `block_size`; `dflash_config` with
+                    `mask_token_id`, `target_layer_ids`
+
+The target's embedding and head are the head's too. `target_layer_ids` are the layers, from 0, whose outputs
+the head reads. As in the hidden states of transformers, the output of the last layer is taken after the final norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.heads.dflash.network import DFlashConfig, usual_aux_layers
+from jaxspec.heads.tensors import (
+    Entry,
+    Head,
+    check_sizes,
+    checked,
+    leaves_of,
+    llama_sources,
+    refuse_left_out,
+    renamed,
+)
+from jaxspec.host.messages import shown
+from jaxspec.io.hf.config_json import config_from, errors_of
+from jaxspec.io.hf.layout import Source
+from jaxspec.io.hf.values import section, whole
+from jaxspec.io.tensors import Tensors
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import FINAL, AuxLayer
+
+AUX_LAYER_IDS = "target_layer_ids"
+_OWN = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
+# Options of later heads that change what is computed, by what leaves it as it is.
+_UNCHANGED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (False,),
+    "final_logit_softcapping": (0,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "attention_mode": ("gqa", "mha"),
+}
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Whether tensors of these names are a head of DFlash: EAGLE's has its `hidden_norm` in its layer."""
+    return {*_OWN.values(), "layers.0.self_attn.q_norm.weight"} <= {_plain(name) for name in names}
+
+
+def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
+    """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    refuse_left_out(directory, found.left_out, found)
+    tensors = renamed(directory, found, _plain)
+    with errors_of(directory / "config.json"):
+        config = _config(content, target)
+    return checked(directory, Head(config, tuple(entries(config)), tensors, target.vocab_size))
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _config(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+    values = {**content, **section(content, "dflash_config")}
+    for name, usual in _UNCHANGED.items():
+        if values.get(name) is not None and values[name] not in usual:
+            raise ValueError(f"{name} is {shown(values[name])}; heads of DFlash with it are not supported")
+    block = dataclasses.replace(config_from({**content, "model_type": "qwen3"}), tie_embeddings=False)
+    types = content.get("layer_types")
+    if block.sliding_windows or (isinstance(types, list) and "sliding_attention" in types):
+        raise ValueError(
+            "layer_types has sliding_attention; heads of DFlash that see a window only are not supported"
+        )
+    check_sizes(block, target, "head")
+    for name in ("block_size", "mask_token_id"):
+        if values.get(name) is None:
+            raise ValueError(f"{name} is missing; give the one that the head was trained with")
+    mask_id = whole(values, "mask_token_id", 0, target.vocab_size - 1)
+    return DFlashConfig(
+        block, _aux_layers(values, block, target.num_layers), whole(values, "block_size", 2), mask_id
+    )
+
+
+def _aux_layers(values: Mapping[str, Any], block: LlamaConfig, num_layers: int) -> tuple[AuxLayer, ...]:
+    """Returns the auxiliary layers of a head, as the layers whose inputs it reads."""
+    ids = values.get(AUX_LAYER_IDS)
+    if ids is None:
+        ids = [layer - 1 for layer in usual_aux_layers(num_layers, block.num_layers)]
+    if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
+        raise ValueError(f"{AUX_LAYER_IDS} is {shown(ids)}; expected a list of layers")
+    if not all(0 <= one < num_layers for one in ids):
+        raise ValueError(
+            f"the head reads the outputs of the layers {shown(ids)}, the target has layers 0 to {num_layers - 1}"
+        )
+    return tuple(FINAL if one == num_layers - 1 else one + 1 for one in ids)
+
+
+def entries(config: DFlashConfig) -> Iterator[Entry]:
+    """Name, shape and sources of every leaf, in the order of the tree."""
+    for leaf, shape in leaves_of(config.shapes):
+        own = _OWN.get(leaf)
+        yield leaf, shape, [Source(own, shape, shape)] if own else llama_sources(config.block, leaf, shape)

@@ -1,0 +1,294 @@
+"""EAGLE heads in the layouts in which they are published.
+
+    yuhuili EAGLE      fc.*, layers.0.*; a Llama config of one layer                       often only `.bin`
+    yuhuili EAGLE-3    fc, midlayer.*, norm, lm_head, d2t, t2d; `draft_vocab_size`         also SpecForge's, AngelSlim's
+    speculators        as EAGLE-3 with layers.0.* for midlayer.*; EAGLE-1 with fusion_fc.* and transformer.*; the Llama
+                       config is `transformer_layer_config`
+    vLLM               either, all names perhaps behind `model.`; a Llama config perhaps under `model`
+
+A head's RoPE, widths and ε come from its own config, not from the target's. Absent keys have the defaults of
+transformers. One exception: the EAGLE authors' code ignores `rope_theta` with linear and dynamic scaling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxspec.heads.eagle.network import EagleConfig, usual_aux_layers
+from jaxspec.heads.tensors import (
+    Entry,
+    Head,
+    check_ids,
+    checked,
+    leaves_of,
+    llama_sources,
+    refuse_left_out,
+    renamed,
+    with_rope_of_training,
+)
+from jaxspec.host.messages import shown
+from jaxspec.io.hf.config_json import config_from, config_json, errors_of, read_windows
+from jaxspec.io.hf.layout import Source
+from jaxspec.io.hf.values import flag, section, whole
+from jaxspec.io.tensors import Tensors
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import FINAL
+
+# The key of a config that lists the auxiliary layers.
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_Q = "layers.0.self_attn.q_proj.weight"
+_ARCHITECTURES = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+# What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
+_PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
+# What an option of the config says is normed before fc.
+_FEATURE_NORMS: Mapping[str, Literal["together", "each"]] = {"norm_before_fc": "together", "fc_norm": "each"}
+# A tensor that only an option of the config gives a place.
+_OPTIONS = {"input_norm.weight": "norm_before_fc", "fc_norm.0.weight": "fc_norm"}
+
+
+def recognises(names: Collection[str]) -> bool:
+    """Whether tensors of these names are an EAGLE head."""
+    return {"fc.weight", _Q} <= {_plain(name) for name in names}
+
+
+def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
+    """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    # t2d only repeats what d2t says.
+    refuse_left_out(directory, (name for name in found.left_out if _plain(name) != "t2d"), found)
+    tensors = renamed(directory, found, _plain)
+    kind: Literal["eagle", "eagle3"] = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
+    with errors_of(directory / "config.json"):
+        config = _config(directory, kind, content, tensors, target)
+    more = {"d2t", "t2d"} if kind == "eagle3" else set()
+    head = checked(
+        directory, Head(config, tuple(entries(config)), tensors, target.vocab_size), more, _OPTIONS
+    )
+    return dataclasses.replace(head, ids=_ids(directory, config, tensors), by_token={"lm_head.weight"})
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor in the layout that has the fewest words of its own."""
+    name = name.removeprefix("model.")
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
+def _config(
+    directory: Path,
+    kind: Literal["eagle", "eagle3"],
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+) -> EagleConfig:
+    nested = section(content, "eagle_config")
+    inner = next(
+        (section(content, key) for key in ("transformer_layer_config", "model") if content.get(key)), content
+    )
+    values = {**nested, **inner, **content}
+    block = config_from({"model_type": "llama", **inner})
+    if block.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the head has a vocabulary of {block.vocab_size} tokens, the target of {target.vocab_size}; "
+            "a head fits the model that it was trained for"
+        )
+    # Trainers give a Llama layer a window in the words of Qwen2, which a Llama by itself does not read.
+    windows = read_windows("qwen2", inner) if flag(inner, "use_sliding_window") else block.sliding_windows
+    block = dataclasses.replace(block, tie_embeddings=False, sliding_windows=windows)
+    if inner.get("qkv_bias") is not None:
+        block = dataclasses.replace(block, qkv_bias=flag(inner, "qkv_bias"))
+    scaling = block.rope_scaling if inner.get("rope_scaling") else None
+    other_trainer = (
+        section(content, "jaxspec").get("kind") is not None or "transformer_layer_config" in content
+    )
+    if scaling is not None and scaling.kind in ("linear", "dynamic") and not other_trainer:
+        block = with_rope_of_training(
+            directory, block, scaling, f"EAGLE's training code with {scaling.kind} scaling"
+        )
+    read_width = block.hidden_size
+    if kind == "eagle3" and values.get("target_hidden_size") is not None:
+        read_width = whole(values, "target_hidden_size")
+    if read_width != target.hidden_size:
+        raise ValueError(
+            f"the head reads auxiliary hidden states of width {read_width}, the target's are of {target.hidden_size}; "
+            "a head fits the model that it was trained for"
+        )
+    has_head, own_embedding = "lm_head.weight" in tensors, "embed_tokens.weight" in tensors
+    if block.hidden_size != target.hidden_size and not (has_head and own_embedding):
+        raise ValueError(
+            "a head narrower than its target needs embed_tokens.weight and lm_head.weight of its own"
+        )
+    if kind == "eagle":
+        head_size = target.vocab_size if has_head else None
+        return EagleConfig(
+            block, (FINAL,), kind, None, head_size, own_embedding, fc_bias="fc.bias" in tensors
+        )
+    norms = [norm for name, norm in _FEATURE_NORMS.items() if flag(values, name)]
+    if len(norms) > 1:
+        raise ValueError("norm_before_fc and fc_norm are both set; expected one of them at most")
+    head_size = target.vocab_size
+    if values.get("draft_vocab_size") is not None:
+        head_size = whole(values, "draft_vocab_size", most=target.vocab_size)
+    return EagleConfig(
+        block,
+        _aux_layers(content, nested, target.num_layers),
+        kind,
+        read_width,
+        head_size if has_head else None,
+        own_embedding,
+        fc_bias="fc.bias" in tensors,
+        aux_norm=norms[0] if norms else "none",
+        residual_is_normed=flag(values, "norm_before_residual"),
+        output_is_normed=flag(values, "norm_output"),
+    )
+
+
+def _aux_layers(content: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Returns the auxiliary layers of a head, as the layers whose inputs it reads.
+
+    vLLM and speculators list these. SpecForge, SGLang and NVIDIA list, in `eagle_config`, the layers whose outputs are
+    read, which are one less. A list that begins with 1 is of this second form too: its default is 1, L÷2 − 1, L − 4.
+    """
+    own = section(content, "jaxspec").get("taps")
+    ids = own or content.get(AUX_LAYER_IDS) or nested.get(AUX_LAYER_IDS)
+    leaves = not own and (not content.get(AUX_LAYER_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
+    if not ids:
+        aux_layers: tuple[Any, ...] = usual_aux_layers(num_layers)
+    elif isinstance(ids, list) and all(type(one) is int for one in ids):
+        aux_layers = tuple(one + leaves for one in ids)
+    else:
+        raise ValueError(f"{AUX_LAYER_IDS} is {shown(ids)}; expected a list of layers")
+    if not all(0 <= layer <= num_layers for layer in aux_layers):
+        raise ValueError(f"the head reads the inputs of the layers {aux_layers}, the target has {num_layers}")
+    return aux_layers
+
+
+def entries(config: EagleConfig) -> Iterator[Entry]:
+    """Name, shape and sources of every leaf of a head, in the order of the tree."""
+    own = {
+        "fc": "fc.weight",
+        "fc_bias": "fc.bias",
+        "layers/0/attention/embed_norm": "layers.0.input_layernorm.weight",
+        "layers/0/attention/norm": "layers.0.hidden_norm.weight",
+    }
+    one_norm = config.aux_norm == "together"
+    for leaf, shape in leaves_of(config.shapes):
+        if leaf.startswith("fc_norms/"):
+            name = "input_norm.weight" if one_norm else f"fc_norm.{leaf.split('/')[1]}.weight"
+            sources = [Source(name, shape, shape)]
+        elif leaf in own:
+            sources = [Source(own[leaf], shape, shape)]
+        else:
+            sources = llama_sources(config.block, leaf, shape)
+        yield leaf, shape, sources
+
+
+def _ids(directory: Path, config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """The tokens of a head's own vocabulary: `d2t` is what must be added to the number of a row."""
+    size = config.block.vocab_size
+    rows = size if config.head_size is None else config.head_size
+    if "d2t" not in tensors:
+        if rows != size:
+            raise ValueError(
+                f"{directory}: tensor d2t is missing: which of {size} tokens the {rows} rows of lm_head are"
+            )
+        return None
+    offsets = tensors["d2t"]
+    if offsets.shape != (rows,) or offsets.dtype.kind != "i":
+        raise ValueError(
+            f"{directory}: tensor d2t is {offsets.dtype}{offsets.shape}, expected int64({rows},)"
+        )
+    ids = check_ids(directory, np.arange(rows) + offsets, size, "row + d2t", "; is d2t an offset here?")
+    known = tensors.get("t2d")
+    if known is not None and (
+        known.shape != (size,) or not np.array_equal(np.flatnonzero(known), np.sort(ids))
+    ):
+        raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
+    return ids
+
+
+def content(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
+    """Returns the content of `config.json`, as yuhuili's and SpecForge's, without the target."""
+    made = config_json(config.block, dtype_name) | {"architectures": [_ARCHITECTURES[config.kind]]}
+    if config.kind == "eagle":
+        return made | {"bias": config.fc_bias}
+    return made | _of_eagle3(config)
+
+
+def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
+    """Returns the keys of `config.json` that are not those of a Llama; options that are off are left out."""
+    aux_layers = [layer for layer in config.aux_layers if layer != FINAL]
+    options = {name: True for name, norm in _FEATURE_NORMS.items() if norm == config.aux_norm}
+    flags = {"norm_before_residual": config.residual_is_normed, "norm_output": config.output_is_normed}
+    options |= {name: True for name, is_on in flags.items() if is_on}
+    return options | {
+        "draft_vocab_size": config.block.vocab_size if config.head_size is None else config.head_size,
+        AUX_LAYER_IDS: aux_layers,
+        "jaxspec": {"taps": aux_layers},
+    }
+
+
+def specforge(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
+    """Returns the content of SpecForge's `config.json`, which lists the layers whose outputs the head reads.
+
+    Raises:
+      ValueError: the head reads the embedding, which is no layer's output, or norms its residual stream.
+    """
+    made = content(config, dtype_name)
+    outputs = [layer - 1 for layer in made.pop(AUX_LAYER_IDS)]
+    if -1 in outputs or config.residual_is_normed:
+        raise ValueError(
+            "SpecForge's layout has no head that reads the embedding (auxiliary layer 0) or norms its residual stream"
+        )
+    return made | {"eagle_config": {AUX_LAYER_IDS: outputs, "use_aux_hidden_state": True}}
+
+
+def speculators(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
+    """Returns the content of speculators' `config.json`, without the verifier's name."""
+    width = config.target_width or config.block.hidden_size
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": config_json(config.block, dtype_name),
+        "target_hidden_size": None if width == config.block.hidden_size else width,
+        "norm_before_residual": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name,
+        **_of_eagle3(config),
+    }
+
+
+def published(config: EagleConfig, name: str) -> str:
+    """Returns the name of a tensor in the files of EAGLE-3."""
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def part(config: EagleConfig, ids: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Returns the tensors that name the tokens of the head's rows, int32[V'] in the order of the rows; None for all.
+
+    Raises:
+      ValueError: the head has another number of rows.
+    """
+    size = config.block.vocab_size
+    rows = size if ids is None else len(ids)
+    if config.head_size not in (None, rows):
+        raise ValueError(f"ids are {rows} tokens, the head has {config.head_size} rows; give one of each row")
+    if ids is None:
+        return {}
+    return {"d2t": ids.astype(np.int64) - np.arange(rows), "t2d": np.isin(np.arange(size), ids)}

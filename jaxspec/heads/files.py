@@ -1,0 +1,163 @@
+"""Finds and reads heads in the layouts in which they are published.
+
+The names of the tensors tell the head type; `jaxspec/heads/TYPE/files.py` describes its layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.heads import torch_file
+from jaxspec.heads.kinds import KINDS
+from jaxspec.heads.rows import refitted
+from jaxspec.heads.tensors import Entry, Head
+from jaxspec.host.files import read_json
+from jaxspec.host.messages import brief_errors, shown
+from jaxspec.io import tensors
+from jaxspec.io.directories import settled
+from jaxspec.io.embedded import embedded_files
+from jaxspec.io.hf import huggingface
+from jaxspec.io.hf.config_json import errors_of
+from jaxspec.io.hf.values import section
+from jaxspec.io.methods.acceptance_file import NAME as ACCEPTANCE_NAME
+from jaxspec.io.tensors import Tensors
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.head import HeadConfig
+
+# Where a target's own heads lie beside it, each in a directory with the name of its method.
+HEADS_NAME = "heads"
+# Names that authors have given to the file of a head's tensors.
+_SAFE = "*_lm_head.safetensors"
+_PICKLED = ("*_lm_head.pt", "pytorch_model.bin")
+
+
+def head_name(kind: str) -> str:
+    """The name of the config of a target's own head of this kind, in the directory of the target's files."""
+    return f"{HEADS_NAME}/{kind}/config.json"
+
+
+def embedded_heads(fingerprint: str, config: LlamaConfig) -> dict[str, Path]:
+    """Returns the heads that are distributed with jaxspec for a target, by head type.
+
+    Heads that were trained for this target come first. A head of a target with another fingerprint is returned if its
+    shapes fit and its acceptance is recorded, so that it can be checked: another quantisation of a model has another
+    fingerprint, and the same head drafts for it.
+
+    Args:
+      fingerprint: the target's.
+      config: its configuration.
+    """
+    found: dict[str, Path] = {}
+    others: dict[str, Path] = {}
+    for path in embedded_files(f"{HEADS_NAME}/*/config.json"):
+        head = path.parent
+        kind = str(section(read_json(path), "jaxspec").get("kind"))
+        if trained_for(head) == fingerprint:
+            found.setdefault(kind, head)
+        elif kind not in others and (head / ACCEPTANCE_NAME).is_file() and _fits(head, config):
+            others[kind] = head
+    return others | found
+
+
+def _fits(directory: Path, target: LlamaConfig) -> bool:
+    try:
+        read_head(directory, target)
+    except ValueError:
+        return False
+    return True
+
+
+def trained_for(directory: Path) -> str | None:
+    """Returns the fingerprint of the model that a head was trained for; None if it is not recorded."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    with errors_of(path):
+        target = section(read_json(path), "jaxspec").get("target")
+        if target is not None and not isinstance(target, str):
+            raise ValueError(f"jaxspec.target is {shown(target)}; expected the fingerprint of a model")
+    return target
+
+
+def resolve(name: str | os.PathLike[str]) -> Path:
+    """The local files of a head: the directory `name` itself, or what the Hugging Face hub has by that id.
+
+    Raises:
+      FileNotFoundError: there is no such directory, and `name` is no hub id or the hub does not give it.
+    """
+    text = os.fspath(name)
+    if text and Path(text).expanduser().is_dir():
+        return settled(Path(text).expanduser())
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+        raise FileNotFoundError(
+            f"no directory {text!r}; give a head's directory, or a hub id such as owner/head"
+        )
+    import huggingface_hub  # slow to import, and needed only here
+
+    with huggingface.on_hub(text):
+        found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", "*.safetensors"]))
+        if not any(found.glob("*.safetensors")):
+            found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", *_PICKLED]))
+    return found
+
+
+@brief_errors()
+def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens: int | None = None) -> Head:
+    """The head in a directory, checked to fit a target.
+
+    Args:
+      directory: where it is.
+      target: the model that verifies.
+      num_tokens: number of tokens of the target's tokenizer. A head with other rows than the target is fitted to it if
+        the rows differ only beyond these tokens, see `head_rows`. None: such a head is refused.
+
+    Raises:
+      FileNotFoundError: there is no `config.json`, or no file of tensors.
+      ValueError: it is no head that is known, or none for such a target, or a tensor is missing, of another shape or
+        without a place; one line.
+    """
+    directory = Path(directory)
+    content: Mapping[str, Any] = read_json(directory / "config.json")
+    found = _open(directory)
+    rows = target.vocab_size
+    if num_tokens is not None:
+        content, found, rows = refitted(content, found, rows, num_tokens)
+    names = {*found, *found.left_out}
+    format = next((kind.format for kind in KINDS.values() if kind.format.recognises(names)), None)
+    if format is None:
+        if any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names):
+            raise ValueError(
+                f"{directory} is a whole model, not a head; draft with it by method='draft-model'"
+            )
+        some = ", ".join(sorted(names)[:3])
+        raise ValueError(
+            f"{directory} is no head by its tensors ({some}, …); the known types are {', '.join(KINDS)}"
+        )
+    head = format.read(directory, content, found, target)
+    return dataclasses.replace(head, target=trained_for(directory), rows=rows)
+
+
+def head_leaves(config: HeadConfig) -> list[Entry]:
+    """Returns name, shape and sources of every leaf of a head, in the order of the tree `config.shapes`.
+
+    `read_head` reads tensors of these names.
+    """
+    return list(KINDS[config.kind].format.entries(config))
+
+
+def _open(directory: Path) -> Tensors:
+    """The tensors of the safetensors files, else of a file of PyTorch."""
+    for file in directory.glob(_SAFE):
+        return tensors.read(file, integers=True)
+    if any(directory.glob("*.safetensors")):
+        return huggingface.open_tensors(directory, integers=True)
+    for file in (file for pattern in _PICKLED for file in directory.glob(pattern)):
+        return torch_file.read(file)
+    raise FileNotFoundError(
+        f"{directory} has no tensors of a head; expected *.safetensors or one of {', '.join(_PICKLED)}"
+    )

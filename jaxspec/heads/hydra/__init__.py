@@ -1,0 +1,1 @@
+"""Heads of Hydra and Hydra++: network, files, drafter, method."""

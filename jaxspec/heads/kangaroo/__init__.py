@@ -1,0 +1,1 @@
+"""Heads of Kangaroo: network, files, drafter, method."""

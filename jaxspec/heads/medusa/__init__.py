@@ -1,0 +1,1 @@
+"""Heads of Medusa: network, files, drafter, method."""

@@ -1,0 +1,80 @@
+"""Drafts a chain or a tree with independent heads: Medusa (Cai et al. 2024)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.aux_drafter import AuxTree, ParallelChain, latest
+from jaxspec.drafting.chain_drafter import ChainState
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.heads.medusa import network
+from jaxspec.heads.medusa.network import MedusaConfig
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.tree import Tree
+from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.sampling import Distribution
+from jaxspec.stopping import Constant
+
+
+@struct.dataclass
+class Medusa(ParallelChain, AuxTree):
+    """Drafts token i of the round with head i, independently of the other heads.
+
+    All heads run at once, on the hidden state from which the target's head predicted the pending token. A tree contains
+    the most probable combinations of the heads' top tokens, by the heads' probabilities in this round. (The authors'
+    tree is a fixed set of ranks, the same in all rounds.)
+
+    `params.drafter` are the parameters of at least the first K heads.
+
+    Attributes:
+      config: the target's configuration.
+      head: the heads' configuration.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K, at most the number of heads.
+      tree: the size or the shape of a draft tree of depth K; None for a chain.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: MedusaConfig = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
+
+    def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
+        """Returns the empty state [B, D] before prompts of length int32[B]."""
+        return jnp.zeros((length.shape[0], self.head.width), params.target["embed"].dtype)
+
+    def absorb(
+        self,
+        params: Weights,
+        state: jax.Array,
+        aux_hidden_states: jax.Array,
+        tokens: jax.Array,
+        start: jax.Array,
+        count: jax.Array,
+    ) -> jax.Array:
+        """Keeps the last valid row of auxiliary hidden states [B, T, D], of which the first count[b] are valid."""
+        return latest(aux_hidden_states, count, state)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts with all heads; the target's cache is returned unchanged."""
+        hidden = state.own
+        heads = {**params.drafter, "heads": params.drafter["heads"][: self.num_draft_tokens]}
+        logits = network.logits(self.head, heads, self.config, params.target, hidden)
+        if self.tree is not None:
+
+            def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
+                del tokens, before, rows  # a head's logits do not depend on the tokens before it
+                return logits[:, number, None], number + 1
+
+            proposal, _ = self.draft_tree(level, 1, logits[:, 0], keys, params, distribution)
+            return proposal, state, view.cache
+
+        read = jnp.broadcast_to(hidden[:, None], (*logits.shape[:2], self.head.width))
+        proposal, state = self.draft_said(logits, read, keys, state, view, distribution, params.drafter)
+        return proposal, state, view.cache

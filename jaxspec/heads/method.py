@@ -1,0 +1,204 @@
+"""What the methods share that draft with a head: small layers that read what the target computes anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods.base import Method, layers_of, option
+from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.files import found
+from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, Resources
+
+if TYPE_CHECKING:
+    from jaxspec.choosing.beliefs import Expectation
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.model.llama import Params
+    from jaxspec.protocol import Drafter
+
+# The least share of the recorded acceptance of first tokens for a head to be one of its target. The check has some
+# dozen rounds of one text; a head of another model is accepted almost never.
+_LEAST = 1 / 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadMethod(ChainMethod):
+    """The base of methods that draft with a head, whose kind has the method's name; a subclass adds `drafter`.
+
+    Attributes:
+      draft: the head: a directory or a hub id. Default: the one in `heads` beside the model, under the method's name,
+        else one that comes with jaxspec for this model.
+
+    Examples:
+      >>> from jaxspec.methods import Eagle3
+      >>> Eagle3(draft="head", num_draft_tokens=7)
+      Eagle3(num_draft_tokens=7, draft='head')
+    """
+
+    head_rank: ClassVar[int] = 1
+    # Whether `auto` and `hybrid` may choose the method by themselves.
+    may_pay: ClassVar[bool] = False
+
+    draft: FilePath | None = option(None, metavar="DIR|ID")
+
+    def drafter(self, target: LoadedModel, head: Any) -> Drafter:
+        """Makes the drafter of a head of this method's kind.
+
+        Args:
+          target: the model that verifies.
+          head: what the head is made of, such as a `jaxspec.heads.eagle.network.EagleConfig`.
+
+        Raises:
+          ValueError: an option does not fit the head; one line.
+        """
+        raise NotImplementedError
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; its parameters are the head's."""
+        head = self._head(target, resources)
+        drafter = self.drafter(target, head.config)
+        params = self._params(head, target, resources)
+        if head.target not in (None, target.fingerprint):
+            self._check_accepted(head, drafter, params, target, resources)
+        return drafter, params
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
+        from jaxspec.choosing.costs import DraftCost
+
+        layers = layers_of(params, target)
+        own = "vocabulary" in params or _has_rows(params)
+        return DraftCost(layers=layers, head=not own, absorb_layers=target.config.num_layers + layers)
+
+    @classmethod
+    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
+        """Returns the method if drafting by it may pay and there is a head for the model; else nothing."""
+        method = cls()
+        return (method,) if cls.may_pay and method._path(target, resources) is not None else ()
+
+    @classmethod
+    def shipped(cls, target: LoadedModel, resources: Resources) -> Mapping[str, Expectation]:
+        """Returns the files beside the embedded head, unless the model has a head of its own."""
+        from jaxspec.heads.files import embedded_heads, head_name
+
+        directory = embedded_heads(target.fingerprint, target.config).get(cls.name)
+        if directory is None or found(None, target, resources, head_name(cls.name)) is not None:
+            return {}
+        return _recorded(directory, target)
+
+    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
+        """Returns the acceptance on held-out prompts, which its training wrote beside the head."""
+        path = self._path(target, resources)
+        return None if path is None else _recorded(Path(path), target).get(self.name)
+
+    def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
+        """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""
+        from jaxspec.heads.files import embedded_heads, head_name
+
+        if self.draft is not None:
+            return self.draft
+        beside = found(None, target, resources, head_name(self.name))
+        if beside is not None:
+            return beside.parent
+        return embedded_heads(target.fingerprint, target.config).get(self.name)
+
+    def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
+        """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""
+        path = self._path(target, resources)
+        if path is None:
+            from jaxspec.heads.files import head_name
+            from jaxspec.heads.kinds import KINDS
+
+            kind = KINDS.get(self.name)
+            remedy = ", or train one with `python -m training.heads`" if kind and kind.trainable else ""
+            raise ValueError(
+                f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
+                f"give draft=DIR{remedy}"
+            )
+        head = resources.load_head(path, target)
+        if head.config.kind != self.name:
+            raise ValueError(f"{path} holds a head of {head.config.kind}; choose method={head.config.kind!r}")
+        return head
+
+    def _check_accepted(
+        self, head: LoadedHead, drafter: Drafter, params: Params, target: LoadedModel, resources: Resources
+    ) -> None:
+        """Checks a head of another fingerprint: this model must accept about as many of its tokens as recorded.
+
+        `auto` measures the acceptance of its candidates itself, so its resources have no measurement.
+
+        Raises:
+          ValueError: it accepts fewer than `_LEAST` times the recorded ones, or none are recorded.
+        """
+        if resources.first_accepted is None:
+            return
+        path = self._path(target, resources) or ""
+        recorded, accepted = self.expectation(target, resources), None
+        if recorded is not None:
+            accepted = resources.first_accepted(path, drafter, params)
+            if accepted is not None and accepted >= _LEAST * recorded.accept[0]:
+                return
+        measured = ""
+        if recorded is not None and accepted is not None:
+            measured = (
+                f", which accepts {accepted:.0%} of its first tokens in place of {recorded.accept[0]:.0%}"
+            )
+        raise ValueError(
+            f"{path} is a head of another model ({head.target}, this one is {target.fingerprint}{measured}); give one "
+            "that was trained for this model"
+        )
+
+    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
+        """Returns the head's parameters, reduced to the tokens of `draft_vocab` for which the head has rows."""
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jaxspec.model.vocabulary import Vocabulary
+
+        ids, own = self.vocabulary_ids(target, resources), dict(head.params)
+        if head.rows is not None and head.rows < target.config.vocab_size and _has_rows(own):
+            ids = np.arange(head.rows, dtype=np.int32) if ids is None else ids[ids < head.rows]
+        if ids is None:
+            return head.params
+        rows, kept = ids, jnp.asarray(ids)
+        few = own.get("vocabulary")
+        if few is not None:
+            rows = np.flatnonzero(np.isin(np.asarray(few.ids), ids))
+            if not len(rows):
+                raise ValueError(
+                    f"draft_vocab leaves none of the head's {len(few.ids)} tokens; give more tokens, or leave it out"
+                )
+            kept = few.ids[rows]
+        matrix = None
+        if any("head" in one for one in own.get("heads", ())):
+            of_tokens = ("head", "head_bias")
+            own["heads"] = [
+                {name: leaf[rows] if name in of_tokens else leaf for name, leaf in one.items()}
+                for one in own["heads"]
+            ]
+        elif few is not None:
+            matrix = few.head[rows]
+        elif "head" in own:
+            matrix = own.pop("head")[rows]
+        else:
+            matrix = target.vocabulary(ids).head
+        own["vocabulary"] = Vocabulary(matrix, kept, target.config.vocab_size)
+        return own
+
+
+def _recorded(directory: Path, target: LoadedModel) -> dict[str, Expectation]:
+    """Returns the acceptances in the file beside a head; {} without a file."""
+    from jaxspec.heads.files import trained_for
+    from jaxspec.io.methods import acceptance_file
+
+    path = directory / acceptance_file.NAME
+    if not path.is_file():
+        return {}
+    return acceptance_file.read_acceptance(path, trained_for(directory) or target.fingerprint)
+
+
+def _has_rows(params: Params) -> bool:
+    """Returns whether a head has output rows of its own."""
+    return any("head" in one for one in (params, *params.get("heads", ())))

@@ -1,0 +1,115 @@
+"""What the methods share whose heads draft a chain or a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.heads.method import HeadMethod
+from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
+from jaxspec.methods.trees import TreeMethod, grown, size_of
+
+if TYPE_CHECKING:
+    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.model.llama import Params
+    from jaxspec.protocol import Drafter
+
+# The most nodes of a level that are drafted from, and of tokens that are tried after each, as in EAGLE-2.
+WIDTH = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeHeadMethod(TreeMethod, HeadMethod):
+    """The base of methods whose heads draft a chain, or the tree of their most probable tokens, as EAGLE-2 does.
+
+    Attributes:
+      drawn_tree: at a temperature above 0, draw the tokens of the tree from the draft's distribution, siblings without
+        replacement, instead of taking the most likely ones. At high temperatures more of them are accepted. The text
+        keeps the model's distribution, but differs from the text of plain sampling with the same seed.
+
+    Examples:
+      >>> from jaxspec.methods import Eagle3
+      >>> Eagle3(draft="head", tree="60x8")
+      Eagle3(draft='head', tree='60x8')
+    """
+
+    drawn_tree: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drawn_tree and self.tree is None:
+            raise ValueError("drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH, such as 8x4")
+        if self.tree is not None and self.stop_rule:
+            raise ValueError("stop_rule applies to chains only; give stop_rule or tree, not both")
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns the default of each option as text, by option."""
+        return {**super().usual(), "tree": "a chain"}
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; its parameters are the head's."""
+        drafter, params = super().build(target, resources)
+        if self.tree is None:
+            return drafter, params
+        from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+
+        nodes, depth = size_of(self.tree)
+        made: Any = drafter
+        tree: Drawn | Dynamic = Dynamic(nodes, depth, min(nodes, WIDTH))
+        # Draws from a point mass are all equal, so at temperature 0 a drawn tree would be a chain.
+        if self.drawn_tree and set(resources.distributions) != {"greedy"}:
+            tree = Drawn(grown(nodes, depth, WIDTH))
+        return dataclasses.replace(made, num_draft_tokens=depth, tree=tree), params
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of the head; on each level of a tree it runs the nodes that are drafted from."""
+        rows = 1 if self.tree is None else min(size_of(self.tree)[0], WIDTH)
+        return dataclasses.replace(super().cost(target, drafter, params), rows=rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeveralHeads(TreeHeadMethod):
+    """The base of methods with one head for each draft token.
+
+    Examples:
+      >>> from jaxspec.methods import Medusa
+      >>> Medusa(draft="head").usual()["num_draft_tokens"]
+      'the number of heads'
+    """
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns the default of each option as text, by option."""
+        return super().usual() | {"num_draft_tokens": "the number of heads"}
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns all heads as one pass: each is read once for a draft, as long as it may be."""
+        return dataclasses.replace(super().cost(target, drafter, params), once=True)
+
+    def length_of(self, num_heads: int) -> int:
+        """Returns K: as given, or the depth of the tree that is, else the number of heads.
+
+        Raises:
+          ValueError: there are fewer heads.
+        """
+        if self.tree is not None:
+            depth = size_of(self.tree)[1]
+            if depth > num_heads:
+                raise ValueError(
+                    f"tree is {self.tree!r}, {depth} tokens one after the other; the file has {num_heads} heads, give "
+                    f"TOKENSxDEPTH of a depth from 1 to {num_heads}"
+                )
+            return depth
+        length = self.length(num_heads)
+        if length > num_heads:
+            raise ValueError(
+                f"num_draft_tokens is {length}; the file has {num_heads} heads, give 1 to {num_heads}"
+            )
+        return length
+
+    def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
+        """Returns the parameters of the heads that draft."""
+        own = dict(super()._params(head, target, resources))
+        own["heads"] = own["heads"][: self.length_of(len(own["heads"]))]
+        return own

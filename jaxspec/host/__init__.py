@@ -1,0 +1,9 @@
+"""Operations on the machine and its processes; nothing here imports the model.
+
+- `files`, `lock`, `line_log`: atomic files, locks, resumable logs.
+- `user_cache`: the directory of the cache.
+- `processes`, `mesh_text`: several processes, and the text form of a mesh.
+- `arguments`, `messages`: checks of arguments, and texts of errors.
+- `extras`: optional dependencies.
+- `progress`: the line on standard error that shows what takes long.
+"""

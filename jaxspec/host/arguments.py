@@ -1,0 +1,99 @@
+"""Converts arguments of Python callers: NumPy and JAX numbers to Python's, wrong values to one-line errors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.host.messages import shown
+
+# No argument needs a larger integer, and Python does not print integers of more than 4300 digits.
+_MAX_BITS = 1024
+
+
+def whole(name: str, value: Any, kind: str = "whole number") -> int:
+    """Returns an integer of Python, NumPy or JAX as Python's.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the given value.
+      kind: the expected values, for the message.
+
+    Raises:
+      ValueError: the value is not an integer, or has more than 1024 bits.
+
+    Examples:
+      >>> whole("seed", 3)
+      3
+    """
+    try:
+        if _is_bool(value):
+            raise TypeError
+        number = operator.index(value)
+        if number.bit_length() > _MAX_BITS:
+            raise TypeError
+        return number
+    except TypeError:
+        raise ValueError(f"{name} is {shown(value)}; give a {kind}") from None
+
+
+def real(name: str, value: Any) -> float:
+    """Returns a number of Python, NumPy or JAX as Python's.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the given value.
+
+    Raises:
+      ValueError: the value is not a number.
+
+    Examples:
+      >>> real("top_p", 1)
+      1.0
+    """
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is {shown(value)}; give a number") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns a truth value of Python or NumPy as Python's.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the given value.
+
+    Raises:
+      ValueError: the value is not a truth value, such as the text "no", which Python treats as true.
+
+    Examples:
+      >>> flag("chat", True)
+      True
+    """
+    if getattr(value, "ndim", 0) or not _is_bool(value):
+        raise ValueError(f"{name} is {shown(value)}; give True or False")
+    return bool(value)
+
+
+def listed(value: Any) -> list[Any] | None:
+    """Returns the items of a sequence or array of at least one dimension; None for anything else.
+
+    Examples:
+      >>> listed((1, 2)), listed("text")
+      ([1, 2], None)
+    """
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return None
+    if hasattr(value, "ndim"):
+        # `tolist` gives Python numbers, and is faster than access to the items one by one.
+        return value.tolist() if value.ndim and hasattr(value, "tolist") else None
+    return list(value) if isinstance(value, Sequence) else None
+
+
+def _is_bool(value: Any) -> bool:
+    kind: Any = getattr(value, "dtype", type(value).__name__)
+    return str(kind) == "bool"

@@ -1,0 +1,65 @@
+"""The file of `jaxspec tune --method auto`: the acceptance rates of each method's drafts by a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.choosing.beliefs import Expectation
+from jaxspec.host.files import write_json
+from jaxspec.host.messages import brief_errors, shown
+from jaxspec.io.methods.method_files import check_model, read_format
+
+FORMAT = "jaxspec.acceptance/2"
+# The file's name beside a model.
+NAME = "jaxspec.acceptance.json"
+_REMEDY = "jaxspec tune --method auto"
+
+
+def write_acceptance(
+    path: str | os.PathLike[str], model: str, expected: Mapping[str, Expectation], found_by: dict[str, Any]
+) -> None:
+    """Writes the expected acceptance of each candidate, by name; `model` is the model's fingerprint."""
+    candidates = {name: dataclasses.asdict(one) for name, one in expected.items()}
+    write_json(path, {"format": FORMAT, "model": model, "candidates": candidates, "found_by": found_by})
+
+
+@brief_errors()
+def read_acceptance(path: str | os.PathLike[str], model: str) -> dict[str, Expectation]:
+    """Returns the expected acceptance of each candidate, by name, checked to belong to this model.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
+    """
+    content = read_format(path, FORMAT, "a file of acceptances")
+    check_model(path, content.get("model"), model, _REMEDY)
+    found = content.get("candidates")
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has no candidates; make it with `{_REMEDY}`")
+    return {name: _parsed(f"{path}: {name}", one) for name, one in found.items()}
+
+
+def _parsed(where: str, content: Any) -> Expectation:
+    given = content if isinstance(content, dict) else {}
+    values: list[Any] = [given.get(field.name) for field in dataclasses.fields(Expectation)]
+    accept, strength, draft = values
+    if not all(map(_are_shares, (accept, draft))) or not (_are_numbers([strength]) and strength > 0):
+        raise ValueError(
+            f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one "
+            f"above 0; make it with `{_REMEDY}`"
+        )
+    return Expectation(tuple(accept), strength, tuple(draft))
+
+
+def _are_shares(given: Any) -> bool:
+    return _are_numbers(given) and len(given) > 0 and all(0 <= number <= 1 for number in given)
+
+
+def _are_numbers(given: Any) -> bool:
+    # An integer of JSON may be larger than any float.
+    return isinstance(given, list) and all(
+        type(one) in (int, float) and abs(one) <= sys.float_info.max for one in given
+    )

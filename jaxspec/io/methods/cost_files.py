@@ -1,0 +1,138 @@
+"""Stores the measured costs of steps in the user's cache for the next process.
+
+A file belongs to one device, model shape, dtype and version of JAX, which it names; it is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec.choosing.costs import StepCosts
+from jaxspec.host.files import read_json, write_json
+from jaxspec.host.messages import shown
+from jaxspec.host.processor import processor
+from jaxspec.host.user_cache import user_cache
+from jaxspec.model.config import LlamaConfig
+
+FORMAT = "jaxspec.costs/1"
+# Config fields that do not affect the costs.
+_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
+
+
+def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """Returns the key of a cost file: everything that the costs depend on.
+
+    Args:
+      device_kind: as in `LanguageModel.device_kind`, which includes the mesh.
+      platform: cpu, gpu or tpu.
+      config: the model's configuration.
+      dtype: the name of the compute dtype, with that of the weights if it differs.
+
+    Returns:
+      A dictionary of JSON values. For a CPU it includes the processor's name and the number of usable cores, because
+      the device kind does not identify a CPU.
+    """
+    shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in _TEXT_FIELDS}
+    found: dict[str, Any] = {
+        "device": device_kind,
+        "platform": platform,
+        "dtype": dtype,
+        "jax": jax.__version__,
+        "shape": shape,
+    }
+    if platform == "cpu":
+        found["processor"], found["cores"], _ = processor()
+    given: dict[str, Any] = json.loads(json.dumps(found))
+    return given
+
+
+def path_of(key: dict[str, Any]) -> Path | None:
+    """Returns the path of a key's cost file; None if there is no user's cache."""
+    cache = user_cache()
+    if cache is None:
+        return None
+    return (
+        cache / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    )
+
+
+def write(path: Path, key: dict[str, Any], costs: StepCosts) -> None:
+    """Writes costs.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"format": FORMAT, "key": key, "costs": dataclasses.asdict(costs)})
+
+
+def read(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
+    """Returns the costs in a file.
+
+    Args:
+      path: the file.
+      key: the expected key; None to accept any, for a file that the user named.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file has another format or key, or is damaged; one line.
+    """
+    content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path} has the format {shown(content.get('format'))}, expected {FORMAT!r}")
+    found = content.get("key")
+    if key is not None and found != key:
+        of = found if isinstance(found, dict) else {}
+        other = next((name for name in key if of.get(name) != key[name]), "key")
+        raise ValueError(
+            f"{path} belongs to another {other}: {shown(of.get(other))}, expected {shown(key.get(other))}"
+        )
+    return parse(content.get("costs"), str(path))
+
+
+def parse(content: Any, where: str) -> StepCosts:
+    """Returns the costs in a JSON value, the inverse of `dataclasses.asdict`.
+
+    Args:
+      content: the JSON value.
+      where: its origin, for the message.
+
+    Raises:
+      ValueError: the value does not contain valid costs; one line.
+    """
+    fields = {field.name: field for field in dataclasses.fields(StepCosts)}
+    if not isinstance(content, dict) or set(content) != set(fields):
+        raise ValueError(f"{where} contains no costs of steps, expected the fields {', '.join(fields)}")
+    given = dict(content)
+    points = given["full_ms"]
+    if not isinstance(points, list) or not all(isinstance(one, list) and len(one) == 3 for one in points):
+        raise ValueError(f"{where} has a `full_ms` that is not a list of [rows, batch, milliseconds]")
+    given["full_ms"] = tuple(map(tuple, points))
+    texts = ("device", "model", "dtype")
+    numbers = {name: value for name, value in given.items() if name not in (*texts, "full_ms")}
+    for name, value in (*numbers.items(), *(("full_ms", value) for point in points for value in point)):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        # An integer of JSON may be larger than any float.
+        if not good or not 0 <= value <= sys.float_info.max:
+            raise ValueError(f"{where} has {shown(value)} in `{name}`, expected a number of at least 0")
+    whole = [given["num_layers"], given["cut_layers"], given["live"], *(n for p in points for n in p[:2])]
+    if not all(isinstance(number, int) for number in whole):
+        raise ValueError(f"{where} has counts of layers, tokens, rows or texts that are not whole numbers")
+    if [1, 1] not in [point[:2] for point in points] or not all(point[2] > 0 for point in points):
+        raise ValueError(f"{where} has no time above 0 of a step of one row in `full_ms`")
+    if not given["cut_layers"] < given["num_layers"]:
+        raise ValueError(
+            f"{where} has {shown(given['cut_layers'])} in `cut_layers`, expected fewer than `num_layers`"
+        )
+    by_batch = [(batch, rows) for rows, batch, _ in points]
+    if sorted(set(by_batch)) != sorted(by_batch):
+        raise ValueError(f"{where} has two times of one step in `full_ms`")
+    given["full_ms"] = tuple(sorted(given["full_ms"], key=lambda point: (point[1], point[0])))
+    return StepCosts(**given)

@@ -1,0 +1,338 @@
+"""The files of a model's methods: skip plans, ASD's numbers, probes and thresholds. Each names its model.
+
+The methods find them beside the model or in the user's data directory (`user_data`); the user may also name a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxspec.host.files import no_file, read_json, write_atomic, write_json
+from jaxspec.host.messages import brief_errors
+from jaxspec.io.hf.layout import leaves
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched, without_copies
+
+PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
+THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
+# Their names beside a model.
+PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
+THRESHOLDS_NAME = "thresholds"
+# Config fields that are not part of a model's identity, because they concern only its text.
+_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
+# Fields that are newer than the first files with fingerprints, with the value that all models had before.
+_NEW_FIELDS = {"qk_norm": False, "kv_copies": 1}
+# Numbers of each parameter's first and last row that go into a fingerprint.
+_SAMPLED = 8
+# The sampled rows of each leaf, by its name, see `sampled_rows`.
+Sampled = Mapping[str, Sequence[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeFile:
+    """A linear probe σ(v·h + b) of the state h after an early exit and the final norm.
+
+    Attributes:
+      v: float32[D].
+      b: float.
+      exit_layer: E, the number of layers before the exit.
+      distribution: the sampling distribution of the texts that it was fitted on, see `distribution_name`.
+    """
+
+    v: np.ndarray
+    b: float
+    exit_layer: int
+    distribution: str
+
+
+def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = None) -> str:
+    """Returns a hash of a model's shape and of a sample of its weights, the same in float32 and bfloat16.
+
+    `sampled`: for quantised `params`, the unquantised rows of each leaf by its name. A quantised model thus has the
+    fingerprint of the original, and uses the same files.
+    """
+    shape = {
+        name: value
+        for name, value in dataclasses.asdict(config.plain).items()
+        if name not in _TEXT_FIELDS and (name, value) not in _NEW_FIELDS.items()
+    }
+    digest = hashlib.sha256(repr(sorted(shape.items())).encode())
+    read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
+    for row in read or fetched(_sampled_rows(config, params)):
+        digest.update(np.ascontiguousarray(row).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def sampled_rows(leaf: np.ndarray) -> list[np.ndarray]:
+    """Returns the rows of a leaf that are part of a fingerprint; they are the same with copied key/value heads."""
+    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, -1)]
+    return [np.ascontiguousarray(row.astype(ml_dtypes.bfloat16)).view(np.uint16) for row in ends]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sampled_rows(config: LlamaConfig, params: Params) -> list[jax.Array]:
+    params = without_copies(config, params)
+    rows = [
+        leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED].astype(jnp.bfloat16)
+        for leaf in jax.tree.leaves(params)
+        for at in (0, -1)
+    ]
+    return [jax.lax.bitcast_convert_type(row, jnp.uint16) for row in rows]
+
+
+def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
+    """Writes a plan; `model` is the model's fingerprint, `found_by` describes the search."""
+    content = {
+        "format": PLAN_FORMAT,
+        "model": model,
+        "num_layers": plan.num_layers,
+        "skip_attention": list(plan.skip_attention),
+        "skip_mlp": list(plan.skip_mlp),
+        "found_by": found_by,
+    }
+    write_json(path, content)
+
+
+@brief_errors()
+def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
+    """Returns the plan in a file, checked to be for this model.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
+    """
+    content = read_format(path, PLAN_FORMAT, "a plan")
+    if content.get("num_layers") != num_layers:
+        raise ValueError(
+            f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
+            "make one with `jaxspec search`"
+        )
+    check_model(path, content.get("model"), model, "jaxspec search")
+    try:
+        plan = LayerPlan.skipping(num_layers, content["skip_attention"], content["skip_mlp"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} lacks the lists skip_attention and skip_mlp of 0-based layers") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    check_plan(plan, str(path))
+    return plan
+
+
+def check_plan(plan: LayerPlan, name: str) -> None:
+    """Refuses a plan that skips every sublayer: a draft would then depend on its last token only."""
+    if not any(attention or mlp for attention, mlp in plan.run):
+        raise ValueError(f"{name} skips every sublayer; a draft must run at least one")
+
+
+def write_asd(
+    path: str | os.PathLike[str], model: str, numbers: ASDNumbers, found_by: dict[str, Any]
+) -> None:
+    """Writes ASD's numbers for the model of this fingerprint."""
+    content = {"format": ASD_FORMAT, "model": model, **dataclasses.asdict(numbers), "found_by": found_by}
+    write_json(path, content)
+
+
+@brief_errors()
+def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
+    """Returns ASD's numbers in a file, checked to be for this model.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
+    """
+    content = read_format(path, ASD_FORMAT, "a file of ASD's numbers")
+    check_model(path, content.get("model"), model, "jaxspec tune --method asd")
+    numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
+    alpha, every, keep_last = numbers
+    if type(alpha) in (int, float) and type(every) is type(keep_last) is int:
+        with contextlib.suppress(ValueError):
+            return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
+    raise ValueError(
+        f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
+        "and at most 1, and two whole numbers"
+    )
+
+
+def distribution_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:
+    """Returns the name of a sampling distribution in a probe's file: `greedy`, `temperature-0.6-top_p-0.9`, …"""
+    if temperature == 0:
+        return "greedy"
+    parts = [f"temperature-{temperature:g}"]
+    parts += [f"top_k-{top_k}"] if top_k > 0 else []
+    parts += [f"top_p-{top_p:g}"] if top_p < 1 else []
+    parts += [f"min_p-{min_p:g}"] if min_p > 0 else []
+    return "-".join(parts)
+
+
+def probe_name(exit_layer: int, distribution: str) -> str:
+    """Returns the name of a probe's file in the directory of its model."""
+    return f"{PROBES_NAME}/exit-{exit_layer}-{distribution}.safetensors"
+
+
+def probe_path(directory: Path, exit_layer: int, distribution: str) -> Path:
+    """Returns the path of a probe in the directory of its model."""
+    return directory / probe_name(exit_layer, distribution)
+
+
+def probes_in(directory: Path) -> list[tuple[int, str]]:
+    """Returns the exit layer and distribution of every probe in the directory of a model, from the file names."""
+    names = (path.name for path in (directory / PROBES_NAME).glob("exit-*-*.safetensors"))
+    found = (re.fullmatch(r"exit-(\d+)-(.+)\.safetensors", name) for name in names)
+    return [(int(match[1]), match[2]) for match in found if match]
+
+
+def write_probe(path: str | os.PathLike[str], model: str, probe: ProbeFile) -> None:
+    """Writes a probe; `model` is the fingerprint of its model."""
+    tensors = {"v": np.asarray(probe.v, np.float32), "b": np.asarray(probe.b, np.float32)}
+    metadata = {
+        "format": PROBE_FORMAT,
+        "model": model,
+        "exit_layer": str(probe.exit_layer),
+        "law": probe.distribution,
+    }
+    write_atomic(path, safetensors.numpy.save(tensors, metadata))
+
+
+@brief_errors()
+def read_probe(
+    path: str | os.PathLike[str], model: str, hidden_size: int, exit_layer: int, distribution: str
+) -> ProbeFile:
+    """Returns the probe in a file, checked to be for this model, exit layer and distribution.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, damaged or does not fit; one line with the remedy.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{no_file(path)}; train a probe with `python -m training.probe`")
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            v, b = np.asarray(file.get_tensor("v"), np.float32), float(file.get_tensor("b"))
+    except (safetensors.SafetensorError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
+    if metadata.get("format") != PROBE_FORMAT:
+        raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
+    check_model(path, metadata.get("model"), model, "python -m training.probe")
+    if metadata.get("exit_layer") != str(exit_layer):
+        raise ValueError(
+            f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
+            "give that `exit_layer`, or another `probe`"
+        )
+    if metadata.get("law") != distribution:
+        raise ValueError(
+            f"{path} is a probe for the distribution {metadata.get('law')}, the text follows {distribution}; "
+            "sample as the probe was trained, or give another `probe`"
+        )
+    if v.shape != (hidden_size,):
+        raise ValueError(f"{path} has v of shape {v.shape}, expected ({hidden_size},)")
+    if not (np.isfinite(v).all() and np.isfinite(b)):
+        raise ValueError(
+            f"{path} has numbers that are not finite; train the probe again with `python -m training.probe`"
+        )
+    return ProbeFile(v, b, exit_layer, distribution)
+
+
+def thresholds_name(draft: str) -> str:
+    """Returns the name of a thresholds file in the directory of a target.
+
+    `draft`: the fingerprint of the draft's layers up to its last exit.
+    """
+    return f"{THRESHOLDS_NAME}/{draft}.json"
+
+
+def thresholds_path(directory: Path, draft: str) -> Path:
+    """Returns the path of a target's thresholds for a draft, see `thresholds_name`."""
+    return directory / thresholds_name(draft)
+
+
+def write_thresholds(
+    path: str | os.PathLike[str],
+    target: str,
+    draft: str,
+    exits: Sequence[int],
+    thresholds: Sequence[float],
+    found_by: dict[str, Any],
+) -> None:
+    """Writes a threshold for each exit of a draft except the last, which is unconditional and gets a 0 in the file.
+
+    `target` and `draft` are fingerprints.
+    """
+    content = {
+        "format": THRESHOLDS_FORMAT,
+        "target": target,
+        "draft": draft,
+        "exits": list(exits),
+        "thresholds": [*thresholds, 0.0],
+        "found_by": found_by,
+    }
+    write_json(path, content)
+
+
+@brief_errors()
+def read_thresholds(
+    path: str | os.PathLike[str], target: str, draft: str, exits: Sequence[int]
+) -> list[float]:
+    """Returns the thresholds in a file, one for each exit except the last, checked to be for these models and exits.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing, damaged or does not fit; one line with the remedy.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{no_file(path)}; make thresholds with `jaxspec tune --method s2d`")
+    content = read_format(path, THRESHOLDS_FORMAT, "a file of thresholds")
+    check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
+    if content.get("draft") != draft or content.get("exits") != list(exits):
+        raise ValueError(
+            f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
+            f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
+        )
+    numbers = content.get("thresholds")
+    if (
+        not isinstance(numbers, list)
+        or not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers)
+        or len(numbers) != len(exits)
+        or numbers[-1] != 0
+    ):
+        raise ValueError(
+            f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
+            "0 for the last; make them with `jaxspec tune --method s2d`"
+        )
+    return [float(n) for n in numbers[:-1]]
+
+
+@brief_errors()
+def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
+    """Returns the object in a JSON file of the format `form`; `what` names the expected content, for the message.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such file, or it has another format; one line.
+    """
+    content = read_json(path)
+    if content.get("format") != form:
+        raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
+    return content
+
+
+@brief_errors()
+def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
+    """Refuses a file of another model than this fingerprint's; `remedy` is the command that makes such a file."""
+    if found != model:
+        raise ValueError(
+            f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"
+        )

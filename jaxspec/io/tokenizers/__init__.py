@@ -1,0 +1,7 @@
+"""Tokenizers and chat templates.
+
+- `tokenizer`: converts between text and token ids.
+- `tokenizer_file`: reads `tokenizer.json` without transformers.
+- `chat`: reads and renders chat templates.
+- `chat_worker`: the process that renders a template.
+"""

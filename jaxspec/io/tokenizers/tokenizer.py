@@ -1,0 +1,317 @@
+"""Converts text to token ids and back, by `tokenizers` if `tokenizer.json` is sufficient, else by transformers.
+
+transformers is imported only if needed. It imports PyTorch if that is installed, which is not used here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.host.extras import MissingExtra, require
+from jaxspec.host.files import refuse_pointer
+from jaxspec.host.messages import brief_errors
+from jaxspec.io.gguf import gguf_tokenizer
+from jaxspec.io.gguf.container import is_gguf
+from jaxspec.io.tokenizers.chat import ChatTemplate, default_template, stored_template
+from jaxspec.io.tokenizers.chat_forms import FORMS, template_of
+from jaxspec.io.tokenizers.tokenizer_file import failures, read_tokenizer
+
+# Each of the vocabulary files is sufficient for a tokenizer. `FILES` are copied with a model.
+SENTENCEPIECE = "tokenizer.model"
+_VOCABULARIES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", "tekken.json", "vocab.txt")
+FILES = (
+    *_VOCABULARIES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_CANNOT_ENCODE = "the model's tokenizer cannot encode the text"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A longer window is shortened, so that the cost of a token does not grow with the text.
+_WINDOW = 64
+
+
+def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory contains the files of a tokenizer, or a GGUF file a vocabulary, valid or not."""
+    if is_gguf(directory):
+        return gguf_tokenizer.has_tokenizer(directory)
+    return any((Path(directory) / name).is_file() for name in _VOCABULARIES)
+
+
+@brief_errors()
+def load_tokenizer(
+    directory: str | os.PathLike[str], chat_template: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """Returns the tokenizer of a model's directory or GGUF file.
+
+    Args:
+      directory: a local directory, or the GGUF file.
+      chat_template: a file with a Jinja template, or a name of `chat_forms.FORMS`, instead of the tokenizer's own.
+
+    Raises:
+      FileNotFoundError: there is no file `chat_template`.
+      ValueError: the directory has no tokenizer, or one that transformers cannot load; one line.
+    """
+    directory = Path(directory)
+    template = None if chat_template is None else template_of(chat_template)
+    if not has_tokenizer(directory):
+        raise ValueError(
+            f"{directory} has no tokenizer (tokenizer.json or tokenizer.model); raw token ids can be used "
+            "instead of text"
+        )
+    for name in _VOCABULARIES:
+        if (directory / name).is_file():
+            refuse_pointer(directory / name)
+    loaded: Any
+    cannot = f"{directory}: the tokenizer cannot be loaded"
+    if is_gguf(directory):
+        loaded = gguf_tokenizer.build(directory)
+    else:
+        loaded = read_tokenizer(directory)
+        if loaded is None:
+            _check_sentencepiece(directory)
+            with failures(cannot):
+                loaded = _load_by_transformers(directory)
+        loaded.chat_template = stored_template(directory)
+    if template is not None:
+        loaded.chat_template = template
+    with failures(cannot):
+        return Tokenizer(loaded)
+
+
+def _load_by_transformers(directory: Path) -> Any:
+    loaded = _transformers().AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
+    # Disables transformers' warning about long texts; those longer than the model's context are refused elsewhere.
+    loaded.model_max_length = sys.maxsize
+    return loaded
+
+
+def _check_sentencepiece(directory: Path) -> None:
+    """Refuses an unreadable SentencePiece model, for which transformers would report other missing packages."""
+    path = directory / SENTENCEPIECE
+    if (directory / "tokenizer.json").is_file() or not path.is_file():
+        return
+    wrong = f"{path} is not a SentencePiece model; download it again, or give a directory with tokenizer.json"
+    with open(path, "rb") as file:
+        if file.read(1) != b"\n":  # the tag of its list of pieces
+            raise ValueError(wrong)
+    try:
+        require("sentencepiece", "sentencepiece", "google.protobuf")
+    except MissingExtra as error:
+        raise ValueError(f"{path} has no tokenizer.json beside it; {error}") from None
+    import sentencepiece
+
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError):
+        raise ValueError(wrong) from None
+
+
+def _transformers() -> Any:
+    """Returns the package, imported without notices, such as that PyTorch, which is not used here, is missing."""
+    name = "TRANSFORMERS_VERBOSITY"
+    if "transformers" in sys.modules or name in os.environ:
+        import transformers
+
+        return transformers
+    os.environ[name] = "error"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm in notebooks
+            import transformers
+    finally:
+        del os.environ[name]
+    transformers.logging.set_verbosity_warning()  # the default
+    return transformers
+
+
+def copy_files(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
+    """Copies the tokenizer files of `source` to `destination`; those of a GGUF file are made from its metadata."""
+    if is_gguf(source):
+        if has_tokenizer(source):
+            gguf_tokenizer.save(source, destination, _transformers)
+        return
+    for name in FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(destination) / name)
+
+
+class Tokenizer:
+    """Converts text to token ids and back, for any of the model's tokenizers."""
+
+    def __init__(self, loaded: Any):
+        """Wraps a tokenizer of transformers or a `FileTokenizer`."""
+        self._loaded = loaded
+        self._skipped = frozenset(loaded.all_special_ids) | {
+            index for index, token in loaded.added_tokens_decoder.items() if token.special
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that have a token; a model may have more, as padding."""
+        return len(self._loaded)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which `decode` leaves out."""
+        return self._skipped
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of the padding token; None if there is none."""
+        pad: int | None = self._loaded.pad_token_id
+        return pad
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a chat template, which `encode_chat` needs."""
+        return bool(self._loaded.chat_template)
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether every token has the same id in both."""
+        same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()
+        return same
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text, with one BOS in front if the tokenizer adds one."""
+        with failures(_CANNOT_ENCODE):
+            return self._one_bos(self._loaded.encode(text))
+
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of the special token with this text; None if there is none."""
+        index = self._loaded.get_vocab().get(text)
+        return index if index in self._skipped else None
+
+    @property
+    def special_tokens(self) -> Mapping[str, Any]:
+        """The named special tokens, such as bos_token, by name."""
+        named: Mapping[str, Any] = self._loaded.special_tokens_map
+        return named
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """The chat template; None if there is none.
+
+        Raises:
+          ValueError: there are several, none called default, see `io.tokenizers.chat.default_template`.
+        """
+        template = default_template(self._loaded.chat_template)
+        return ChatTemplate(template, self.special_tokens) if template else None
+
+    def encode_chat(
+        self, messages: str | Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Returns the token ids of a conversation, up to the place where the model's answer begins or continues.
+
+        Args:
+          messages: each with `role` and `content`; a string is one message of the user. If the last message is the
+            assistant's, it is continued: the text that the template writes after its content is left out.
+          variables: variables of the template, such as Qwen3's `enable_thinking`.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or its template refuses the conversation.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        chat = self.chat
+        if chat is None:
+            raise ValueError(
+                f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}"
+            )
+        go_on = bool(messages) and messages[-1].get("role") == "assistant"
+        text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
+        with failures(_CANNOT_ENCODE):
+            return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
+
+    def _one_bos(self, ids: list[int]) -> list[int]:
+        # A text or a template may contain the BOS that the tokenizer also adds.
+        bos, first = self._loaded.bos_token_id, 0
+        while bos is not None and ids[first : first + 2] == [bos, bos]:
+            first += 1
+        return ids[first:]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of token ids, without special tokens; spaces are not cleaned up."""
+        given = [int(index) for index in ids]
+        with failures("the model's tokenizer cannot decode token ids"):
+            text: str = self._loaded.decode(
+                given, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def stream(self, after: Sequence[int] = ()) -> Detokenizer:
+        """Returns an incremental decoder for one sequence of tokens.
+
+        Args:
+          after: ids before the sequence, such as a prompt. Their text is not returned, but it decides whether the first
+            piece begins with a space.
+        """
+        return Detokenizer(self, after)
+
+    def _is_text(self, index: int) -> bool:
+        """Whether `decode` uses an id: it drops special tokens and ids without a token."""
+        return index not in self._skipped and self._loaded.convert_ids_to_tokens(index) is not None
+
+    def _is_byte(self, index: int) -> bool:
+        """Whether an id is a SentencePiece byte, such as `<0x0A>`."""
+        return re.fullmatch(r"<0x[0-9A-F]{2}>", self._loaded.convert_ids_to_tokens(index)) is not None
+
+
+class Detokenizer:
+    """Converts tokens to text incrementally; all pieces together equal `decode` of all the ids.
+
+    Text at the end that may still change is held back: U+FFFD characters, which the next token may complete to a
+    character, and a run of SentencePiece bytes, because one invalid byte changes the whole run to U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
+        """Starts an empty text; see `Tokenizer.stream`."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the window: the latest ids, from a character boundary on
+        self._settled = 0  # the number of ids in the window when a piece last ended with no text held back
+        self._emitted = 0  # the number of characters of the window's text that have been returned
+        if after:
+            self.push(after[-_WINDOW // 4 :])
+            # Text that is held back at the end of a prompt belongs to the prompt, except an incomplete character.
+            self._emitted = len(tokenizer.decode(self._ids).rstrip(_REPLACEMENT))
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Adds ids and returns the text that became final, possibly none."""
+        self._ids += [index for index in map(int, ids) if self._tokenizer._is_text(index)]
+        final = len(self._ids)
+        while final and self._tokenizer._is_byte(self._ids[final - 1]):
+            final -= 1
+        text = self._tokenizer.decode(self._ids[:final])
+        sure = text.rstrip(_REPLACEMENT)
+        piece = sure[self._emitted :]
+        self._emitted = max(self._emitted, len(sure))
+        if final == len(self._ids) and sure == text:
+            self._shorten(text)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the text that was held back, and resets the decoder for a new text."""
+        piece = self._tokenizer.decode(self._ids)[self._emitted :]
+        self._ids, self._settled, self._emitted = [], 0, 0
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Drops the settled ids of a long window, except a few: a text's first token is decoded differently."""
+        if len(self._ids) > _WINDOW and self._settled < len(self._ids):
+            kept = self._ids[self._settled :]
+            tail = self._tokenizer.decode(kept)
+            if tail and text.endswith(tail):
+                self._ids, self._emitted = kept, len(tail)
+        self._settled = len(self._ids)

@@ -1,0 +1,880 @@
+"""The command line: what goes where, every bad input in one line, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.cli import main
+from jaxspec.cli.compare import _texts
+from jaxspec.cli.generate import Generate, coloured
+from jaxspec.cli.methods import options_of, with_options
+from jaxspec.cli.options import TextOptions
+from jaxspec.cli.profile import Profile
+from jaxspec.cli.search import Search
+from jaxspec.cli.tune import Tune
+from jaxspec.console.errors import in_options, option_names
+from jaxspec.console.parsing import parse
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Piece, Statistics, Token
+from jaxspec.engine.text import RowText, row_text
+from jaxspec.io import embedded, orbax
+from jaxspec.io.embedded import EMBEDDED
+from jaxspec.io.hf import huggingface
+from jaxspec.io.tokenizers import tokenizer as tokenizers
+from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from jaxspec.io.trained_for import TrainedFor
+from jaxspec.methods import registry
+from jaxspec.model.llama import num_params
+from jaxspec.testing import reference
+from tests import caching
+from tests.commands import CONFIG, PROMPT, called, one_error, write_model, write_tokenizer
+from tests.files.test_tokenizer import tokenizer
+
+ROOT = Path(__file__).parents[2]
+STATISTICS = {field.name for field in dataclasses.fields(Statistics)} | {
+    "mean_acceptance_length",
+    "draft_acceptance_rate",
+    "tokens_per_second",
+}
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The commands' compilation cache, in a directory of its own and only for these tests."""
+    directory = tmp_path_factory.mktemp("cache")
+    with caching.user_cache(directory), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAXSPEC_DEBUG", raising=False)
+        yield directory
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process; returns status, standard output and standard error."""
+    return functools.partial(called, capsys)
+
+
+def process(*arguments: object, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jaxspec", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+# Output
+
+
+@pytest.mark.full
+def test_generate_json(run, model, cache):
+    options = ("--max-new-tokens", 24, "--method", "ngram", "--num-draft-tokens", 3, "--ignore-eos")
+    status, out, err = run("generate", PROMPT, "--model", model, "--json", *options)
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == [
+        "model",
+        "method",
+        "text",
+        "tokens",
+        "finish_reason",
+        "drafted_by",
+        "lossy",
+        "statistics",
+    ]
+    assert set(report["statistics"]) == STATISTICS
+    assert len(report["statistics"]["acceptance_histogram"]) == 4
+    lm = jaxspec.load(model)
+    expected = lm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert report["tokens"] == expected.tokens
+    assert report["text"] == expected.text
+    assert (report["model"], report["method"], report["finish_reason"]) == (str(model), "ngram", "length")
+    assert report["lossy"] is False
+    assert any((cache / "compiled").iterdir())
+
+
+def test_generate_several_texts_with_log_probabilities(run, model):
+    options = (
+        "--max-new-tokens",
+        "5",
+        "--method",
+        "ngram",
+        "--temperature",
+        "1",
+        "--n",
+        "3",
+        "--min-new-tokens",
+        "5",
+    )
+    _, out, _ = run("generate", "Copy", "--model", model, *options, "--json", "--logprobs")
+    found = [json.loads(line) for line in out.splitlines()]
+    lm = jaxspec.load(model)
+    asked = {
+        "method": "ngram",
+        "temperature": 1.0,
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "logprobs": True,
+    }
+    expected = lm.generate("Copy", n=3, **asked)
+    assert [one["tokens"] for one in found] == [one.tokens for one in expected]
+    assert [one["logprobs"] for one in found] == [
+        [token.log_prob for token in one.token_records] for one in expected
+    ]
+    _, out, err = run("generate", "Copy", "--model", model, *options, "--logprobs")
+    assert out == "".join(f"{one.text}\n" for one in expected)
+    lines = [line for line in err.splitlines() if re.match(r" *-?[\d.]+  '", line)]
+    assert len(lines) == 15
+    assert lines[0].startswith(f"{expected[0].token_records[0].log_prob:9.4f}  ")
+
+
+def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tmp_path):
+    (tmp_path / "prompt").write_text(PROMPT + "\n")
+    options = ("--max-new-tokens", 12, "--seed", 3, "--temperature", 1, "--top-k", 20, "--ignore-eos")
+    draft = ("--method", "draft-model", "--draft-exit", 1, "--stop-rule", "confidence", "--gamma", 0.01)
+    status, out, err = run(
+        "generate", "--prompt-file", tmp_path / "prompt", "--model", model, *options, *draft
+    )
+    lm = jaxspec.load(model)
+    expected = lm.generate(
+        PROMPT,
+        method="draft-model",
+        draft_exit=1,
+        stop_rule=("confidence",),
+        gamma=0.01,
+        max_new_tokens=12,
+        seed=3,
+        temperature=1.0,
+        top_k=20,
+        ignore_eos=True,
+    )
+    assert (status, out) == (0, expected.text + "\n")
+    assert re.fullmatch(
+        r"12 tokens · [\d.]+ tokens/s · mean acceptance length [\d.]+ · acceptance rate [\d.]+ · draft-model\n",
+        err,
+    )
+
+
+@pytest.mark.parametrize("name", ["--stop", "--stop-string"])
+def test_stop_takes_a_text_and_stop_rule_a_rule(name):
+    words = ["a", name, ".", "--method", "layerskip", "--stop-rule", "product"]
+    command = parse({"generate": with_options(Generate, words)}, ["generate", *words], "")
+    assert command.generation()["stop"] == (".",)
+    assert command.drafting.stop_rule == ("product",)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_a_terminal_shows_accepted_drafts_in_colour(model, monkeypatch, no_colour):
+    output = Terminal()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1" if no_colour else "")
+    monkeypatch.setattr(LanguageModel, "stream", canned)
+    assert main(["generate", PROMPT, "--model", str(model)]) == 0
+    plain = "a bear"
+    if no_colour:
+        assert output.getvalue() == plain + "\n"
+    else:
+        green = "".join(f"\x1b[32m{character}\x1b[0m" for character in " be")
+        assert output.getvalue() == f"\x1b[2m{PROMPT}\x1b[0ma{green}ar\n"
+
+
+def canned(lm: LanguageModel, prompt: str, **options):
+    """Instead of `stream`: "a", then " bear", in tokens of one character; " be" were drafts."""
+    first = [Token(token) for token in lm.encode("a")[1:]]
+    second = [Token(token, lm.tokenizer.decode([token]) in " be") for token in lm.encode(" bear")[1:]]
+    statistics = Statistics(1 + len(second), 2, 1, 3, 1, (0, 1), 9.0, 8.0, 0.0)
+    new_text = functools.partial(row_text, lm.tokenizer, lm.encode(prompt), ())
+    yield Piece(0, "a", first, statistics, None, first, new_text)
+    if options["max_new_tokens"] == 1:
+        raise KeyboardInterrupt
+    result = jaxspec.Result("a bear", first + second, "eos", statistics)
+    yield Piece(0, " bear", second, statistics, result, first + second, new_text)
+
+
+def test_painted_text_keeps_its_first_space(tmp_path):
+    """A SentencePiece decoder drops a space at the very beginning: the prompt stands before it."""
+    loaded = tokenizer("byte_fallback")
+    lm = LanguageModel(CONFIG, {}, tokenizer=loaded, name="x", device=jax.devices()[0])
+    text = row_text(loaded, lm.encode("ab"), ())
+    tokens = [Token(token) for token in loaded.encode("bear")[1:]]
+    assert coloured(text, Piece(0, " bear", tokens, None, object())) == " bear"
+
+
+def test_painted_text_is_the_text(model):
+    tokenizer = load_tokenizer(model)
+    text = "Ünïcödé 🎉\n\ntime STOP more"
+    tokens = tokenizer.encode(text)[1:]
+    rng = np.random.default_rng(0)
+    for stops in ((), ("STOP",), ("never",)):
+        row, again = RowText(tokenizer.stream(), stops), RowText(tokenizer.stream(), stops)
+        shown, stopped, at = "", False, 0
+        while at < len(tokens) and not stopped:
+            size = int(rng.integers(1, 6))
+            last = at + size >= len(tokens)
+            gained, used, stopped = row.push(tokens[at : at + size], last)
+            records = [Token(token, bool(rng.integers(0, 2))) for token in tokens[at : at + used]]
+            result = object() if last or stopped else None
+            shown += coloured(again, Piece(0, gained, records, None, result))
+            at += size
+        assert ANSI.sub("", shown) == row.text
+        assert ANSI.search(shown)
+        assert row.text == (text.split("STOP")[0] if stops == ("STOP",) else text)
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_an_interruption_keeps_what_was_generated(run, model, monkeypatch, json_too):
+    monkeypatch.setattr(LanguageModel, "stream", canned)
+    arguments = ["generate", PROMPT, "--model", model, "--max-new-tokens", 1]
+    status, out, err = run(*arguments, *(["--json"] if json_too else []))
+    assert (status, err) == (130, "jaxspec: interrupted\n")
+    if json_too:
+        report = json.loads(out)
+        assert (report["text"], report["finish_reason"]) == ("a", "interrupted")
+        assert set(report["statistics"]) == STATISTICS
+    else:
+        assert out == "a\n"
+
+
+@pytest.mark.full
+def test_compare(run, model):
+    arguments = ("compare", PROMPT, "--model", model, "--max-new-tokens", 8, "--repeats", 1)
+    status, out, err = run(*arguments, "--run", "ngram --num-draft-tokens 3", "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert list(report) == ["model", "device", "dtype", "results"]
+    assert (report["device"], report["dtype"]) == ("cpu", "float32")
+    plain, ngram = report["results"]
+    assert list(plain) == [
+        "method",
+        "text",
+        "tokens",
+        "first_token_ms",
+        "tokens_per_second",
+        "speedup",
+        "mean_acceptance_length",
+        "mean_acceptance_length_drafting",
+        "draft_acceptance_rate",
+        "mean_draft_length",
+        "identical_to_autoregressive",
+        "lossy",
+    ]
+    assert (plain["method"], ngram["method"]) == ("autoregressive", "ngram --num-draft-tokens 3")
+    assert (plain["speedup"], plain["mean_acceptance_length"]) == (1.0, 1.0)
+    assert plain["draft_acceptance_rate"] is None
+    assert ngram["identical_to_autoregressive"] is True
+    expected = jaxspec.load(model).generate(PROMPT, max_new_tokens=8).text
+    assert plain["text"] == ngram["text"] == expected
+    assert plain["first_token_ms"] > 0
+    assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 1)
+
+
+def test_compare_prints_a_table(run, model, monkeypatch):
+    entry = {"method": "autoregressive", "tokens": 5, "tokens_per_second": 12.34, "speedup": 1.0}
+    entry |= {"mean_acceptance_length": 1.0, "draft_acceptance_rate": None, "first_token_ms": 7.89}
+    entry |= {"mean_acceptance_length_drafting": None}
+    entry |= {"identical_to_autoregressive": True, "lossy": False, "text": "a [bear]"}
+    asked = {}
+
+    def compare(lm, prompt, methods, **rest):
+        asked.update(methods=list(methods), **rest)
+        slow = entry | {"method": "adaspeed-probe", "speedup": 0.5, "tokens_per_second": 1234.5}
+        slow |= {"first_token_ms": 1234.5, "mean_acceptance_length_drafting": 3.456}
+        return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
+
+    monkeypatch.setattr("jaxspec.bench.comparison.compare", compare)
+    status, out, err = run("compare", PROMPT, "--model", model)
+    assert status == 0
+    assert asked["methods"] == [
+        "adaspeed",
+        "asd",
+        "autoregressive",
+        "layerskip",
+        "ngram",
+        "suffix",
+        "token-recycling",
+    ]
+    assert asked["repeats"] == 3
+    assert "12.3" in out
+    assert "7.9" in out
+    assert "–" in out
+    assert out.endswith("text, the same by all methods:\na [bear]\n")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    # Both definitions of the mean acceptance length.
+    assert "1.00 3.46" in " ".join(out.split())
+    assert err == "jaxspec: warning: adaspeed-probe is slower here than plain decoding (0.50×)\n"
+    run("compare", PROMPT, "--model", model, "--methods", "ngram", "--run", "draft-model --draft-exit 1")
+    assert asked["methods"] == ["ngram", "draft-model --draft-exit 1"]
+
+
+def test_compare_shows_texts_that_differ():
+    plain = {"method": "autoregressive", "text": "a bear", "identical_to_autoregressive": True}
+    same, other = plain | {"method": "ngram"}, plain | {"method": "asd", "text": "a boar"}
+    other["identical_to_autoregressive"] = False
+    assert _texts([plain, same, other]) == [
+        "text by autoregressive:",
+        "a bear",
+        "\ntext by asd, from character 4 where it differs:",
+        "oar",
+    ]
+    drawn = [one | {"identical_to_autoregressive": None} for one in (plain, other)]
+    assert _texts(drawn)[2:] == ["\ntext by asd, drawn at random:", "a boar"]
+    assert _texts([plain | {"text": None}]) == []
+
+
+def test_profile(run, monkeypatch):
+    from jaxspec.bench import device_profile as home
+
+    report = {
+        "model": "1b",
+        "dtype": "bfloat16",
+        "device": "x",
+        "floor_ms": 1.0,
+        "step_ms": {"1": 2.0, "2": 3.0},
+    }
+    report |= {
+        "floor_fraction": 0.5,
+        "capacity_ratio": 1.01,
+        "tree_ratio": 1.02,
+        "traced_tree_ratio": 1.03,
+        "live_token_us": 3.14,
+        "live_token_floor_us": 1.7,
+        "prefill_tokens_per_second": 9.0,
+        "compile_ms": 8.0,
+    }
+
+    def profile(model, shape, dtype, device, mesh, *, weights, on_progress):
+        on_progress("compiling")
+        return report | {"model": shape, "dtype": dtype}
+
+    monkeypatch.setattr(home, "profile", profile)
+    arguments = ("profile", "--shape", "1b", "--dtype", "bfloat16")
+    assert run(*arguments, "--json") == (0, json.dumps(report) + "\n", "")
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert "2.000 ms" in out
+
+
+# Conversion
+
+
+def test_convert(run, model, tmp_path):
+    status, out, err = run("convert", model, tmp_path / "half", "--dtype", "bfloat16")
+    assert (status, out) == (0, "")
+    count = num_params(CONFIG)
+    about = f"Hugging Face, 2 layers, {count:,} parameters, bfloat16, {2e-6 * count:.1f} MB"
+    assert err == f"jaxspec: wrote {tmp_path / 'half'} ({about})\n"
+    assert huggingface.stored_dtype(tmp_path / "half") == np.dtype("bfloat16")
+    assert huggingface.read_config(tmp_path / "half") == CONFIG
+    assert load_tokenizer(tmp_path / "half").encode(PROMPT) == load_tokenizer(model).encode(PROMPT)
+    config, params = huggingface.read_config(model), huggingface.load_params(model, CONFIG, np.float32)
+    orbax.save(tmp_path / "orbax", config, params)
+    assert run("convert", tmp_path / "orbax", tmp_path / "back")[0] == 0
+    back = huggingface.load_params(tmp_path / "back", CONFIG, np.float32)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, back))
+    status, _, err = run("convert", model, tmp_path / "back")
+    assert status == 2
+    assert "already contains a model" in err
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+def test_an_interrupted_conversion_does_not_look_whole(run, model, tmp_path, monkeypatch, layout):
+    def interrupt(source, destination):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizers, "copy_files", interrupt)
+    assert run("convert", model, tmp_path / "new", "--to", layout)[0] == 130
+    assert not (tmp_path / "new" / "config.json").exists()
+
+
+def test_convert_to_orbax_and_back(run, tmp_path):
+    """Weights, tokenizer, sampling defaults and what it was trained for survive the way there and back."""
+    source, there, back = (tmp_path / name for name in ("source", "there", "back"))
+    params = jax.tree.map(np.float32, reference.random_params(CONFIG, 3))
+    generation = {"do_sample": True, "temperature": 0.6}
+    trained_for = TrainedFor((1, 2), (0, 3), (0.5,), "0123")
+    huggingface.save(source, CONFIG, params, generation=generation, trained_for=trained_for)
+    write_tokenizer(source)
+    status, _, err = run("convert", source, there, "--to", "orbax")
+    assert status == 0
+    assert f"wrote {there} (Orbax, 2 layers" in err
+    assert huggingface.is_orbax(there)
+    assert run("convert", there, back)[0] == 0
+    assert not huggingface.is_orbax(back)
+    for directory in (there, back):
+        assert huggingface.read_config(directory) == CONFIG
+        assert huggingface.generation_defaults(directory) == generation
+        assert huggingface.read_trained_for(directory, CONFIG) == trained_for
+        assert load_tokenizer(directory).encode(PROMPT) == load_tokenizer(source).encode(PROMPT)
+    loaded = huggingface.load_params(back, CONFIG, np.float32)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, loaded))
+    assert "is an Orbax checkpoint; convert it with" in one_error(run, "generate", PROMPT, "--model", there)
+    assert "already contains a model" in one_error(run, "convert", source, there, "--to", "orbax")
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
+@pytest.mark.parametrize(
+    "name", ["params/mine.txt", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]
+)
+def test_convert_overwrites_nothing(run, model, tmp_path, layout, name):
+    """Orbax would remove a whole directory `params`, whatever is in it."""
+    (tmp_path / "mine" / name).parent.mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text("mine")
+    message = one_error(run, "convert", model, tmp_path / "mine", "--to", layout)
+    assert f"or a part of one ({name.split('/')[0]})" in message
+    assert [path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()] == ["mine"]
+    assert "is a file; give a directory" in one_error(run, "convert", model, tmp_path / "mine" / name)
+
+
+def test_convert_takes_the_names_that_model_takes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
+    write_model(tmp_path / "own")
+    assert run("convert", "own", tmp_path / "copy")[0] == 0
+    assert huggingface.read_config(tmp_path / "copy") == CONFIG
+    assert "(perhaps you meant own)" in one_error(run, "convert", "Own", tmp_path / "other")
+
+
+# Wrong use
+
+
+def spoiled(model: Path, directory: Path, **keys) -> Path:
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | keys))
+    return directory
+
+
+def bin_only(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    return directory
+
+
+def truncated(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    whole = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(whole[:-100])
+    return directory
+
+
+def no_tokenizer(model: Path, directory: Path) -> Path:
+    spoiled(model, directory)
+    (directory / "tokenizer.json").unlink()
+    return directory
+
+
+WRONG_MODELS = {
+    "gpt2": (lambda m, d: spoiled(m, d, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "bin": (bin_only, "safe_serialization=True"),
+    "missing": (lambda m, d: spoiled(m, d, num_hidden_layers=3), "model.layers.2.* is missing"),
+    "truncated": (truncated, "is truncated"),
+    "shape": (lambda m, d: spoiled(m, d, intermediate_size=25), "expected"),
+    "no_tokenizer": (no_tokenizer, "no tokenizer"),
+    "nowhere": (lambda m, d: d, "no directory"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MODELS)
+def test_wrong_models(run, model, tmp_path, kind):
+    make, message = WRONG_MODELS[kind]
+    assert re.search(message, one_error(run, "generate", PROMPT, "--model", make(model, tmp_path / kind)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "508"], "exceed the model's context of 512"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "--top-p is 0"),
+        (["--top-p", "1.5"], "--top-p is 1.5"),
+        (["--top-k", "-1"], "--top-k is -1"),
+        (["--method", "ngram", "--num-draft-tokens", "0"], "--num-draft-tokens is 0"),
+        (["--method", "draft-model"], "needs a draft; give --draft DIR"),
+        (["--method", "draft-model", "--draft-exit", "3"], "cannot keep 3 layers"),
+        (["--method", "draft-model", "--draft-exit", "1", "--gamma", "0.5"], "no option --gamma"),
+        (["--method", "guess"], "the methods are adaspeed, adaspeed-probe, asd, auto, autoregressive"),
+        (["--stop-rule", "constant"], "method autoregressive has no option --stop-rule;"),
+        (["--method", "layerskip", "--stop-rule", "never"], r"'never'.*'constant'"),
+        (["--stop", ""], "a stop string is empty"),
+        (["--chat"], "give one with --chat-template FILE"),
+        (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
+        (["--reference", "nowhere.txt", "--method", "ngram"], "nowhere.txt"),
+        (["--prompt-file", "nowhere.txt"], "got both PROMPT and --prompt-file"),
+        (["--temprature", "1"], r"--temprature.*perhaps you meant --temperature"),
+        (["--max-new-tokens"], "--max-new-tokens"),
+        (["--max-new-tokens", "abc"], "error: --max-new-tokens is 'abc'; give a whole number; see"),
+        (["--max-new-tokens", "1.5"], "--max-new-tokens is '1.5'; give a whole number"),
+        (["--temperature", "hot"], "--temperature is 'hot'; give a number; see"),
+        (["more"], "unexpected argument 'more'; put a text in quotes"),
+        (["--method", "asd", "--every", "2147483648"], "--every is 2147483648; give 0 .* at most 10000"),
+        (["--method", "draft-verify", "--plan", "."], r"error: \. is a directory, not a file"),
+        (
+            ["--method", "ngram", "--reference", "."],
+            r"\. is a directory, not a file; --reference must be a text",
+        ),
+        (
+            ["--method", "adaspeed", "--no-adaptive-gamma", "--gamma-alpha", "0.5"],
+            "leave out --no-adaptive-gamma",
+        ),
+        (["--acceptor", "greedy", "--temperature", "1"], "--acceptor greedy needs temperature 0"),
+    ],
+)
+def test_wrong_options(run, model, arguments, message):
+    assert re.search(message, one_error(run, "generate", PROMPT, "--model", model, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "", "--model", "MODEL"], "the prompt is empty"),
+        (["generate", "--prompt-file", "nowhere.txt", "--model", "MODEL"], "nowhere.txt: No such file"),
+        (["compare", PROMPT, "--model", "MODEL", "--methods", "ngram,guess"], "unknown method 'guess'"),
+        (["compare", PROMPT, "--model", "MODEL", "--repeats", "0"], "--repeats is 0"),
+        (
+            ["compare", PROMPT, "--model", "MODEL", "--methods", "ngram", "--gamma", "1"],
+            "unknown option --gamma",
+        ),
+        (["profile", "--shape", "huge"], "unknown shape 'huge'"),
+        (["convert", "nowhere", "there"], "no directory 'nowhere'"),
+        (["convert"], "error: SRC and DST must be given; see jaxspec convert --help"),
+        (["tune"], r"error: --method \{asd,s2d,auto\} must be given; see jaxspec tune --help"),
+        (
+            ["generate", PROMPT, "--model", "Large"],
+            r"large, small, sorted, smollm2 \(perhaps you meant large\)",
+        ),
+        (["inspect", PROMPT, "--model", "MODEL", "--every", "4294967296"], "--every is 4294967296; give 0"),
+        (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
+        (
+            ["generat"],
+            "unknown command 'generat'; the commands are generate, chat, compare, bench, profile",
+        ),
+        (["--verbose"], "--verbose"),
+    ],
+)
+def test_wrong_commands(run, model, arguments, message):
+    given = [str(model) if argument == "MODEL" else argument for argument in arguments]
+    assert re.search(message, one_error(run, *given))
+
+
+def test_another_vocabulary(run, model, tmp_path):
+    draft = write_model(tmp_path / "draft", dataclasses.replace(CONFIG, vocab_size=299))
+    error = one_error(run, "generate", PROMPT, "--model", model, "--method", "draft-model", "--draft", draft)
+    assert "has a vocabulary of 299 tokens, the target of 300, and one of them no tokenizer" in error
+
+
+def test_debugging_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("JAXSPEC_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown method"):
+        main(["generate", PROMPT, "--method", "guess"])
+
+
+def pipe(content: bytes) -> io.TextIOWrapper:
+    """Standard input as Python makes it in the locales C and C.UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+
+
+def test_the_prompt_from_a_pipe(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", pipe(b"two\r\nlines\n\n"))
+    assert TextOptions().read_prompt() == "two\nlines\n"
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(
+        ValueError, match="no prompt; give PROMPT, --prompt-file FILE or --messages FILE, or pipe"
+    ):
+        TextOptions().read_prompt()
+
+
+def test_a_prompt_that_is_not_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdin", pipe(b"caf\xe9 Once"))
+    with pytest.raises(ValueError, match="standard input is not text in UTF-8"):
+        TextOptions().read_prompt()
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match="prompt is not text in UTF-8"):
+        TextOptions(prompt_file=str(tmp_path / "prompt")).read_prompt()
+    for options, name in (
+        ({"prompt": "a\udce9"}, "PROMPT"),
+        ({"prompt": "a", "system": "\udce9"}, "--system"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not text in UTF-8"):
+            TextOptions(**options).read_prompt()
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "a bear"}
+TURNS = [SYSTEM, USER, {"role": "assistant", "content": "time"}, USER]
+
+
+@pytest.mark.full
+def test_conversations(run, model, monkeypatch, tmp_path):
+    """A system prompt, and several turns from a file, go through the chat template."""
+    (tmp_path / "template").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    lm = jaxspec.load(model, chat_template=tmp_path / "template")
+    options = ("--model", model, "--chat-template", tmp_path / "template", "--max-new-tokens", 5, "--json")
+    for content in (TURNS, {"messages": TURNS}):
+        (tmp_path / "turns.json").write_text(json.dumps(content))
+        status, out, _ = run("generate", "--messages", tmp_path / "turns.json", *options)
+        assert status == 0
+        assert json.loads(out)["tokens"] == lm.generate(messages=TURNS, max_new_tokens=5).tokens
+    for chat in ([], ["--chat"]):
+        _, out, _ = run("generate", "a bear", "--system", "Be brief.", *chat, *options)
+        assert json.loads(out)["tokens"] == lm.generate(messages=[SYSTEM, USER], max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "[",
+            r"turns.json is not valid JSON \(Exp.*\); --messages must be a JSON list of messages with `role`",
+        ),
+        ("[" * 100_000, r"turns.json is not valid JSON \(it is nested too deeply\)"),
+        (
+            "{}",
+            'turns.json holds an object without the key "messages"; --messages must be a JSON list of messages',
+        ),
+        ("5", "turns.json: messages is 5; give a list of messages"),
+        ('[{"role": "user"}]', r"turns.json: messages\[0\] is {'role': 'user'}; give a message"),
+        ('[{"role": "user", "content": 5}]', r"turns.json: messages\[0\] has the content 5; give a text"),
+        (json.dumps([TURNS]), "turns.json: it holds several conversations"),
+    ],
+)
+def test_wrong_conversations(run, model, tmp_path, content, message):
+    (tmp_path / "turns.json").write_text(content)
+    arguments = ("generate", "--model", model, "--messages", tmp_path / "turns.json")
+    assert re.search(message, one_error(run, *arguments))
+    assert "got both --messages and --system" in one_error(run, *arguments, "--system", "a")
+    assert "got both PROMPT and --messages" in one_error(run, *arguments, "a")
+
+
+# The program
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"],
+)
+def test_help(run, command):
+    status, out, err = run(*filter(None, [command]), "--help")
+    assert (status, err) == (0, "")
+    assert f"usage: jaxspec {command}".strip() in out
+    assert "None" not in out
+
+
+@pytest.mark.parametrize("method", registry.built_in())
+def test_help_shows_the_options_of_a_method(run, method):
+    _, out, _ = run("generate", "--help", "--method", method)
+    options = options_of(registry.find(method), [])
+    for field in dataclasses.fields(options):
+        assert re.search(option_names(options)[field.name] + "[ ,]", out)
+        assert f"{field.name}:" in options.__doc__
+    assert f"Method {method}: {registry.find(method).summary()}" in out
+
+
+def test_help_of_generate_is_short_and_names_every_method(run):
+    _, out, _ = run("generate", "--help")
+    assert len([line for line in out.splitlines() if line.strip()]) <= 100
+    assert "--exit-layer" not in out
+    for method in registry.built_in():
+        assert re.search(rf"\b{method}[,.]", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["generate", "--draft-exit", "2"],
+            "method autoregressive has no option --draft-exit; it is an option of ",
+        ),
+        (
+            ["generate", "--method", "ngram", "--plan=x"],
+            "method ngram has no option --plan; it is an option of draft",
+        ),
+        (["generate", "--method", "layrskip"], "unknown method 'layrskip'; perhaps you meant layerskip; "),
+        (
+            ["generate", "--method", "asd", "--alpah", "1"],
+            "unknown option --alpah; perhaps you meant --alpha; see",
+        ),
+        (
+            ["compare", "x", "--run", "ngram --plan x"],
+            "--run 'ngram --plan x': method ngram has no option --plan; it",
+        ),
+        (
+            ["compare", "x", "--run", "ngram --ngram-mx 3"],
+            "unknown option ngram_mx; perhaps you meant --ngram-max",
+        ),
+    ],
+)
+def test_an_option_of_another_method_is_refused(run, arguments, line):
+    err = one_error(run, *arguments)
+    assert line in err
+    assert len(err) <= 300
+
+
+DRAFTS = with_options(Generate, ["--method", "draft-model"])
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "said"),
+    [
+        (DRAFTS, "max_new_tokens is 0; give at least 1", "--max-new-tokens is 0; give at least 1"),
+        (DRAFTS, "prompt and max_new_tokens (3) exceed", "prompt and --max-new-tokens (3) exceed"),
+        (DRAFTS, "seed is -1; give", "--seed is -1; give"),
+        (DRAFTS, "give draft=DIR, or draft_exit=N for", "give --draft DIR, or --draft-exit N for"),
+        (DRAFTS, "acceptor='greedy' would", "--acceptor greedy would"),
+        (DRAFTS, "leave out adaptive_gamma=False", "leave out --no-adaptive-gamma"),
+        (DRAFTS, "has no option `gamma`, `stop_rule`;", "has no option --gamma, --stop-rule;"),
+        (DRAFTS, "model.alpha is 1; the seed is 2", "model.alpha is 1; the seed is 2"),
+        (DRAFTS, "/a/top_p/b.json: 'top_p' is 2", "/a/top_p/b.json: 'top_p' is 2"),
+        (DRAFTS, '/a/top_p.json has "alpha" 2', '/a/top_p.json has "alpha" 2'),
+        (Tune, "alphas is 3; thresholds=0.5", "--alpha is 3; --threshold 0.5"),
+        (Search, "add keep_first_last=False", "add --no-keep-first-last"),
+    ],
+)
+def test_messages_of_the_library_name_options(command, message, said):
+    """Python is told of parameters, the command line of its options; what is quoted or a path stays."""
+    assert in_options(message, option_names(command)) == said
+
+
+def test_a_number_is_never_called_a_file(run):
+    for command in [
+        "generate",
+        "compare",
+        "bench",
+        "profile",
+        "convert",
+        "inspect",
+        "search",
+        "vocab",
+        "tune",
+    ]:
+        _, out, _ = run(command, "--help")
+        assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
+    assert "--threshold X" in out
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "compare", "bench", "inspect", "profile", "search", "tune", "vocab"]
+)
+def test_the_help_names_the_default_model(run, command):
+    _, out, _ = run(command, "--help")
+    words = " ".join(out.replace("│", "").split())
+    assert re.search(r"--model DIR\|ID.*?\(default: (.*?)\)", words)[1] == EMBEDDED
+    assert "small model" not in out
+
+
+def test_the_programs_help_ends_with_its_environment(run):
+    for arguments in ([], ["--help"]):
+        status, out, _ = run(*arguments)
+        assert status == 0
+        for name in ("JAXSPEC_CACHE", "JAXSPEC_DATA", "JAXSPEC_DEBUG"):
+            assert out.index(f"  {name}  ") > out.index("tune")
+
+
+def test_options_become_a_dataclass():
+    @dataclasses.dataclass(frozen=True)
+    class Walk:
+        """Walk.
+
+        Attributes:
+          speed: km/h.
+          slowly: or not.
+          shoes: of these.
+        """
+
+        speed: float | None = None
+        slowly: bool = False
+        shoes: tuple[str, ...] = ()
+
+    assert parse({"walk": Walk}, ["walk"], "") == Walk()
+    arguments = ["walk", "--speed", "-2", "--slowly", "--shoes", "a", "--shoes", "None"]
+    assert parse({"walk": Walk}, arguments, "") == Walk(-2.0, True, ("a", "None"))
+
+
+def test_complaints_are_the_same_without_utf8(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    framed = "unknown option --jsn; perhaps you meant --json; see jaxspec profile --help"
+    with pytest.raises(ValueError, match=re.escape(framed)):
+        parse({"profile": Profile}, ["profile", "--jsn"], "")
+
+
+@pytest.mark.full
+def test_help_does_not_wait_for_jax():
+    code = "import sys; from jaxspec.cli import main; main(['generate', '--help']); sys.exit('jax' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.full
+def test_a_process_with_a_wrong_model(tmp_path):
+    done = process("generate", PROMPT, "--model", "nowhere", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "jaxspec: error: no directory 'nowhere'; give a model's directory, a hub id such as owner/model, or one of "
+        "the names large, small, sorted, smollm2\n"
+    )
+
+
+def test_the_version():
+    done = process("--version")
+    assert (done.returncode, done.stdout) == (0, f"jaxspec {jaxspec.__version__}\n")
+
+
+def test_a_process_without_output(monkeypatch):
+    """As started by a service, or after `>&- 2>&-`: Python has no streams then."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["--version"]) == 0
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["generate", PROMPT, "--model", "nowhere"]) == 2
+
+
+@pytest.mark.full
+def test_a_process_that_is_interrupted(model):
+    """Ctrl-C while the text streams: the text so far is there, and no traceback."""
+    # A token at a time and slowly, so that there is time to interrupt.
+    slowly = (
+        "import sys, time; from jaxspec.cli import main; from jaxspec.engine import language_model as home;"
+        "home.STREAM_ROUNDS = 1; take = home.Row.take;"
+        "home.Row.take = lambda *given: (time.sleep(0.2), take(*given))[1]; sys.exit(main())"
+    )
+    arguments = ["generate", PROMPT, "--model", str(model), "--ignore-eos", "--max-new-tokens", "100"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", slowly, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as child:
+        watchdog = threading.Timer(120, child.kill)
+        watchdog.start()
+        # Past the first tokens, so past compilation: Python may lose an interrupt inside JAX's finalisers.
+        assert len(child.stdout.read(12)) == 12
+        child.send_signal(signal.SIGINT)
+        rest, err = child.communicate()
+        watchdog.cancel()
+    assert child.returncode == 130
+    assert rest.endswith(b"\n")
+    assert err.decode().splitlines()[-1] == "jaxspec: interrupted"
+    assert b"Traceback" not in err

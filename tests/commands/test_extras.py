@@ -1,0 +1,85 @@
+"""The base installation decodes; whatever needs more says in one line what to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxspec import cli
+from jaxspec.host import extras
+
+ROOT = Path(__file__).resolve().parents[2]
+# The import name of each package of an extra.
+MODULES = {
+    "train": ("grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml"),
+    "search": ("bayes_opt",),
+}
+
+
+def without(folder: Path, *modules: str, command: list[str]) -> subprocess.CompletedProcess:
+    """Runs `python -m …` in a process of its own in which the modules cannot be imported."""
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in modules)]
+    (folder / "sitecustomize.py").write_text("\n".join(lines))
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_metadata_has_these_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == extras.DISTRIBUTION
+    groups = project["optional-dependencies"]
+    assert {name: len(groups[name]) for name in MODULES} == {name: len(one) for name, one in MODULES.items()}
+    for group in ("all", "test"):
+        own = [one for one in groups[group] if one.startswith("jaxspec")]
+        assert own, f"{group} lacks the project's own extras"
+        assert all(one.startswith(f"{extras.DISTRIBUTION}[") for one in own)
+
+
+@pytest.mark.full
+def test_the_base_generates(tmp_path):
+    missing = {name for names in MODULES.values() for name in names} - {"yaml"}  # flax brings and imports it
+    command = ["jaxspec", "generate", "Once", "--max-new-tokens", "2", "--model", "small"]
+    done = without(tmp_path, *missing, "transformers", command=command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["sft", "probe", "export"])
+def test_training_names_its_extra_before_anything_else(tmp_path, module):
+    done = without(tmp_path, "grain", command=[f"training.{module}", "--help"])
+    line = "jaxspec: error: this needs grain, of the extra `train`: pip install '.[train]' in jaxspec's repository\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "extra"),
+    [
+        (("search", "--model", "none"), "bayes_opt", "search"),
+        (("convert", "none", "there", "--to", "orbax"), "orbax.checkpoint", "train"),
+    ],
+)
+def test_a_command_names_its_extra(monkeypatch, capsys, tmp_path, arguments, module, extra):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "jaxspec.io.orbax", raising=False)
+    assert cli.main(list(arguments)) == 1
+    said = capsys.readouterr().err
+    remedy = f"pip install '.[{extra}]' in jaxspec's repository"
+    assert said == f"jaxspec: error: this needs {module}, of the extra `{extra}`: {remedy}\n"
+
+
+def test_what_is_installed_is_not_complained_of():
+    extras.require("train", "json", "importlib.metadata")
+    with pytest.raises(extras.MissingExtra, match=r"needs no_such\.part, .*\[train\]"):
+        extras.require("train", "json", "no_such.part")

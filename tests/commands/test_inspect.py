@@ -1,0 +1,520 @@
+"""`jaxspec inspect`: what it measures against slow arithmetic, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cli.inspect import _marks
+from jaxspec.engine import compilation_cache
+from jaxspec.engine.language_model import load
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.config import RopeScaling
+from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
+from jaxspec.testing import reference
+from jaxspec.tuning import fidelity, figures
+from jaxspec.tuning import inspection as home
+from jaxspec.tuning.exit_agreement import exit_agreement
+from jaxspec.tuning.figures import save_figures
+from jaxspec.tuning.fitness_report import read_texts
+from jaxspec.tuning.inspection import inspect_model, sublayer_ms, weights_read
+from tests import tiny
+from tests.commands import called, one_error
+
+# Three layers, so that a mask and an early exit have something to choose; dynamic RoPE, whose base depends on
+# where the prompt ends.
+DEEP = dataclasses.replace(
+    tiny.TARGET, num_layers=3, max_position_embeddings=6, rope_scaling=RopeScaling("dynamic", 8.0)
+)
+# Of one token, and of several: texts are padded in every way.
+PROMPTS = [[3], [1, 4, 2, 7, 9, 9, 5, 0, 12, 6, 2, 3, 3, 8, 11, 1, 2], "abcd e"]
+BUDGET = 21
+
+
+@functools.cache
+def deep_params() -> llama.Params:
+    return jax.tree.map(jnp.asarray, reference.random_params(DEEP, 3))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return home.LanguageModel(DEEP, deep_params(), tiny.tokenizer(), name="deep")
+
+
+@pytest.fixture(scope="module")
+def report(lm):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, "_TIMING_MS", 1.0)
+        return inspect_model(lm, PROMPTS, asd=ASDNumbers(0.37, 2, 1), max_new_tokens=BUDGET, repeats=3)
+
+
+def tokens_of(lm, prompt: str | list[int]) -> list[int]:
+    return lm.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def slow_similarities(tokens: list[int]) -> np.ndarray:
+    """Mean cosines float64[L, 2] around each sublayer, one position at a time."""
+    params = reference.as_float64(deep_params())
+    x, found = params["embed"][tokens], []
+    for p in params["layers"]:
+        for kind in ("attention", "mlp"):
+            normed = reference._norm(x, p[kind]["norm"], DEEP.rms_norm_eps)
+            if kind == "attention":
+                after = x + reference._attention(DEEP, p[kind], normed, None, len(tokens))
+            else:
+                after = x + reference._mlp(DEEP, p[kind], normed)
+            pairs = zip(x, after, strict=True)
+            cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
+            found.append(sum(cosines) / len(cosines))
+            x = after
+    return np.array(found).reshape(-1, 2)
+
+
+def slow_exits(prompt: list[int], text: list[int]) -> list[float]:
+    """For every exit, the share of new tokens that a model cut after it has as well."""
+    chosen = []
+    for depth in range(1, DEEP.num_layers + 1):
+        cut, params = DEEP.truncated(depth), llama.truncate(deep_params(), depth)
+        logits = reference.forward(cut, params, [*prompt, *text], rope_length=len(prompt))
+        chosen.append(logits[len(prompt) - 1 : -1].argmax(axis=-1))
+    return [float(np.mean(one == chosen[-1])) for one in chosen]
+
+
+# What is measured
+
+
+@pytest.mark.full
+def test_similarities_are_those_of_the_slow_reference(lm, report):
+    slow = np.array([slow_similarities(tokens_of(lm, prompt)) for prompt in PROMPTS])
+    assert np.ptp(slow, axis=0).min() > 1e-3  # else a mixed-up row would go unnoticed
+    for prompt, similarities in zip(report["prompts"], slow, strict=True):
+        np.testing.assert_allclose(prompt["similarity"]["attention"], similarities[:, 0], atol=1e-5)
+        np.testing.assert_allclose(prompt["similarity"]["mlp"], similarities[:, 1], atol=1e-5)
+    for kind, name in enumerate(("attention", "mlp")):
+        mean = slow[:, :, kind].mean(axis=0)
+        summary = report["similarity"][name]
+        np.testing.assert_allclose(summary["by_layer"], mean, atol=1e-5)
+        expected = [mean.min(), mean.max(), mean.mean(), sorted(mean)[1]]
+        np.testing.assert_allclose(
+            [summary[key] for key in ("min", "max", "mean", "median")], expected, atol=1e-5
+        )
+
+
+def test_exits_are_models_cut_short(lm, report):
+    total = np.zeros(DEEP.num_layers)
+    for prompt, entry in zip(PROMPTS, report["prompts"], strict=True):
+        ids = tokens_of(lm, prompt)
+        text = reference.greedy(DEEP, deep_params(), ids, BUDGET)
+        slow = slow_exits(ids, text)
+        assert entry["exit_agreement"] == pytest.approx(slow)
+        assert (entry["prompt_tokens"], entry["new_tokens"]) == (len(ids), BUDGET)
+        total += BUDGET * np.array(slow)
+    assert report["exit_agreement"] == pytest.approx(total / (BUDGET * len(PROMPTS)))
+    assert 0 < report["exit_agreement"][0] < report["exit_agreement"][-1] == 1
+
+
+def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
+    config = dataclasses.replace(DEEP, rope_scaling=None)
+    rng = np.random.default_rng(0)
+    prompts, start = rng.integers(0, 13, (2, 4)), np.array([1, 3], np.int32)
+    fed, count = rng.integers(0, 13, (2, 8)), np.array([7, 3], np.int32)
+
+    @jax.jit
+    def run(prompts, start, fed, count):
+        cache = kv.create(config, 2, 16, jnp.float32)
+        _, _, cache = run_prompts(config, deep_params(), prompts, start, cache, chunk_size=4)
+        return exit_agreement(config, deep_params(), fed, start, count, cache, chunk_size=4)
+
+    agreed = np.asarray(run(prompts, start, fed, count))
+    assert agreed[:, -1].tolist() == count.tolist()
+    for row, (prompt, text) in enumerate(zip(prompts, fed, strict=True)):
+        known = [*prompt[: start[row]], *text[: count[row]]]
+        chosen = np.array(
+            [
+                reference.forward(config, deep_params(), known, num_layers=depth).argmax(-1)
+                for depth in (1, 2, 3)
+            ]
+        )[:, start[row] :]
+        np.testing.assert_array_equal(agreed[row], np.sum(chosen == chosen[-1], axis=1))
+    spoiled = np.where(np.arange(8) < count[:, None], fed, 5)
+    other = [array[::-1] for array in (prompts, start, spoiled, count)]
+    np.testing.assert_array_equal(run(*other)[::-1], agreed)
+
+
+def test_masks_follow_from_the_similarities(lm, report):
+    """α .37, m 2, n 1: layer 2 goes whole, layer 3 stays, attention of layer 1 goes where similar enough."""
+    entries = [*report["prompts"], report | {"similarity": {"attention": None}}]
+    expected = [entry["similarity"]["attention"] for entry in report["prompts"]]
+    expected.append(report["similarity"]["attention"]["by_layer"])
+    sizes = {kind: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(layer[kind]))
+             for layer in deep_params()["layers"][:1] for kind in ("attention", "mlp")}  # fmt: skip
+    rest = sum(np.asarray(deep_params()[name]).nbytes for name in ("head", "norm"))
+    whole = rest + 3 * (sizes["attention"] + sizes["mlp"])
+    seen = set()
+    for entry, similarities in zip(entries, expected, strict=True):
+        mask = entry["mask"]
+        attention = [0, 1] if similarities[0] >= 0.37 else [1]
+        assert (mask["skip_attention"], mask["skip_mlp"]) == (attention, [1])
+        skipped = len(attention) * sizes["attention"] + sizes["mlp"]
+        assert mask["weights_read"] == pytest.approx(1 - skipped / whole)
+        seen.add(len(attention))
+    assert seen == {1, 2}
+    assert weights_read(lm, LayerPlan.skipping(3)) == 1
+
+
+def test_the_time_of_a_sublayer(lm, monkeypatch):
+    """The median of the differences, turn by turn, over steps and layers."""
+    calls = []
+
+    def interleaved(functions, repeats, mesh=None):
+        if repeats == 3:  # how many steps make one timing
+            calls.append(functions[""].args[-1])
+            return {"": [99.0, 99.0, 20.0 if calls[-1] >= 4 else 1.0]}
+        for function in functions.values():
+            function()
+        return {"attention": [40.0, 100.0, 25.0], "mlp": [1.0, 80.0, 5.0], "neither": [4.0, 10.0, 7.0]}
+
+    monkeypatch.setattr(home, "interleaved", interleaved)
+    times = sublayer_ms(lm, 5, repeats=5)
+    assert calls == [1, 2, 4]
+    assert times == {"attention": 36 / 4 / 3, "mlp": 0.0}
+
+
+def test_nothing_compiles_while_times_are_taken(lm, monkeypatch):
+    events = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    def interleaved(functions, repeats, mesh=None):
+        events.clear()
+        for function in functions.values():
+            function()
+        assert not events
+        return {name: [20.0] * repeats for name in functions}
+
+    monkeypatch.setattr(home, "interleaved", interleaved)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        sublayer_ms(lm, 5)
+        jax.jit(lambda x: x + math.pi)(jnp.zeros(17))
+        assert events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_times_are_real(report):
+    assert list(report["time_ms"]) == ["attention", "mlp"]
+    assert all(0 <= ms < 1000 for ms in report["time_ms"].values())
+    prompts = [entry["prompt_tokens"] + entry["new_tokens"] for entry in report["prompts"]]
+    assert report["live_tokens"] == round(sum(prompts) / len(prompts))
+
+
+@pytest.mark.full
+def test_one_layer(monkeypatch, tmp_path):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.0, "mlp": 2.0})
+    small = tiny.small_model()
+    report = inspect_model(small, [[1]], max_new_tokens=3)
+    assert report["exit_agreement"] == [1.0]
+    assert report["mask"] == {"skip_attention": [], "skip_mlp": [], "weights_read": 1.0}
+    for path in save_figures(report, tmp_path).values():
+        assert picture_size(Path(path)) > (300, 100)
+
+
+def test_the_budget_is_what_the_context_leaves(lm):
+    room = DEEP.context_length - 45
+    assert home._budget(lm, 45, None) == room == 3
+    assert home._budget(lm, 45, 2) == 2
+    roomy = tiny.language_model()
+    assert home._budget(roomy, 45, None) == home.DEFAULT_BUDGET
+
+
+# What is drawn
+
+
+def picture_size(path: Path) -> tuple[float, float]:
+    """Width and height of an SVG that is whole."""
+    root = ElementTree.parse(path).getroot()
+    return float(root.get("width")), float(root.get("height"))
+
+
+def synthetic(depth: int, prompts: int = 2) -> dict:
+    """A report of a deep model, as far as figures read it."""
+    values = np.linspace(-0.021, 1, depth)
+    exits = np.linspace(0, 1, depth).tolist()
+    return {
+        "model": "a/$very$_long 名/" * 9,
+        "num_layers": depth,
+        "alpha": 0.985,
+        "every": 3,
+        "keep_last": 2,
+        "similarity": {name: {"by_layer": values.tolist()} for name in ("attention", "mlp")},
+        "mask": {"skip_attention": [2, 5, depth - 3], "skip_mlp": [2]},
+        "exit_agreement": exits,
+        "prompts": [{"exit_agreement": exits, "new_tokens": 5}] * prompts,
+    }
+
+
+def content(chart) -> list[str]:
+    """The texts of a chart."""
+    return re.findall(r"<text [^>]*>([^<]*)<", str(chart))
+
+
+def test_the_heat_map_shows_every_number():
+    report = synthetic(80)
+    drawn = str(figures.similarity_figure(report))
+    values = report["similarity"]["attention"]["by_layer"]
+    told = [float(value) for value in re.findall(r"layer \d+: ([-\d.]+)<", drawn)]
+    attention = [told[at : at + 20] for at in range(0, 160, 40)]  # panels of two rows
+    np.testing.assert_allclose(np.concatenate(attention), values, atol=1e-4)
+    numbers = [text for text in content(drawn) if re.fullmatch(r"−?\.\d+|1\.00", text)]
+    assert len(numbers) == 160
+    assert (numbers[0], numbers[-1]) == ("−.021", "1.00")
+    layers = [text for text in content(drawn) if text.isdigit()]
+    assert layers == [str(number) for number in range(1, 81)]
+    assert drawn.count("<path") == 4  # frames
+
+
+def test_a_last_line_of_layers_may_be_shorter():
+    drawn = str(figures.similarity_figure(synthetic(21)))
+    heights = re.findall(r'<rect x="\d+" y="([\d.]+)"', drawn)
+    assert [heights.count(height) for height in dict.fromkeys(heights)] == [11, 11, 10, 10]
+
+
+@pytest.mark.parametrize("depth", [1, 12, 40])
+def test_exits_are_counted_from_one(depth):
+    drawn = str(figures.exits_figure(synthetic(depth)))
+    lines = [line.split() for line in re.findall(r'<polyline points="([^"]*)"', drawn)]
+    assert lines[0] == lines[1] == lines[2]
+    assert len(lines[2]) == depth
+    places = {text: float(x) for x, text in re.findall(r'<text x="([\d.]+)"[^>]*middle[^>]*>(\d+)<', drawn)}
+    ends = [float(point.split(",")[0]) for point in (lines[2][0], lines[2][-1])]
+    for text, place in places.items():
+        share = 0.5 if depth == 1 else (int(text) - 1) / (depth - 1)
+        assert depth == 1 or place == pytest.approx(ends[0] + share * (ends[1] - ends[0]), abs=0.2)
+    assert places
+    assert str(figures.exits_figure(synthetic(depth, prompts=1))).count("<polyline") == 1
+
+
+def test_figures_come_together_or_not_at_all(tmp_path, monkeypatch, recwarn):
+    place = tmp_path / "new" / "place"
+    broken = synthetic(9) | {"exit_agreement": None}
+    with pytest.raises(TypeError):
+        save_figures(broken, place)
+    assert not place.exists()
+    paths = save_figures(synthetic(9), place)
+    assert sorted(place.iterdir()) == sorted(map(Path, paths.values()))
+    assert all(picture_size(path) > (300, 100) for path in place.iterdir())
+    assert not recwarn.list
+
+    before = {path: path.read_bytes() for path in place.iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_figures(synthetic(10), place)
+    assert {path: path.read_bytes() for path in place.iterdir()} == before
+
+
+def test_marks_of_a_mask():
+    mask = {"skip_attention": [0, 2, 11], "skip_mlp": [1, 2]}
+    assert _marks(mask, 12) == "▄▀·███████ █▄"
+    assert _marks({"skip_attention": [], "skip_mlp": []}, 25) == f"{'█' * 10} {'█' * 10}\n█████"
+
+
+# The command
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command in this process; returns status, standard output and standard error."""
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+    monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+    return functools.partial(called, capsys)
+
+
+@pytest.mark.full
+def test_json(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
+    (tmp_path / "text").write_text("time\nupon\n")
+    files = ("--prompt-file", tmp_path / "text", "--output", tmp_path / "figures")
+    numbers = ("--alpha", 1, "--every", 1, "--keep-last", 1, "--max-new-tokens", 5)
+    status, out, err = run("inspect", "Once", "a time", "--model", model, *files, *numbers, "--json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == [
+        "model",
+        "device",
+        "dtype",
+        "num_layers",
+        "alpha",
+        "every",
+        "keep_last",
+        "similarity",
+        "time_ms",
+        "live_tokens",
+        "mask",
+        "exit_agreement",
+        "prompts",
+        "figures",
+    ]
+    assert (report["model"], report["device"], report["dtype"]) == (str(model), "cpu", "float32")
+    assert (report["num_layers"], report["alpha"], report["every"], report["keep_last"]) == (2, 1, 1, 1)
+    for summary in report["similarity"].values():
+        assert list(summary) == ["by_layer", "min", "max", "mean", "median"]
+        assert len(summary["by_layer"]) == 2
+    assert report["mask"].keys() == {"skip_attention", "skip_mlp", "weights_read"}
+    assert (report["mask"]["skip_attention"], report["mask"]["skip_mlp"]) == ([0], [0])
+    assert [entry["prompt"] for entry in report["prompts"]] == ["Once", "a time", "time\nupon"]
+    for entry in report["prompts"]:
+        assert list(entry) == [
+            "prompt",
+            "prompt_tokens",
+            "new_tokens",
+            "similarity",
+            "mask",
+            "exit_agreement",
+        ]
+        assert 1 <= entry["new_tokens"] <= 5
+        assert len(entry["exit_agreement"]) == len(entry["similarity"]["mlp"]) == 2
+    assert list(report["figures"]) == ["similarity", "exit_agreement"]
+    for path in report["figures"].values():
+        assert Path(path).parent == tmp_path / "figures"
+        assert picture_size(Path(path)) > (300, 100)
+    assert len(list((tmp_path / "figures").iterdir())) == 2
+
+
+def test_tables(run, report, model, tmp_path, monkeypatch):
+    asked = {}
+
+    def inspect_model(lm, prompts, *, on_progress, **options):
+        asked.update(prompts=prompts, **options)
+        # A prompt is text, whatever a table would make of it.
+        return report | {"prompts": [entry | {"prompt": "[bold]two\nlines"} for entry in report["prompts"]]}
+
+    monkeypatch.setattr(home, "inspect_model", inspect_model)
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", "--model", model)[::2] == (0, "")
+    assert list(tmp_path.glob("*.svg")) == []
+    status, out, err = run("inspect", "--model", model, "--output", ".")
+    assert status == 0
+    defaults = {"asd": ASDNumbers(), "max_new_tokens": None}
+    assert asked == {"prompts": None} | defaults
+    assert err.splitlines() == [
+        "jaxspec: wrote inspect-similarity.svg",
+        "jaxspec: wrote inspect-exits.svg",
+    ]
+    assert picture_size(tmp_path / "inspect-similarity.svg") > (300, 100)
+    rows = [line.split() for line in out.splitlines()]
+    attention, mlp = report["similarity"]["attention"], report["similarity"]["mlp"]
+    for name, key in (("minimum", "min"), ("maximum", "max"), ("mean", "mean"), ("median", "median")):
+        assert [name, "ACS", f"{attention[key]:.3f}", f"{mlp[key]:.3f}"] in rows
+    last = (attention["by_layer"][2], mlp["by_layer"][2], 1)
+    assert ["3", *(f"{value:.3f}" for value in last)] in rows
+    masks = [entry["mask"] for entry in report["prompts"]]
+    shown = [row for row in rows if row[:2] == ["[bold]two", "lines"]]
+    assert [row[2] for row in shown] == [_marks(mask, 3) for mask in masks]
+    assert [row[-2] for row in shown] == [f"{100 * mask['weights_read']:.0f}" for mask in masks]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.full
+def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
+    text = tmp_path / "tales.txt"
+    text.write_text("Once upon a time a bear. " * 30)
+    arguments = ("inspect", "Once", "--model", model, "--max-new-tokens", 3, "--output", tmp_path)
+    status, out, _ = run(*arguments, "--fitness", text, "--json")
+    assert status == 0
+    found = json.loads(out)["fitness"]
+    assert (found["format"], list(found["kinds"])) == ("jaxspec.fitness/1", ["tales"])
+    lm = load(model)
+    windows = read_texts(lm, [str(text)])["tales"]
+    judged = len(lm.encode(text.read_text())) - len(windows.tokens)  # the first token of a window is given
+    assert found["kinds"]["tales"]["tokens"] == windows.judged.sum() == judged
+    assert found["kinds"]["tales"]["agreement"][-1] == 1.0
+    status, out, _ = run(*arguments, "--fitness", text)
+    assert status == 0
+    assert f"The gate: {'passed' if found['passed'] else 'failed'}" in out
+    assert max(map(len, out.splitlines())) <= 80
+    text.write_text("")
+    status, _, err = run(*arguments, "--fitness", text)
+    assert status == 2
+    assert re.search(r"tales.txt has \d tokens; the fitness test needs at least 2", err)
+
+
+def test_int8_alone_measures_only_int8(run, model, monkeypatch):
+    """The analysis runs where something of it is asked for."""
+    ran = []
+    monkeypatch.setattr(home, "inspect_model", lambda *_, **__: ran.append("analysis") or {"figures": {}})
+    monkeypatch.setattr(fidelity, "measure", lambda *_, **__: {"loss": 1.0})
+    for more, expected in (([], []), (["Once"], ["analysis"]), (["--alpha", 0.9], ["analysis"])):
+        ran.clear()
+        status, out, _ = run("inspect", *more, "--int8", "--model", model, "--json")
+        assert (status, ran) == (0, expected)
+        assert json.loads(out)["int8"] == {"loss": 1.0}
+    status, out, _ = run("inspect", "--int8", "--model", model, "--json")
+    assert json.loads(out)["model"] == str(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "a prompt is empty"),
+        (["Once", ""], "a prompt is empty"),
+        (["--prompt-file", "EMPTY"], "a prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt does not exist; --prompt-file must be a text file"),
+        (["--prompt-file", "BINARY"], "is not text in UTF-8"),
+        (["--alpha", "0"], "--alpha is 0"),
+        (["--alpha", "1.01"], "--alpha is 1.01"),
+        (["--alpha", "nan"], "--alpha is nan"),
+        (["--every", "-1"], "--every is -1"),
+        (["--keep-last", "-1"], "--keep-last is -1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--max-new-tokens", "512"], "exceed the model's context of 512"),
+        (["--prompt-file", "LONG"], "a prompt has 6.. tokens, the model's context 512; shorten it"),
+        (["--output", "EMPTY"], "--output .* cannot be a directory: .* is a file"),
+        (["--output", "EMPTY/below"], "--output .* cannot be a directory: .* is a file"),
+        (["--model", "nowhere"], "no directory 'nowhere'"),
+    ],
+)
+def test_bad_input(run, model, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "BINARY").write_bytes(b"\xff\xfe\xff")
+    (tmp_path / "LONG").write_text("x" * 650)
+    before = sorted(tmp_path.iterdir())
+    given = arguments if "--model" in arguments else [*arguments, "--model", model]
+    assert re.search(message, one_error(run, "inspect", *given))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_place_that_cannot_be_written_to(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    error = one_error(run, "inspect", "Once", "--model", model, "--output", tmp_path / "new")
+    assert "is not writable; give another directory" in error
+
+
+@pytest.mark.full
+def test_help_is_quick(run):
+    status, out, err = run("inspect", "--help")
+    assert (status, err) == (0, "")
+    assert "usage: jaxspec inspect [-h] [OPTIONS] [PROMPT ...]" in out
+    assert "None" not in out

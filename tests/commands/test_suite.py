@@ -1,0 +1,666 @@
+"""`jaxspec bench`: what is generated in which order, how it goes on, and what the times come to."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import jax
+import pytest
+
+from jaxspec import methods
+from jaxspec.bench import free_rows, peers, prompts, suite
+from jaxspec.bench.bench_records import Record
+from jaxspec.bench.prompt_files import Task
+from jaxspec.bench.suite import Suite, plan
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.bench.suite_page import page
+from jaxspec.bench.suite_report import cells, columns, report
+from jaxspec.choosing.costs import DraftCost
+from jaxspec.cli import bench
+from jaxspec.cli.methods import parse_run
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.host import extras
+from jaxspec.host.line_log import LineLog
+from jaxspec.model.llama import floor_bytes
+from jaxspec.testing import language_model
+from tests import tiny
+from tests.commands import called
+
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+TASKS = [Task("a/1", "a", ("Once",)), Task("a/2", "a", ("Upon",)), Task("b/1", "b", ("def f",))]
+KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
+
+
+def result(tokens: list[int], decode_ms: float, drafts: int = 0, accepted: int = 0, text: str = "") -> Result:
+    counts = (
+        len(tokens),
+        len(tokens) - 1 - accepted,
+        drafts,
+        drafts,
+        accepted,
+        (drafts - accepted, accepted),
+    )
+    return Result(
+        text, list(map(Token, tokens)), "length", Statistics(*counts, 2 * decode_ms, decode_ms, 0.0)
+    )
+
+
+class Fake:
+    """A language model that takes 8 ms for a text, by ngram 4 ms, and is stopped at a given call.
+
+    Its tokens are characters; a text says how long its prompt is.
+    """
+
+    def __init__(self, stopped_at: int | None = None, context: int = 1000, chats: bool = False) -> None:
+        self.name, self.precision, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
+        self.device_kind, self.loaded = "abacus", None
+        self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
+        self.compiled_early = nullcontext
+        self.config = SimpleNamespace(context_length=context)
+        self.tokenizer = SimpleNamespace(has_chat_template=chats)
+        self.ngram_says = [5, 6, 7, 8, 9]
+        self.calls: list = []
+        self.checked: list = []
+        self._stopped_at = stopped_at
+
+    def encode(self, text):
+        if not isinstance(text, str):
+            text = "|".join(f"{one['role'][0]}:{one['content']}" for one in text)
+        return list(map(ord, text))
+
+    def stream(self, prompts, *, method, **options):
+        self.checked.append((method.name, len(prompts), options))
+        return iter(())
+
+    def drafter(self, method, *, distributions):
+        return (NGram() if method.name == "ngram" else Autoregressive()), None
+
+    def generate(self, prompts, *, method, seed, **options):
+        if len(self.calls) == self._stopped_at:
+            raise KeyboardInterrupt
+        texts = ["".join(map(chr, prompt)) for prompt in prompts]
+        self.calls.append((method.name, texts, seed))
+        if method.name == "ngram":
+            return [result(self.ngram_says, 4.0, drafts=3, accepted=2, text=f"<{len(t)}>") for t in texts]
+        return [result([5, 6, 7, 8, 9], 8.0, text=f"<{len(t)}>") for t in texts]
+
+
+def make(lm: Fake, tasks=TASKS, distribution=GREEDY, runs=("ngram",), **options) -> Suite:
+    options = {"repeats": 1, "max_new_tokens": 5, **options}
+    return Suite(
+        lm,
+        tasks,
+        {run: parse_run(run) for run in runs},
+        SuiteOptions(**options),
+        distribution=distribution,
+        seed=3,
+    )
+
+
+# Order
+
+
+def test_methods_take_turns_prompt_by_prompt_after_one_call_that_compiles():
+    lm = Fake()
+    made = make(lm, repeats=2, distribution=GREEDY | {"temperature": 0.6})
+    made.measure()
+    given = GREEDY | {"temperature": 0.6, "max_new_tokens": 5, "max_batch": 1}
+    assert lm.checked == [("autoregressive", 3, given), ("ngram", 3, given)]
+    there = ["autoregressive", "ngram"]
+    expected = [(name, "Once", 3) for name in there]
+    for number, text in enumerate(["Once", "def f", "Upon"]):  # one of each category first
+        for repeat in range(2):
+            order = there if (number + repeat) % 2 == 0 else there[::-1]
+            expected += [(name, text, 3 + repeat) for name in order]
+    assert [(name, texts[0], seed) for name, texts, seed in lm.calls] == expected
+    assert made.sampling
+    assert all(record.difference is None for record in made.records)
+
+
+def test_later_turns_hold_the_answers_of_plain_decoding():
+    tasks = [Task("1", "a", ("x", "y", "z"), message=True)]
+    for chats, asked in ((False, ["x", "x<1>\n\ny", "x<1>\n\ny<7>\n\nz"]), (True, None)):
+        lm = Fake(chats=chats)
+        lm.ngram_says = [5, 6]  # another answer, which nobody goes on from
+        make(lm, tasks).measure()
+        said = [texts[0] for name, texts, _ in lm.calls[2:] if name == "autoregressive"]
+        assert said == (asked or ["u:x", "u:x|a:<3>|u:y", "u:x|a:<3>|u:y|a:<13>|u:z"])
+        assert [texts[0] for name, texts, _ in lm.calls[2:] if name == "ngram"] == said
+
+
+@pytest.mark.parametrize(
+    ("chat", "message", "has_template", "chats"),
+    [
+        ("auto", True, True, True),
+        ("auto", False, True, False),
+        ("auto", True, False, False),
+        ("on", False, True, True),
+        ("off", True, True, False),
+    ],
+)
+def test_who_gets_the_chat_template(chat, message, has_template, chats):
+    lm = Fake(chats=has_template)
+    make(lm, [Task("1", "a", ("x",), message=message)], chat=chat).measure()
+    assert lm.calls[0][1] == ["u:x" if chats else "x"]
+
+
+def test_batches_are_of_one_category_and_turn():
+    tasks = [*TASKS, Task("a/3", "a", ("Long", "ago"))]
+    units = plan(tasks, SuiteOptions(batch=2))
+    assert [(unit.batch, unit.turn, [task.id for task in unit.tasks]) for unit in units] == [
+        (0, 0, ["a/1", "a/2"]),
+        (1, 0, ["b/1"]),
+        (2, 0, ["a/3"]),
+        (2, 1, ["a/3"]),
+    ]
+    lm = Fake()
+    made = make(lm, tasks, batch=2)
+    made.measure()
+    assert lm.calls[0][1] == ["Once", "Upon"]
+    assert len(made.records) == 2 * 5
+    found = report(lm, made)
+    # Two texts of 4 tokens each in 8 ms, and in 4 ms.
+    assert found["runs"]["autoregressive"]["a"]["tokens_per_second"] == pytest.approx(1e3 * 16 / 24)
+    assert found["runs"]["ngram"]["a"]["speedup"] == pytest.approx(2)
+
+
+def test_a_limit_is_over_the_categories_in_turn():
+    assert [unit.tasks[0].id for unit in plan(TASKS, SuiteOptions(limit=2))] == ["a/1", "b/1"]
+
+
+def test_what_does_not_fit_is_left_out(tmp_path):
+    tasks = [Task("1", "a", ("x" * 20,)), Task("2", "a", ("x", "y" * 8, "z")), Task("3", "a", ("x",))]
+    lm = Fake(context=17)
+    made = make(lm, tasks)
+    made.resume(LineLog(tmp_path / "log", made.header(), of="benchmark"))
+    made.measure()
+    assert made.left_out == {"1": 0, "2": 1}
+    assert {record.id for record in made.records} == {"2", "3"}
+    again = make(lm, tasks)
+    again.resume(LineLog(tmp_path / "log", again.header(), of="benchmark"))
+    again.measure()
+    assert again.left_out == made.left_out
+    with pytest.raises(ValueError, match="none of the prompts fits into the context of 17 tokens"):
+        make(lm, tasks[:1])
+
+
+# Going on
+
+
+def test_an_interrupted_suite_goes_on(tmp_path):
+    tasks = [*TASKS, Task("b/2", "b", ("p", "q"), message=True)]
+    whole, whole_path = make(Fake(), tasks), tmp_path / "whole.jsonl"
+    whole.resume(LineLog(whole_path, whole.header(), of="benchmark"))
+    whole.measure()
+    path = tmp_path / "records.jsonl"
+    # Two calls that compile, then two units of two calls each, then one of the next.
+    stopped = make(Fake(stopped_at=2 + 2 * 3 + 1), tasks)
+    assert stopped.resume(LineLog(path, stopped.header(), of="benchmark")) == 0
+    with pytest.raises(KeyboardInterrupt):
+        stopped.measure()
+    assert len(stopped.records) == 2 * 3
+    with open(path, "a") as file:
+        file.write(
+            whole_path.read_text().splitlines()[4][:-9]
+        )  # killed within a line, which has a unit's every run
+    lm = Fake()
+    resumed = make(lm, tasks)
+    assert resumed.resume(LineLog(path, resumed.header(), of="benchmark")) == 3
+    resumed.measure()
+    assert resumed.records == whole.records
+    assert {texts[0] for _, texts, _ in lm.calls} == {"p", "p<1>\n\nq"}
+    done = make(Fake(stopped_at=0), tasks)
+    assert done.resume(LineLog(path, done.header(), of="benchmark")) == 5
+    done.measure()
+    assert done.records == whole.records
+
+
+@pytest.mark.full
+def test_a_carried_gamma_goes_on_too(tmp_path):
+    lm, tasks = tiny.language_model(), [Task(str(at), "a", ("ab cd"[at:],)) for at in range(3)]
+    words, options = "adaspeed --exit-layer 1 --gamma 0.5", SuiteOptions(None, 9, 1, carry_gamma=True)
+
+    def gammas(limit: int, path) -> list[float]:
+        made = Suite(lm, tasks, {words: parse_run(words)}, options, distribution=GREEDY)
+        made.resume(LineLog(path, made.header(), of="benchmark"))
+        del made.units[limit:]
+        made.measure()
+        return [record.texts[0].gamma for record in made.records if record.run == words]
+
+    whole = gammas(3, tmp_path / "whole")
+    assert len(gammas(2, tmp_path / "parts")) == 2
+    # Calls that compile go before the first text, and before the one that goes on: they move no γ.
+    assert gammas(3, tmp_path / "parts") == whole
+    assert len({*whole, 0.5}) == 4
+    method = parse_run(words)
+    first = lm.generate([lm.encode(tasks[0].turns[0])], method=method, max_new_tokens=9)[0]
+    assert whole[0] == first.gamma
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"repeats": 2}, "repeats is 1, now 2"),
+        ({"tasks": TASKS[:2]}, "prompts is '"),
+        ({"runs": ("ngram --ngram-max 2",)}, "runs is {"),
+        ({"distribution": GREEDY | {"temperature": 1.0}}, "temperature is 0.0, now 1.0"),
+    ],
+)
+def test_another_suites_records_are_refused(tmp_path, changes, name):
+    path = tmp_path / "records.jsonl"
+    LineLog(path, make(Fake()).header(), of="benchmark")
+    with pytest.raises(ValueError, match=re.escape(f"belongs to another benchmark: its {name}")) as caught:
+        LineLog(path, make(Fake(), **changes).header(), of="benchmark")
+    assert "\n" not in str(caught.value)
+    LineLog(path, make(Fake(), **changes).header(), of="benchmark", resume=False)
+
+
+def test_records_of_another_chat_template_are_refused(tmp_path):
+    path, lm = tmp_path / "records.jsonl", Fake(chats=True)
+    tasks = [Task("b/2", "b", ("p",), message=True)]
+    LineLog(path, make(lm, tasks).header(), of="benchmark")
+    encode = lm.encode
+    lm.encode = lambda text: encode(text) if isinstance(text, str) else [7, *encode(text)]
+    with pytest.raises(ValueError, match="its prompts is '"):
+        LineLog(path, make(lm, tasks).header(), of="benchmark")
+
+
+def test_records_that_are_none_are_refused(tmp_path):
+    made = make(Fake())
+    log = LineLog(tmp_path / "log", made.header(), of="benchmark")
+    log.add({"id": "a/1"})
+    with pytest.raises(ValueError, match="has a record that cannot be read; add resume=False"):
+        made.resume(log)
+
+
+# Figures
+
+
+def measured(lm: Fake | None = None, **options) -> dict:
+    lm = lm or Fake()
+    made = make(lm, **options)
+    made.measure()
+    return report(lm, made)
+
+
+def test_figures():
+    found = measured(repeats=3)
+    assert {key: found[key] for key in ("model", "law", "prompts", "left_out", "interrupted")} == {
+        "model": "fake",
+        "law": "greedy",
+        "prompts": 3,
+        "left_out": {},
+        "interrupted": False,
+    }
+    assert list(found["runs"]["ngram"]) == ["a", "b", "all"]
+    assert found["runs"]["ngram"]["a"] == {
+        "prompts": 2,
+        "texts": 2,
+        "tokens": 10,
+        "tokens_per_second": pytest.approx(1000),
+        "speedup": pytest.approx(2),
+        "speedup_interval": (pytest.approx(2), pytest.approx(2)),
+        "mean_acceptance_length": 2.0,
+        "mean_acceptance_length_drafting": pytest.approx(1 + 2 / 3),
+        "draft_acceptance_rate": pytest.approx(2 / 3),
+        "mean_draft_length": 1.5,
+        "acceptance_by_position": [pytest.approx(2 / 3)],
+        "rows_free": 2.0,  # a search reads no weights
+        "first_token_ms": {"median": 4.0, "p95": 4.0},
+        "token_ms": {"median": 1.0, "p95": 1.0},
+        "accuracy": None,
+        "identical_to_autoregressive": True,
+        "num_different": 0,
+        "largest_margin": None,
+    }
+    assert found["runs"]["ngram"]["b"]["speedup_interval"] is None  # of one prompt
+    assert found["best"] == {"a": "ngram", "b": "ngram", "all": "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafter", "speedup"),
+    [
+        # A layer of two, and the head: half of the layers and all else; 4 draft tokens a round.
+        (
+            DraftCost(layers=1),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
+            lambda half, rest: 3 / (1 + 4 * (half + rest)),
+        ),
+        (
+            DraftCost(layers=1, head=False),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
+            lambda half, _: 3 / (1 + 4 * half),
+        ),
+        (
+            DraftCost(layers=1, once=True),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
+            lambda half, rest: 3 / (1 + half + rest),
+        ),
+        # A tree of any size that is 2 deep takes two passes.
+        (
+            DraftCost(layers=1),
+            SimpleNamespace(num_draft_tokens=2, drafts_trees=True),
+            lambda half, rest: 3 / (1 + 2 * (half + rest)),
+        ),
+        (DraftCost(lookup=True), SimpleNamespace(num_draft_tokens=8, drafts_trees=False), lambda *_: 3.0),
+    ],
+)
+def test_free_rows(draft, drafter, speedup):
+    lm = language_model()
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
+    whole = floor_bytes(lm.config, lm.params)
+    method = SimpleNamespace(cost=lambda *_: draft)
+    found = free_rows.passes(lm, method, drafter, None)
+    assert found.speedup(3.0, 4.0) == pytest.approx(speedup(layers / 2 / whole, 1 - layers / whole))
+
+
+@pytest.mark.parametrize("method", [methods.LayerSkip(exit_layer=1), methods.ASD(), methods.CLaSp()])
+def test_a_head_of_few_tokens_is_read_too(method):
+    lm = language_model()
+    drafter, _ = lm.drafter(method)
+    # All that is not a layer is replaced by half of the head's rows.
+    head = lm.params["head"]
+    few = {"vocabulary": head[: len(head) // 2]}
+    shares = [free_rows.passes(lm, method, drafter, params).share for params in (None, few)]
+    whole = floor_bytes(lm.config, lm.params)
+    rest = whole - sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
+    assert shares[0] - shares[1] == pytest.approx((rest - few["vocabulary"].nbytes) / whole)
+
+
+def test_where_nobody_knows_what_drafts_read_there_is_no_such_column():
+    found = measured()
+    assert "rows\nfree" in columns(found)
+    for kinds in found["runs"].values():
+        for one in kinds.values():
+            one["rows_free"] = None
+    assert "rows\nfree" not in columns(found)
+    assert len(cells(found, "ngram", "all")) == len(columns(found))
+
+
+def test_a_text_that_differs_is_told_with_its_margin(monkeypatch):
+    asked = []
+    monkeypatch.setattr(suite, "margin", lambda lm, *given: asked.append(given) or 0.25)
+    lm = Fake()
+    lm.ngram_says = [5, 6, 9, 8, 9]
+    found = measured(lm, tasks=TASKS[:1])
+    assert asked == [([*map(ord, "Once"), 5, 6], 7, 9)]
+    where = {"id": "a/1", "turn": 0, "run": "ngram", "repeat": 0, "position": 2, "tokens": [7, 9]}
+    assert found["differences"] == [where | {"margin": 0.25}]
+    one = found["runs"]["ngram"]["all"]
+    assert (one["identical_to_autoregressive"], one["num_different"], one["largest_margin"]) == (
+        False,
+        1,
+        0.25,
+    )
+    assert cells(found, "ngram", "all")[0] == "1 not\n≤ 0.2"
+    assert "<td>0.25</td>" in page(found)
+    # A text that is shorter has no token to compare.
+    lm.ngram_says = [5, 6]
+    assert measured(lm, tasks=TASKS[:1])["differences"] == [where | {"tokens": [7, None], "margin": None}]
+
+
+def test_texts_drawn_at_random_are_not_compared():
+    lm = Fake()
+    lm.ngram_says = [5, 6, 9, 8, 9]
+    found = measured(lm, distribution=GREEDY | {"temperature": 1.0})
+    assert found["runs"]["ngram"]["all"]["identical_to_autoregressive"] is None
+    assert found["differences"] == []
+    assert cells(found, "ngram", "all")[0] == "–"
+
+
+def test_accuracy():
+    tasks = [
+        Task("1", "gsm8k", ("How many?",), message=True, answer="27"),  # what the fake says of this prompt
+        Task("2", "gsm8k", ("How many are there?",), message=True, answer="1"),
+    ]
+    found = measured(tasks=tasks, repeats=2)
+    assert found["runs"]["ngram"]["all"]["accuracy"] == 0.5
+    assert "right" in columns(found)
+    assert "right" not in columns(measured())
+
+
+def test_a_margin_is_one_of_logits():
+    lm = tiny.language_model()
+    text = lm.generate([3, 4], max_new_tokens=6, temperature=0, ignore_eos=True).tokens
+    for at, token in enumerate(text):
+        gaps = [suite.margin(lm, [3, 4, *text[:at]], token, other) for other in range(13)]
+        assert min(gaps) == 0.0 == gaps[token]
+
+
+@pytest.mark.full
+def test_records_come_back_from_json():
+    lm = tiny.language_model()
+    texts = tuple(lm.generate("ab", method="ngram", max_new_tokens=6) for _ in range(2))
+    record = Record("1", "a", 0, 0, "ngram", 2, texts, None, (True, False))
+    back = Record.from_json(json.loads(json.dumps(record.to_json())))
+    assert (back.right, back.texts[1].tokens) == ((True, False), texts[1].tokens)
+    assert back.texts[0].statistics == texts[0].statistics
+
+
+# What is shown
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    found = measured(tasks=[Task("<1>", "a & b", ("x",)), *TASKS])
+    found["model"] = "<model>"
+    text = page(found)
+    assert not re.search(r"(src|href)=|@import|<script", text)
+    assert "&lt;model&gt;" in text
+    assert "<model>" not in text
+    assert " (1 prompt)<" in text
+    drawn = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    # A chart by category, and one for all; then the acceptance by position.
+    assert len(drawn) == 4 + 1
+    for one in drawn:
+        ElementTree.fromstring(one)
+    for one in drawn[:4]:
+        assert one.count("<rect") == 2
+        assert one.count(">yes<") == 2  # the same text
+    assert drawn[-1].count("<circle") == 1
+
+
+def test_the_page_has_the_same_text_beside_the_run():
+    """Both columns stay visible where the table is wider than the screen; the charts have it too."""
+    found = measured()
+    text = page(found)
+    assert re.search(r"<th>run</th><th>same<br>text</th>", text)
+    assert "position: sticky" in text
+    assert next(iter(columns(found))) == "same\ntext"
+
+
+# Words
+
+
+def test_a_run_is_a_method_in_the_words_of_the_command_line():
+    words = (
+        "adaspeed --exit-layer 2 --gamma 0.6 --no-adaptive-gamma --stop-rule product --stop-rule confidence"
+    )
+    assert parse_run(words) == methods.AdaSPEED(
+        exit_layer=2, gamma=0.6, adaptive_gamma=False, stop_rule=("product", "confidence")
+    )
+    assert parse_run("draft-model --draft 'my draft'") == methods.DraftModel(draft="my draft")
+
+
+# The command
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command on a few prompts; returns status, standard output and standard error."""
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: KINDS)
+    monkeypatch.delenv("JAXSPEC_DEBUG", raising=False)
+    return functools.partial(called, capsys, "bench")
+
+
+@pytest.mark.full
+def test_the_command_on_a_model(run, model, tmp_path):
+    arguments = ("--model", model, "--max-new-tokens", 6, "--repeats", 1, "--limit", 3)
+    arguments += ("--methods", "ngram", "--run", "layerskip --exit-layer 1")
+    status, out, err = run(*arguments, "--json", "--output", tmp_path / "out")
+    assert status == 0, err
+    found = json.loads(out)
+    assert list(found["runs"]) == ["autoregressive", "ngram", "layerskip --exit-layer 1"]
+    assert found["header"]["runs"]["ngram"] == "ngram"
+    for kinds in found["runs"].values():
+        assert {kind: one["prompts"] for kind, one in kinds.items()} == {"stories": 2, "code": 1, "all": 3}
+        for one in kinds.values():
+            assert one["identical_to_autoregressive"] is True
+            assert one["speedup"] > 0
+    assert found["runs"]["autoregressive"]["all"]["mean_acceptance_length"] == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == found
+    assert "layerskip --exit-layer 1" in (tmp_path / "out" / "report.html").read_text()
+    records = (tmp_path / "out" / "records.jsonl").read_text().splitlines()
+    assert len(records) == 1 + 3
+    # The same command has nothing left to do, another one is refused.
+    status, out, _ = run(*arguments, "--output", tmp_path / "out")
+    assert status == 0
+    assert re.search(r"^all \(3\)$", re.sub(" +$", "", out, flags=re.M), re.M)
+    assert max(map(len, out.split("\n\n")[1].splitlines())) <= 80
+    assert "…" not in out
+    assert (tmp_path / "out" / "records.jsonl").read_text().splitlines() == records
+    status, _, err = run(*arguments, "--output", tmp_path / "out", "--temperature", 1)
+    assert status == 2
+    assert (
+        "belongs to another benchmark: its temperature is 0.0, now 1.0; give the same, add --no-resume" in err
+    )
+
+
+def test_what_is_measured_by_default(run, model, monkeypatch):
+    found = []
+    monkeypatch.setattr(suite.Suite, "measure", lambda self, told: found.append(self.runs) or 1 / 0)
+    run("--model", model)
+    usual = ["adaspeed", "asd", "layerskip", "ngram", "suffix", "token-recycling"]
+    assert found == [["autoregressive", *usual]]
+    run("--model", model, "--run", "ngram")
+    assert found[1:] == [["autoregressive", "ngram"]]
+
+
+@pytest.mark.full
+def test_interrupted(run, model, monkeypatch, tmp_path):
+    def generate(self, *given, before=[], **options):  # noqa: B006
+        if len(before) == calls:
+            raise KeyboardInterrupt
+        before.append(1)
+        return original(self, *given, **options)
+
+    original = suite.Suite._prompts.__globals__["LanguageModel"].generate
+    monkeypatch.setattr(suite.LanguageModel, "generate", generate)
+    arguments = ("--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--repeats", 1)
+    calls = 9
+    status, out, err = run(*arguments, "--output", tmp_path)
+    assert status == 130
+    assert "interrupted, these are the results until then" in out
+    assert err.endswith(
+        "jaxspec: interrupted; above is what was measured, and the same command goes on from here\n"
+    )
+    assert json.loads((tmp_path / "report.json").read_text())["interrupted"] is True
+    monkeypatch.setattr(suite.LanguageModel, "generate", original)
+    status, out, _ = run(*arguments, "--output", tmp_path)
+    assert (status, "interrupted" in out) == (0, False)
+
+
+def test_texts_that_differ_are_told(run, model, monkeypatch):
+    monkeypatch.setattr(bench, "_print", lambda report: None)
+    wrong = lambda self, prompt, plain, texts: suite.Difference(0, 1, (2, 3), 0.1)  # noqa: E731
+    monkeypatch.setattr(suite.Suite, "_difference", wrong)
+    _, _, err = run(
+        "--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--limit", 1, "--repeats", 1
+    )
+    assert "jaxspec: warning: 1 text of ngram is not plain decoding's\n" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--frob",), "unknown option --frob; see jaxspec bench --help"),
+        (("--limit", "0"), "--limit is 0; give at least 1"),
+        (("--repeats", "0"), "--repeats is 0; give at least 1"),
+        (("--batch", "0"), "--batch is 0; give at least 1"),
+        (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
+        (
+            ("--batch", "2", "--carry-gamma"),
+            "got --carry-gamma and --batch 2, but γ is carried between texts",
+        ),
+        (("--methods", "ngram,guess"), "unknown method 'guess'"),
+        (("--methods", "ngram", "--gamma", "1"), "unknown option --gamma"),
+        (("--run", "ngram", "--gamma", "1"), "unknown option --gamma"),
+        (("--run", "guess --gamma 1"), "--run 'guess --gamma 1': unknown method 'guess'; the methods are"),
+        (("--run", ""), "--run '': unknown method ''"),
+        (
+            ("--run", "layerskip --exit-lyer 3"),
+            "--run 'layerskip --exit-lyer 3': unknown option exit_lyer; perhaps",
+        ),
+        (("--run", "layerskip --exit-layer three"), "--run 'layerskip --exit-layer three': "),
+        (("--run", "ngram 'x"), '--run "ngram \'x": No closing quotation'),
+        (("--run", "layerskip --exit-layer 99"), "--exit-layer is 99; the model has 2 layers"),
+        (("--model", "nowhere"), "no directory 'nowhere'"),
+        (
+            ("--prompt-file", "nowhere.jsonl"),
+            "nowhere.jsonl does not exist; --prompt-file must be a prompt set",
+        ),
+        (("--chat", "on"), "the model has no chat template; give one with --chat-template FILE"),
+        (("--max-new-tokens", "600"), "none of the prompts fits into the context of 512 tokens with"),
+        (("--peer", "vllm"), "invalid choice 'vllm' for argument '--peer'"),
+    ],
+)
+def test_wrong_use_is_one_line(run, model, arguments, message):
+    given = () if "--model" in arguments else ("--model", model)
+    status, _, err = run(*given, *arguments)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert err.startswith("jaxspec: error: " + message)
+
+
+def test_an_output_that_cannot_be_is_refused(run, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = run("--model", model, "--output", tmp_path / "file" / "x")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cannot be a directory" in err
+
+
+# Peers
+
+
+def test_peers_need_pytorch(run, model, monkeypatch):
+    monkeypatch.setattr(extras, "_is_installed", lambda module: module != "torch")
+    status, _, err = run("--model", model, "--methods", "ngram", "--peer", "transformers")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("jaxspec: error: this needs torch, of the extra `peers`: pip install")
+
+
+def test_peers_take_part_in_the_turns():
+    lm = Fake()
+    asked = []
+
+    def peer(prompt, seed):
+        asked.append((len(lm.calls), seed))
+        return result([5, 6, 7, 8, 9], 16.0)
+
+    made = Suite(
+        lm,
+        TASKS[:1],
+        {"ngram": methods.NGram()},
+        SuiteOptions(repeats=2, max_new_tokens=5),
+        distribution=GREEDY,
+        peers={"transformers": peer},
+    )
+    made.measure()
+    assert asked == [(2, 0), (4, 0), (4, 1)]
+    assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="batch is 2, but peers generate one prompt at a time; give 1"):
+        Suite(lm, TASKS, {}, SuiteOptions(batch=2), distribution=GREEDY, peers={"transformers": peer})
+
+
+@pytest.mark.full
+def test_the_time_of_a_peers_text_begins_with_its_first_tokens():
+    clock = peers._Clock()
+    for size in (4, 2, 1):
+        clock.put(SimpleNamespace(numel=lambda size=size: size))
+    assert clock.sizes == [4, 2, 1]
+    assert clock.times == sorted(clock.times)

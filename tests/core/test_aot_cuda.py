@@ -1,0 +1,44 @@
+"""What the H100's own compiler makes of every method, without an H100: no cache copied, and how many kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.core.test_aot import METHODS, L, compiled
+from tests.core.test_aot import environment as environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the extra aot-cuda"
+    ),
+]
+# A mask that is data, where one that is compiled is usual on a GPU.
+TRACED = {f"{name} traced": {"static": False} for name in ("asd", "draft-verify")}
+EVERY = METHODS | TRACED
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_cache_and_no_weight_is_copied(name):
+    found = compiled("h100", name.split()[0], EVERY[name])
+    assert found["fits"]
+    assert found["cache_copies"] == found["weight_copies"] == 0
+    assert found["collectives"] == {}
+    assert found["kernels_per_layer"] * L < found["kernels_per_round"]
+
+
+@pytest.mark.parametrize("topology", ["h100", "h200", "a100", "l4"])
+def test_the_kernels_of_a_layer(topology):
+    """As many as there were when this was written, or fewer."""
+    found = compiled(topology, "autoregressive", {})
+    assert found["kernels_per_layer"] <= 17
+
+
+def test_plain_decoding_on_several_gpus():
+    """Two exchanges a layer; what is gathered is the largest logits alone, and not the embedding."""
+    found = compiled("h100:2", "autoregressive", {})
+    assert found["collectives"]["all-reduce"] >= 2 * L
+    assert found["collectives"]["all-gather"] == 1
+    assert found["temporary_bytes_per_device"] < 2**20

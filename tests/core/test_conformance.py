@@ -1,0 +1,384 @@
+"""The contracts of every combination of drafter, stop rule and acceptor.
+
+The ordinary tests run one drafter of each family. The full tests run every drafter, rule and acceptor, and most pairs
+of them. The whole product is slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.acceptance import BlockAcceptor, RejectionAcceptor
+from jaxspec.decoding import Parts
+from jaxspec.drafting.asd_drafter import ASD
+from jaxspec.drafting.chain_drafter import ChainDrafter, draft_chain
+from jaxspec.drafting.clasp_drafter import CLaSp
+from jaxspec.drafting.draft_model_drafter import DraftModel
+from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.tree_drafter import Dynamic
+from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.network import KangarooConfig
+from jaxspec.model.plan import LayerPlan
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy, Sampling
+from jaxspec.stopping import AdaptiveLength, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
+from jaxspec.testing import contracts
+from jaxspec.testing.contracts import BUDGETS, FOUR, PROMPTS, largest_constant, propose
+from tests import tiny
+
+
+def parameters(combinations, every, representatives):
+    """Rows of a test: the `representatives` are ordinary, the others of `every` full, and the rest slow."""
+
+    def marks(one):
+        return [] if one in representatives else [pytest.mark.full] if one in every else [pytest.mark.slow]
+
+    return [pytest.param(one, id=str(one), marks=marks(one)) for one in combinations]
+
+
+def with_sampling(combinations):
+    """The same with an acceptor that samples in place of the greedy one, for checks in which it is not used."""
+    return [
+        dataclasses.replace(one, acceptor="block" if one.acceptor == "greedy" else one.acceptor)
+        for one in combinations
+    ]
+
+
+COMBINATIONS = parameters(tiny.full_product(), tiny.ordinary(), tiny.families())
+SAMPLING = with_sampling(tiny.ordinary())
+DRAFTERS = parameters(
+    [one for one in tiny.full_product() if one in SAMPLING or one.acceptor == "block"],
+    SAMPLING,
+    with_sampling(tiny.families()),
+)
+each = pytest.mark.parametrize("combination", COMBINATIONS)
+
+
+def begin(loop: tiny.Loop, prompts=PROMPTS, budgets=BUDGETS, **options):
+    return loop.begin(prompts, budgets, **options)
+
+
+# 1. The borrowed cache
+
+
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_a_draft_only_borrows_the_cache(combination):
+    contracts.check_loan(tiny.loop(combination))
+
+
+# 2. Stopping time: drafter and target are tables, so that the distribution of the text is known exactly.
+
+V, K, TEXT, ROWS = 3, 2, 3, 60_000
+rng = np.random.default_rng(5)
+DRAFT_TABLE = 1.5 * rng.standard_normal((K, V**K, V)).astype(np.float32)
+TARGET_TABLE = 1.5 * rng.standard_normal((TEXT, V**TEXT, V)).astype(np.float32)
+
+
+def lengths() -> AdaptiveLength:
+    return AdaptiveLength(jnp.arange(ROWS) % 3, 1, 1)
+
+
+TABLE_RULES = {
+    **tiny.RULES,
+    "confidence": lambda width: ConfidenceBelow(FixedGamma(jnp.float32(0.5))),
+    "adaptive": lambda width: lengths(),
+    "any_of": lambda width: AnyOf((ConfidenceBelow(FixedGamma(jnp.float32(0.3))), lengths())),
+    "product": lambda width: ProductBelow(tiny.gamma(0.4)),
+    "probe": lambda width: ConfidenceBelow(tiny.gamma(jnp.arange(ROWS) % 2, K), tiny.probe(width)),
+}
+
+
+def code_of(texts: jax.Array) -> jax.Array:
+    """Returns the number of each text, int32[B] for texts [B, T]."""
+    code = jnp.zeros(len(texts), jnp.int32)
+    for column in range(texts.shape[1]):
+        code = code * V + texts[:, column]
+    return code
+
+
+def draft_step(code, token, i, active):
+    code = jnp.where(i == 0, 0, code * V + token)
+    logits = jnp.asarray(DRAFT_TABLE)[i, code]
+    return logits, logits, code
+
+
+@jax.jit
+def one_round(acceptor, rule, seed):
+    """Drafts by the chain loop, accepts, and continues with the target; returns texts of TEXT tokens."""
+    distribution = Sampling(jnp.ones(ROWS))
+    keys = jax.vmap(lambda key: jax.random.split(key, 4))(jax.random.split(jax.random.key(seed), ROWS))
+    zeros = jnp.zeros(ROWS, jnp.int32)
+    proposal, _, _ = draft_chain(
+        draft_step, zeros, zeros, zeros + K, K, keys[:, 0], distribution, rule, rule.init(ROWS)
+    )
+    logits = jnp.stack([target_logits(proposal.tokens[:, :i]) for i in range(K + 1)], axis=1)
+    decided = acceptor.accept(keys[:, 1], proposal, logits, distribution)
+    at = jnp.arange(TEXT)[None]
+    texts = jnp.where(at < decided.count[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, TEXT - K))), 0)
+    texts = jnp.where(at == decided.count[:, None], decided.token[:, None], texts)
+    for column in range(1, TEXT):
+        drawn, _ = distribution.draw(keys[:, 1 + column], target_logits(texts[:, :column]))
+        texts = jnp.where((at == column) & (column > decided.count[:, None]), drawn[:, None], texts)
+    return texts, proposal.count
+
+
+def target_logits(prefix: jax.Array) -> jax.Array:
+    return jnp.asarray(TARGET_TABLE)[prefix.shape[1], code_of(prefix)]
+
+
+@pytest.mark.parametrize("acceptor", [RejectionAcceptor(), BlockAcceptor()], ids=["rejection", "block"])
+@pytest.mark.parametrize("rule", TABLE_RULES)
+def test_stop_rules_do_not_bias_the_text(rule, acceptor):
+    texts, counts = one_round(acceptor, TABLE_RULES[rule](V), 3)
+    expected = tiny.text_distribution(
+        lambda prefix: tiny.warp(TARGET_TABLE[len(prefix), int(code_of(jnp.array([prefix], int))[0])]), TEXT
+    )
+    assert tiny.chi_square(list(map(tuple, texts.tolist())), expected) > 1e-3
+    assert rule == "constant" or 0 < (counts < K).mean() < 1
+
+
+# 3. The distribution that a drafter reports
+
+
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_log_probs_are_the_distribution_the_draft_was_drawn_from(combination):
+    loop = tiny.loop(combination)
+    contracts.check_log_probs(loop)
+    state = jax.eval_shape(lambda: begin(loop)[0])
+    proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
+    runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
+    # Trees of the most probable tokens have no draws.
+    likely = isinstance(getattr(runs_a_model, "tree", None), Dynamic)
+    draws = isinstance(runs_a_model, ChainDrafter) and not likely
+    assert (proposal.log_probs is not None) == draws
+
+
+@pytest.mark.parametrize(
+    "drafter", ["draft-model", "asd", "clasp", "draft-verify", "layerskip", "s2d", "eagle"]
+)
+def test_a_greedy_draft_is_a_point_mass(drafter):
+    """The reported distribution is not the softmax of the logits."""
+    loop = tiny.loop(tiny.Combination(drafter, "constant", "greedy"))
+    state = jax.eval_shape(lambda: begin(loop)[0])
+    assert loop.parts.distribution == Greedy()
+    proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
+    assert proposal.log_probs is None
+
+
+# 4. Nothing recompiles
+
+
+@each
+def test_nothing_recompiles_within_a_bucket(combination):
+    contracts.check_no_recompilation(tiny.loop(combination))
+
+
+# 5. Parameters are arguments
+
+
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_parameters_are_arguments(combination):
+    loop = tiny.loop(combination)
+    contracts.check_params_are_arguments(loop)
+    closed_over = jax.make_jaxpr(lambda tokens: loop.weights.target["embed"][tokens])(jnp.zeros((1, 4), int))
+    smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
+    assert largest_constant(closed_over) >= smallest
+
+
+# 6. The text is the target's
+
+
+@each
+def test_greedy_text_is_that_of_the_slow_decoder(combination):
+    """Prompts and budgets have different lengths. Under sampling, the rows of temperature 0 are compared."""
+    contracts.check_greedy_text(tiny.loop(combination))
+
+
+def first_idle(weights: Any) -> Any:
+    """Returns parameters of a target whose first layer writes nothing."""
+    nothing = jax.tree.map(jnp.zeros_like, weights["layers"][0])
+    return {**weights, "layers": [nothing, *weights["layers"][1:]]}
+
+
+def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
+    """Yields config, drafter, target's and draft's parameters; the draft computes the same as the target."""
+    config, weights = tiny.DEEP, tiny.params(tiny.DEEP)
+    everything = LayerPlan.skipping(config.num_layers)
+    off = jnp.float32(1), jnp.int32(0), jnp.int32(0)
+    asd = ASD(config, *off, Constant(), tiny.K)
+    verify = DraftVerify(config, everything, Constant(), tiny.K)
+    rest = [jax.tree.map(jnp.zeros_like, layer) for layer in weights["layers"][1:]]
+    idle = {**weights, "layers": [weights["layers"][0], *rest]}
+    adapter = KangarooConfig(config.truncated(1))
+    silent = jax.tree.map(jnp.zeros_like, tiny.head_params(adapter)) | {"norm": weights["norm"]}
+    return {
+        "draft-model": (
+            tiny.TARGET,
+            DraftModel(tiny.TARGET, num_draft_tokens=tiny.K),
+            tiny.params(),
+            tiny.params(),
+        ),
+        "draft-model-pairs": (
+            tiny.TARGET,
+            DraftModel(tiny.TARGET, num_draft_tokens=tiny.K, pairs=True),
+            tiny.params(),
+            tiny.params(),
+        ),
+        # It never uses an earlier exit than the last.
+        "s2d": (
+            tiny.TARGET,
+            S2D(tiny.TARGET, (1, 2), jnp.float32([1.1]), Constant(), tiny.K),
+            tiny.params(),
+            tiny.params(),
+        ),
+        "asd": (config, asd, weights, None),
+        # Without the first layer, which writes nothing, it equals the target.
+        "clasp": (config, CLaSp(config, 1, jnp.int32(1), Constant(), tiny.K), first_idle(weights), None),
+        "asd-shared": (config, asd.replace(shared_mask=True), weights, None),
+        "draft-verify": (config, verify.replace(plan=everything.traced()), weights, None),
+        "draft-verify-static": (config, verify, weights, None),
+        # With zero weights in all other layers, the target equals its own first layer.
+        "layerskip": (config, LayerSkip(config, 1, Constant(), tiny.K), idle, None),
+        # An adapter that writes nothing.
+        "kangaroo": (config, Kangaroo(config, adapter, 1, Constant(), tiny.K), idle, silent),
+        "hydra": (tiny.TARGET, *tiny.exact_hydra()),
+        **{kind: (tiny.TARGET, *tiny.exact_head(kind)) for kind in ("eagle", "eagle3")},
+    }
+
+
+WHOLE = [
+    ("draft-model", "coupled"),
+    ("draft-model-pairs", "block"),
+    ("asd", "block"),
+    ("clasp", "coupled"),
+    ("draft-verify", "rejection"),
+    ("layerskip", "greedy"),
+    ("s2d", "block"),
+    ("eagle", "greedy"),
+    ("eagle3", "coupled"),
+    ("hydra", "coupled"),
+    ("kangaroo", "rejection"),
+]
+
+
+def marks_of(pair):
+    """Four of `WHOLE` are ordinary, the others full."""
+    if pair in [
+        ("draft-model", "coupled"),
+        ("draft-verify", "rejection"),
+        ("eagle", "greedy"),
+        ("s2d", "block"),
+    ]:
+        return []
+    return [pytest.mark.full] if pair in WHOLE else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "acceptor"),
+    [pytest.param(*pair, marks=marks_of(pair)) for pair in itertools.product(whole_drafts(), tiny.ACCEPTORS)],
+)
+def test_a_draft_that_is_the_target_is_accepted_whole(drafter, acceptor):
+    config, made, target, own = whole_drafts()[drafter]
+    distribution = Greedy() if acceptor == "greedy" else Sampling(jnp.array([0.0, 1.0, 0.7]))
+    loop = tiny.Loop(Parts(made, tiny.ACCEPTORS[acceptor](), distribution), Weights(target, own), config)
+    state, _ = begin(loop, budgets=(13, 9, 17))
+    state, _ = loop.go_on(state)
+    assert state.done.all()
+    assert state.stats.num_accepted_tokens.tolist() == state.stats.num_draft_tokens.tolist()
+    assert state.stats.num_rounds.tolist() == [3, 2, 4]
+
+
+COUPLED = [one for one in tiny.full_product() if one.acceptor == "coupled"]
+
+
+@pytest.mark.parametrize("combination", parameters(COUPLED, tiny.ordinary(), tiny.families()))
+def test_coupled_text_is_plain_decodings_by_the_seed(combination):
+    contracts.check_seeded_text(tiny.loop(combination))
+
+
+# All drafters use the same code for drafts over a part of the vocabulary, so two are tested: one with its own model
+# and one that shares the target's layers.
+SAMPLED = [
+    tiny.Combination("autoregressive", "-", "rejection"),
+    tiny.Combination("ngram-random", "-", "block"),
+    tiny.Combination("suffix", "-", "rejection"),
+    tiny.Combination("token-recycling", "-", "block"),
+    tiny.Combination("token-recycling-chain", "-", "rejection"),
+    tiny.Combination("eagle-tree", "-", "block"),
+    tiny.Combination("medusa-tree", "-", "block"),
+    tiny.Combination("eagle-tree-drawn", "-", "rejection"),
+    tiny.Combination("hydra-tree", "-", "rejection"),
+    tiny.Combination("hybrid", "-", "block"),
+    tiny.Combination("hybrid-draft-model", "-", "rejection"),
+    tiny.Combination("hybrid-recycling", "-", "rejection"),
+    tiny.Combination("hybrid-tree-drawn", "-", "rejection"),
+    tiny.Combination("hybrid-tree", "-", "block"),
+    tiny.Combination("draft-model", "any_of", "block"),
+    tiny.Combination("asd", "product", "block"),
+    tiny.Combination("clasp", "constant", "block"),
+    tiny.Combination("draft-verify", "any_of", "rejection"),
+    tiny.Combination("layerskip", "probe", "block"),
+    tiny.Combination("s2d", "adaptive", "rejection"),
+    tiny.Combination("s2d-target", "confidence", "block"),
+    tiny.Combination("draft-model-vocab", "confidence", "rejection"),
+    tiny.Combination("s2d-target-vocab", "constant", "rejection"),
+    tiny.Combination("eagle", "any_of", "rejection"),
+    tiny.Combination("eagle3", "constant", "block"),
+    tiny.Combination("medusa", "constant", "block"),
+    tiny.Combination("hydra", "confidence", "block"),
+    tiny.Combination("kangaroo", "confidence", "rejection"),
+    tiny.Combination("dflash", "constant", "rejection"),
+    tiny.Combination("draft-model-vocab", "constant", "coupled"),
+]
+# One that matches text, one of each kind of tree, one with a model of its own, and one with the target's layers.
+ORDINARY = ("ngram-random", "eagle-tree-drawn", "medusa-tree", "draft-model", "layerskip", "eagle")
+DISTRIBUTIONS = parameters(
+    [one for one in tiny.full_product() if one.acceptor != "greedy"],
+    SAMPLED,
+    [one for one in SAMPLED if one.drafter in ORDINARY],
+)
+
+
+@pytest.mark.parametrize("combination", DISTRIBUTIONS)
+def test_sampled_text_follows_the_enumerated_distribution(combination):
+    contracts.check_sampled_distribution(lambda distribution: tiny.loop(combination, distribution, FOUR))
+
+
+# 7. Rows are independent
+
+
+@each
+def test_a_row_does_not_depend_on_its_neighbours(combination):
+    loop = tiny.loop(combination)
+    # A shared mask depends on the batch: the distribution is the same, but drafts and draws differ.
+    if combination.drafter == "asd-shared" and combination.acceptor != "greedy":
+        contracts.check_calls(loop)
+    else:
+        contracts.check_rows_are_independent(loop)
+
+
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_rows_take_the_places_of_others(combination):
+    if combination.drafter == "asd-shared":
+        combination = dataclasses.replace(combination, acceptor="greedy")
+    # The whole batch has one shared mask, so that drafts depend on the rows that were there before.
+    contracts.check_refill(tiny.loop(combination), statistics=combination.drafter != "asd-shared")
+
+
+@pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])
+def test_rows_of_these_tests_draft_with_different_masks(rows):
+    """Some rows have equal masks, so the tests above also run ASD's groups."""
+    config = tiny.DEEP if len(rows) == 3 else FOUR
+    loop = tiny.loop(tiny.Combination("asd", "constant", "greedy"), config=config)
+    state, _ = loop.begin(rows)
+    plans = loop.parts.drafter.plans(state.drafter_state, ~state.done)
+    assert len(np.unique(np.asarray(plans).reshape(len(rows), -1), axis=0)) == 2

@@ -1,0 +1,268 @@
+"""Imports point down only, and only the upper layers touch the world outside."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# From the bottom up; a module may import what is listed above its own line, and the `SHARED` ones among themselves. `*`
+# is the folder of a head type.
+LAYERS = (
+    "jaxspec.model.config",
+    "jaxspec.model.quantisation",
+    "jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary jaxspec.model.tree",
+    "jaxspec.model.rope",
+    "jaxspec.model.cache",
+    "jaxspec.model.llama",
+    "jaxspec.model.prefill jaxspec.model.calibration",
+    "jaxspec.model.sharding jaxspec.model.head",
+    "jaxspec.heads.*.network",
+    "jaxspec.heads.hydra.network",
+    "jaxspec.sampling jaxspec.penalties",
+    "jaxspec.protocol",
+    "jaxspec.tree_acceptance",
+    "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
+    "jaxspec.choosing",
+    "jaxspec.decoding.rows",
+    "jaxspec.decoding.prefilling jaxspec.decoding.rounds",
+    "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
+    "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter",
+    "jaxspec.drafting jaxspec.heads.*.drafter",
+    "jaxspec.host",
+    "jaxspec.io",
+    "jaxspec.heads.torch_file jaxspec.heads.tensors",
+    "jaxspec.heads.*.files",
+    "jaxspec.heads.kinds",
+    "jaxspec.heads.rows",
+    "jaxspec.heads.files",
+    "jaxspec.heads.writer",
+    "jaxspec.console",
+    "jaxspec.methods",
+    "jaxspec.heads.method",
+    "jaxspec.heads.tree_method",
+    "jaxspec.heads.*.method",
+    "jaxspec.heads",
+    "jaxspec.engine",
+    "jaxspec",
+    "jaxspec.testing",
+    "jaxspec.bench",
+    "jaxspec.tuning",
+    "jaxspec.aot",
+    "jaxspec.cli",
+    "jaxspec.__main__",
+    "training.data",
+    "training.losses",
+    "training.reports",
+    "training.loop",
+    "training.probes",
+    "training.run_options",
+    "training.option_files training.induction",
+    "training.command training.start training.prompt_options training.outputs",
+    "training.run",
+    "training.export",
+    "training.job",
+    "training.heads training.layerskip",
+    "training.compile_jobs",
+    "training",
+    "benchmarks",
+)
+SHARED = (
+    *(
+        "jaxspec.choosing",
+        "jaxspec.host",
+        "jaxspec.io",
+        "jaxspec.console",
+        "jaxspec.methods",
+        "jaxspec.engine",
+        "jaxspec.testing",
+        "jaxspec.bench",
+    ),
+    *(
+        "jaxspec.tuning",
+        "jaxspec.aot",
+        "jaxspec.cli",
+        "training.data",
+        "training.losses",
+        "training.reports",
+        "training.loop",
+    ),
+    *("training.probes", "training.heads", "benchmarks"),
+)
+# What a module may not import although it stands below.
+NEVER = {
+    "jaxspec.drafting": ("jaxspec.decoding",),
+    "jaxspec.decoding": ("jaxspec.drafting", "jaxspec.stopping", "jaxspec.acceptance", "jaxspec.lossy"),
+    "jaxspec.acceptance": ("jaxspec.stopping",),
+    "jaxspec.host": ("jaxspec.drafting", "jaxspec.decoding", "jaxspec.stopping", "jaxspec.acceptance"),
+    "jaxspec.io": ("jaxspec.drafting", "jaxspec.decoding", "jaxspec.stopping", "jaxspec.acceptance"),
+    "jaxspec.heads.*.files": ("jaxspec.drafting", "jaxspec.heads.*.drafter", "jaxspec.decoding"),
+    "jaxspec": ("training", "benchmarks", "torch"),
+    "training": ("benchmarks", "torch"),
+    "benchmarks": ("training", "torch"),
+}
+# What these may import all the same, inside functions: other programs to be measured beside.
+PEERS = {"jaxspec.bench.peers": ("torch",)}
+# Their imports under TYPE_CHECKING are the names that they re-export when asked.
+REEXPORTS = ("jaxspec.methods",)
+# These talk to the host; everything else is pure functions over pytrees.
+HOST = (
+    *(
+        "jaxspec.host",
+        "jaxspec.io",
+        "jaxspec.console",
+        "jaxspec.methods",
+        "jaxspec.engine",
+        "jaxspec.testing",
+        "jaxspec.bench",
+    ),
+    *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
+    *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
+    *("jaxspec.tuning.mask_search", "jaxspec.tuning.figures", "jaxspec.cli"),
+    *("jaxspec.tuning.fitness_report", "jaxspec.tuning.fidelity", "jaxspec.__main__"),
+    *("jaxspec.aot.stand_ins", "jaxspec.aot.programs", "jaxspec.aot.report"),
+    "jaxspec.aot.cost_estimates",
+)
+HOST_MODULES = {
+    *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),
+    *("subprocess", "threading", "socket", "rich", "tyro", "transformers", "huggingface_hub", "safetensors"),
+}
+HOST_CALLS = {"open", "print", "input", "exec", "eval"}
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for package in ("jaxspec", "training", "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of what is imported, inside functions too; of a package's name that is a module, the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+
+
+def within(name: str, package: str) -> bool:
+    if "*" in package:
+        return fnmatch.fnmatchcase(name, package)
+    return name == package or name.startswith(package + ".")
+
+
+def layer(name: str) -> int:
+    """The line that names a module, or else its package; the longest name decides."""
+    if name == "jaxspec":
+        return LAYERS.index(name)
+    lines = [(one, number) for number, line in enumerate(LAYERS) for one in line.split() if one != "jaxspec"]
+    named = [(len(one), number) for one, number in lines if within(name, one)]
+    assert named, f"{name} has no layer; add it to LAYERS"
+    return max(named)[1]
+
+
+def violations(name: str, tree: ast.Module) -> list[str]:
+    """What a module imports or calls that it should not."""
+    wrong = []
+    for other in imports(at_run_time(tree) if name in REEXPORTS else tree):
+        if any(within(other, package) for package in ("jaxspec", "training", "benchmarks")):
+            together = any(within(name, package) and within(other, package) for package in SHARED)
+            initialiser = within(name, other) and other != "jaxspec"  # a package's own, empty or at the top
+            if not together and not initialiser and layer(other) >= layer(name):
+                wrong.append(f"{name} imports {other}, which is not below it")
+        for upper, forbidden in NEVER.items():
+            allowed = other in PEERS.get(name, ()) and other not in imports_at_the_top(tree)
+            if within(name, upper) and any(within(other, one) for one in forbidden) and not allowed:
+                wrong.append(f"{name} must not import {other}")
+        pure = within(name, "jaxspec") and name != "jaxspec" and not any(within(name, host) for host in HOST)
+        if pure and other.split(".")[0] in HOST_MODULES:
+            wrong.append(f"{name} is pure and must not import {other}")
+        if pure:
+            wrong += [f"{name} is pure and must not call {call}" for call in host_calls(tree)]
+    return wrong
+
+
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """A module without what only a type checker reads."""
+    checked = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return ast.Module([node for node in tree.body if node not in checked], [])
+
+
+def imports_at_the_top(tree: ast.AST) -> set[str]:
+    assert isinstance(tree, ast.Module)
+    lines = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return set(imports(ast.Module(lines, [])))
+
+
+def host_calls(tree: ast.AST) -> set[str]:
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {function.id for function in called if isinstance(function, ast.Name)} & HOST_CALLS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    assert violations(name, MODULES[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("jaxspec.decoding", "from jaxspec.drafting import ngram"),
+        ("jaxspec.decoding", "from jaxspec.acceptance import GreedyAcceptor"),
+        ("jaxspec.drafting.ngram_drafter", "from jaxspec.drafting.draft_model_drafter import DraftModel"),
+        ("jaxspec.drafting.ngram_drafter", "from jaxspec.decoding import Parts"),
+        ("jaxspec.model.llama", "def f():\n    import time"),
+        ("jaxspec.model.cache", "from jaxspec.model import llama"),
+        ("jaxspec.sampling", "import jax\nprint(1)"),
+        ("jaxspec.protocol", "from pathlib import Path"),
+        ("jaxspec.engine.session", "from training import step"),
+        ("jaxspec.host.files", "import torch"),
+        ("jaxspec.bench.comparison", "def f():\n    import torch"),
+        ("jaxspec.bench.peers", "import torch"),
+        ("jaxspec.model.cache", "from jaxspec import load"),
+        ("jaxspec.heads.eagle.network", "from jaxspec.heads.eagle.files import read"),
+        ("jaxspec.heads.eagle.drafter", "import json"),
+        ("jaxspec.heads.eagle.files", "from jaxspec.heads.medusa.files import read"),
+        ("jaxspec.heads.eagle.files", "from jaxspec.heads.eagle.drafter import Eagle"),
+        ("jaxspec.methods", "from jaxspec.heads.eagle.method import Eagle"),
+        ("jaxspec.engine.text", "import jaxspec"),
+        ("jaxspec.host.files", "from jaxspec.engine.text import RowText"),
+        ("jaxspec.stopping", "from jaxspec.acceptance import GreedyAcceptor"),
+        ("training.loop.training_loop", "from torch import nn"),
+        ("jaxspec.engine.session", "from jaxspec import bench\nfrom jaxspec.bench import timing"),
+        ("jaxspec.bench.comparison", "from jaxspec.tuning.masks import MaskSpace"),
+        ("jaxspec.tuning.round_costs", "import json"),
+        ("jaxspec.console.terminal", "from jaxspec.engine.language_model import LanguageModel"),
+        ("training.depth", "from benchmarks import prediction"),
+        ("jaxspec.cli.compare", "from benchmarks import prediction"),
+    ],
+)
+def test_a_wrong_import_is_noticed(name, line):
+    assert violations(name, ast.parse(line)) != []
+
+
+def test_siblings_share_only_what_is_made_for_it():
+    places = ("jaxspec.drafting", "jaxspec.heads.*.drafter")
+    drafters = [name for name in MODULES if any(within(name, one) for one in places)]
+    assert len(drafters) > 3
+    for name in drafters:
+        siblings = {other for other in imports(MODULES[name]) if any(within(other, one) for one in places)}
+        names = ("chain_drafter", "lookup", "tree_drafter", "aux_drafter", "exit_drafter", "masked_drafter")
+        shared = {f"jaxspec.drafting.{one}" for one in names}
+        assert siblings <= shared, name

@@ -1,0 +1,317 @@
+"""The blocks of `jaxspec.model.llama` against the slow float64 reference, on every flag of a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.model.numerics import cosine
+from jaxspec.model.plan import LayerPlan
+from jaxspec.model.prefill import run_prompts
+from jaxspec.testing import reference
+
+TOLERANCE = 1e-4
+CAPACITY = 32
+# These tests check numbers, not the compiler, and compilation takes most of their time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+BASE = LlamaConfig(
+    vocab_size=37,
+    hidden_size=24,
+    intermediate_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    max_position_embeddings=64,
+)
+CONFIGS = {
+    "grouped": BASE,
+    "multi_head": dataclasses.replace(BASE, num_kv_heads=4, rms_norm_eps=1e-2),
+    "multi_query": dataclasses.replace(BASE, num_kv_heads=1, rope_theta=50.0),
+    "tied": dataclasses.replace(BASE, tie_embeddings=True),
+    "biases": dataclasses.replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen2": dataclasses.replace(BASE, qkv_bias=True, model_type="qwen2", sliding_windows=(None, 4)),
+    "qwen3": dataclasses.replace(BASE, qk_norm=True, model_type="qwen3", head_dim=8, num_kv_heads=1),
+    "head_dim": dataclasses.replace(BASE, head_dim=10),
+    "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0)),
+    "dynamic": dataclasses.replace(BASE, max_position_embeddings=8, rope_scaling=RopeScaling("dynamic", 3.0)),
+    "llama3": dataclasses.replace(
+        BASE,
+        head_dim=12,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, original_max_position_embeddings=40),
+    ),
+    "sliding": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(5, 5)),
+}
+LENGTHS = (13, 1, 9)
+
+
+@functools.cache
+def _params(name: str):
+    return reference.random_params(CONFIGS[name], seed=len(name))
+
+
+@functools.cache
+def _texts(num_rows: int = len(LENGTHS)) -> np.ndarray:
+    """Returns right-padded random rows; tokens after a row's length must have no effect."""
+    return np.random.default_rng(3).integers(0, BASE.vocab_size, (num_rows, max(LENGTHS) + 3))
+
+
+@functools.partial(jit, static_argnames=("config", "plan"))
+def _forward(config, params, tokens, start, cache, plan=None):
+    return llama.forward(config, params, tokens, start, cache, plan=plan)
+
+
+def _cache(config, num_rows, rope_length, merged=True):
+    cache = kv.create(config, num_rows, CAPACITY, jnp.float32, merged)
+    return cache.replace(rope_length=jnp.full(num_rows, rope_length, jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["grouped", "dynamic", "sliding"])
+def test_whole_rows_at_once(name):
+    config, params, texts = CONFIGS[name], _params(name), _texts()
+    length = texts.shape[1]
+    cache = _cache(config, len(texts), length)
+    logits, _, _ = _forward(config, params, texts, np.zeros(len(texts), np.int32), cache)
+    for row, text in enumerate(texts):
+        expected = reference.forward(config, params, text)
+        np.testing.assert_allclose(np.asarray(logits)[row], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.representatives("grouped", "qwen3", "llama3", "sliding")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_in_pieces_then_token_by_token(name):
+    """Ragged prompts are prefilled in chunks, then every row continues from its own length."""
+    config, params, texts = CONFIGS[name], _params(name), _texts()
+    length = np.asarray(LENGTHS, np.int32)
+
+    @jit
+    def prefill(params, tokens, length):
+        cache = _cache(config, len(tokens), 0)
+        last, _, cache = run_prompts(config, params, tokens, length, cache, chunk_size=4)
+        return llama.logits(config, params, last), cache
+
+    first, cache = prefill(params, np.where(np.arange(16) < length[:, None], texts[:, :16], 0), length)
+    logits = [first]
+    for step in range(2):
+        token = np.asarray([text[n + step] for n, text in zip(LENGTHS, texts, strict=True)])
+        out, _, cache = _forward(config, params, token[:, None], length + step, cache)
+        logits.append(np.asarray(out)[:, 0])
+    for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):
+        expected = reference.forward(config, params, text[: n + 2], rope_length=n)
+        np.testing.assert_allclose(np.stack(logits, axis=1)[row], expected[n - 1 :], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
+@pytest.mark.parametrize("chunk_size", [4, 16])
+def test_similarities_of_prompts(name, chunk_size):
+    """Each row uses only its own tokens, in several chunks or in one; a prompt of one token also has similarities."""
+    config, params = CONFIGS[name], _params(name)
+    texts, length = _texts()[:, :16], np.asarray(LENGTHS, np.int32)
+    run = jit(lambda *args: run_prompts(config, *args, chunk_size=chunk_size)[:2])
+    last, similarities = run(params, texts, length, _cache(config, len(texts), 0))
+    assert (similarities.dtype, similarities.shape) == (jnp.float32, (len(texts), config.num_layers, 2))
+    for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):
+        stream: list[np.ndarray] = []
+        reference.forward(config, params, text[:n], stream=stream)
+        expected = []
+        for before, after in itertools.pairwise(stream):
+            norms = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
+            expected.append(np.mean(np.sum(before * after, axis=1) / norms))
+        found = similarities[row].reshape(-1)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(last[row], stream[-1][-1], atol=TOLERANCE)
+
+
+def test_the_cosine_of_nothing():
+    """It is zero, not NaN, and 16-bit numbers are computed in float32."""
+    x = jnp.array([[3.0, 4.0], [0.0, 0.0], [1e-18, 0.0], [200.0, 100.0]])
+    y = jnp.array([[4.0, 3.0], [1.0, 1.0], [1.0, 0.0], [200.0, 100.0]])
+    np.testing.assert_allclose(cosine(x, y), [0.96, 0, 1, 1], rtol=1e-6)
+    half = cosine(x.astype(jnp.float16), y.astype(jnp.float16))
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, [0.96, 0, 0, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("num_rows", [1, kv.UNROLLED_ROWS + 1])
+def test_cache_layouts_and_writes(merged, num_rows):
+    """Both layouts, and the writes of few and of many rows: two blocks of tokens at ragged starts."""
+    config, params, texts = BASE, _params("grouped"), _texts(num_rows)
+    first = np.asarray(np.arange(num_rows) % 4 + 3, np.int32)
+    cache = _cache(config, num_rows, 0, merged)
+    # The first block is longer than some rows; later writes overwrite its values after their length.
+    _, _, cache = _forward(config, params, texts[:, :6], np.zeros(num_rows, np.int32), cache)
+    block = np.stack([text[n : n + 5] for n, text in zip(first, texts, strict=True)])
+    logits, _, _ = _forward(config, params, block, first, cache)
+    for row in range(num_rows):
+        n = int(first[row])
+        expected = reference.forward(config, params, texts[row, : n + 5])
+        np.testing.assert_allclose(np.asarray(logits)[row], expected[n:], atol=TOLERANCE, rtol=0)
+
+
+def test_grow_and_insert_keep_the_rows():
+    config, params, texts = BASE, _params("grouped"), _texts()
+    _, _, cache = _forward(config, params, texts[:, :6], np.zeros(3, np.int32), _cache(config, 3, 0))
+    _, _, single = _forward(config, params, texts[:1, 6:12], np.zeros(1, np.int32), _cache(config, 1, 0))
+    cache = kv.insert(cache, jnp.int32(1), single)
+    assert kv.grow(cache, 2 * CAPACITY).capacity == 2 * CAPACITY
+    rows = [texts[0, :7], np.append(texts[0, 6:12], texts[1, 6]), texts[2, :7]]
+    logits, _, _ = _forward(
+        config, params, texts[:, 6:7], np.full(3, 6, np.int32), kv.grow(cache, 2 * CAPACITY)
+    )
+    for row, text in enumerate(rows):
+        expected = reference.forward(config, params, text)[-1]
+        np.testing.assert_allclose(np.asarray(logits)[row, 0], expected, atol=TOLERANCE, rtol=0)
+
+
+PLANS = [
+    LayerPlan.skipping(2, attention=[0]),
+    LayerPlan.skipping(2, mlp=[1]),
+    LayerPlan.skipping(2, attention=[1], mlp=[0]),
+    LayerPlan.skipping(2, attention=[0, 1], mlp=[0, 1]),
+]
+
+
+@functools.cache
+def _plan_logits(plan: LayerPlan) -> np.ndarray:
+    return np.stack([reference.forward(BASE, _params("grouped"), text, run=plan.run) for text in _texts()])
+
+
+def test_traced_plans_share_one_executable():
+    config, params, texts = BASE, _params("grouped"), _texts()
+    run = jit(lambda *args: llama.forward(config, *args[:-1], plan=args[-1]))
+    for plan in PLANS:
+        args = params, texts, np.zeros(3, np.int32), _cache(config, 3, 0)
+        logits, _, _ = run(*args, plan.traced())
+        np.testing.assert_allclose(logits, _plan_logits(plan), atol=TOLERANCE, rtol=0)
+    assert run._cache_size() == 1
+
+
+def test_static_plans():
+    config, params, texts = BASE, _params("grouped"), _texts()
+    for plan in PLANS[2:]:
+        args = params, texts, np.zeros(3, np.int32), _cache(config, 3, 0)
+        logits, _, _ = _forward(config, *args, plan=plan)
+        np.testing.assert_allclose(logits, _plan_logits(plan), atol=TOLERANCE, rtol=0)
+
+
+def test_layer_ranges():
+    """An early exit, and the remaining layers from its output."""
+    config, params, texts = CONFIGS["qwen2"], _params("qwen2"), _texts()
+    short = config.truncated(1)
+
+    @jit
+    def run(params, tokens):
+        start = jnp.zeros(len(tokens), jnp.int32)
+        hidden, cache = llama.embed(params, tokens), _cache(config, len(tokens), 0)
+        hidden, cache = llama.run_layers(config, params, hidden, start, cache, layers=range(1))
+        early = llama.logits(config, params, hidden)
+        hidden, cache = llama.run_layers(config, params, hidden, start, cache, layers=range(1, 2))
+        late = llama.logits(config, params, hidden)
+        cut = llama.truncate(params, 1)
+        return early, late, llama.forward(short, cut, tokens, start, _cache(short, len(tokens), 0))[0]
+
+    early, late, cut = map(np.asarray, run(params, texts))
+    for row, text in enumerate(texts):
+        expected = reference.forward(config, params, text, num_layers=1)
+        np.testing.assert_allclose(early[row], expected, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(cut[row], expected, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(late[row], reference.forward(config, params, text), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["sliding", "biases"])
+def test_training_block_sees_only_its_segment(name):
+    """Two documents packed in one row have the same outputs as each alone."""
+    config, params, text = CONFIGS[name], _params(name), _texts()[0]
+    cut = 7
+    positions = np.asarray([[*range(cut), *range(len(text) - cut)]])
+    segments = np.asarray([[0] * cut + [1] * (len(text) - cut)])
+
+    @jit
+    def run(params, tokens):
+        hidden = llama.embed(params, tokens)
+        for layer, p in enumerate(params["layers"]):
+            hidden = llama.run_block(config, p, hidden, positions, segments, config.window(layer))
+        return llama.logits(config, params, hidden)
+
+    expected = [reference.forward(config, params, part) for part in (text[:cut], text[cut:])]
+    logits = run(params, text[None])[0]
+    np.testing.assert_allclose(logits, np.concatenate(expected), atol=TOLERANCE, rtol=0)
+
+
+def test_parameters_counted_and_initialised():
+    config = CONFIGS["biases"].truncated(1)
+    params = jit(llama.init_params, static_argnums=0)(config, jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == llama.param_shapes(config)
+    assert llama.num_params(config) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name, width = path[-1].key, leaf.shape[-1]
+        if name == "norm" or name.endswith("bias"):
+            assert (leaf == (name == "norm")).all()
+        else:
+            assert abs(float(leaf.std()) * width**0.5 - 1) < 0.2
+    layers = jax.eval_shape(lambda: kv.create(config, 3, CAPACITY, jnp.bfloat16)).layers
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+    assert kv.size_bytes(config, 3, CAPACITY, jnp.bfloat16) == total
+
+
+def test_wrong_configs_are_refused():
+    with pytest.raises(ValueError, match="not a multiple of num_kv_heads"):
+        dataclasses.replace(BASE, num_kv_heads=3)
+    with pytest.raises(ValueError, match="sliding_windows has 1 entries for 2 layers"):
+        dataclasses.replace(BASE, sliding_windows=(4,))
+    with pytest.raises(ValueError, match="from 1 to 2"):
+        BASE.truncated(3)
+    with pytest.raises(ValueError, match=r"skips layers \[2\]"):
+        LayerPlan.skipping(2, mlp=[2])
+
+
+def test_a_model_cut_below_its_sliding_windows_has_none():
+    config = dataclasses.replace(BASE, sliding_windows=(None, 4))
+    assert config.truncated(2) == config
+    assert config.truncated(1) == BASE.truncated(1)
+
+
+@pytest.mark.representatives("1-None-True", "4-100-False", "9-None-False")
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("length", [1, 4, 9])
+def test_attention_over_blocks_and_over_the_whole_cache_are_the_same(length, window, merged):
+    """Rows of very different lengths; the longest is below and above the share at which a cache is read whole."""
+    slots, rng = 4 * kv.BLOCK, np.random.default_rng(3)
+    batch, kv_heads, group, hd = 2, 2, 3, 4
+    heads = (batch * kv_heads,) if merged else (batch, kv_heads)
+    layer = tuple(jnp.asarray(rng.standard_normal((*heads, slots, hd)), jnp.float32) for _ in range(2))
+    queries = jnp.asarray(rng.standard_normal((batch, length, kv_heads, group, hd)), jnp.float32)
+    attend = jit(kv.attend, static_argnames=("window", "merged"))
+    for longest in (length, 200, slots // 2, slots // 2 + 1, 3 * slots // 4 + 1, slots):
+        start = jnp.array([0, longest - length])
+        positions = start[:, None] + jnp.arange(length)
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], window)
+        expected = kv.attend_where(queries, layer, seen, merged)
+        found = attend(queries, layer, positions, window=window, merged=merged)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_attention_goes_by_blocks_where_all_scores_would_not_fit_a_processors_cache(monkeypatch):
+    def bytes_of(most):
+        monkeypatch.setattr(kv, "MOST_SCORES", most)
+        layer = (jnp.zeros((1, 2048, 4)), jnp.zeros((1, 2048, 4)))
+        attend = functools.partial(kv.attend, window=None, merged=True)
+        made = (
+            jax.jit(attend).lower(jnp.zeros((1, 64, 1, 2, 4)), layer, jnp.zeros((1, 64), jnp.int32)).compile()
+        )
+        return made.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(0) < 64 * 2 * 2048 * 4 < bytes_of(2**30)

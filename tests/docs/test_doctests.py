@@ -1,0 +1,113 @@
+"""Every public class and function shows how it is used, and its examples run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+# A folder means all its files.
+PUBLIC = (
+    "jaxspec/protocol.py",
+    "jaxspec/stopping.py",
+    "jaxspec/acceptance.py",
+    "jaxspec/sampling.py",
+    "jaxspec/model/tree.py",
+    "jaxspec/choosing/costs.py",
+    "jaxspec/drafting/chain_drafter.py",
+    "jaxspec/drafting/tree_drafter.py",
+    "jaxspec/methods",
+    "jaxspec/heads/method.py",
+    "jaxspec/heads/tree_method.py",
+    *sorted(ROOT.glob("jaxspec/heads/*/method.py")),
+    "jaxspec/testing",
+    "jaxspec/engine/language_model.py",
+    "jaxspec/engine/conversation.py",
+    "jaxspec/engine/results.py",
+    "jaxspec/host/arguments.py",
+    "jaxspec/console/docs.py",
+)
+# The methods that a user calls; those of any other class share its example.
+OWN = {"LanguageModel": ("generate", "stream", "encode")}
+
+
+def files() -> list[Path]:
+    """Returns the files of the public modules, but no `__init__.py`: a package only gathers names."""
+    found = (sorted(path.glob("*.py")) if path.is_dir() else [path] for path in map(ROOT.joinpath, PUBLIC))
+    return [path for paths in found for path in paths if path.name != "__init__.py"]
+
+
+FILES = files()
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def public(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields each public class and function of a module, and the methods in `OWN`, with its docstring."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node.name, ast.get_docstring(node) or ""
+            if isinstance(node, ast.ClassDef):
+                # Of an overloaded method the last definition has the docstring.
+                methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+                for name in OWN.get(node.name, ()):
+                    yield f"{node.name}.{name}", ast.get_docstring(methods[name]) or ""
+
+
+def without_example(source: str) -> list[str]:
+    return [name for name, text in public(ast.parse(source)) if ">>> " not in text]
+
+
+def test_every_public_class_and_function_has_an_example():
+    missing = [
+        f"{module_name(path)}.{name}" for path in FILES for name in without_example(path.read_text("utf-8"))
+    ]
+    assert not missing, "no example in the docstrings of:\n" + "\n".join(missing)
+
+
+def test_a_wrong_example_fails(monkeypatch):
+    from jaxspec import protocol
+
+    monkeypatch.setattr(protocol.Prefill, "__doc__", ">>> 1\n2\n")
+    with pytest.raises(AssertionError, match=r"Failed example:\s+1"):
+        test_examples_run(ROOT / "jaxspec" / "protocol.py")
+
+
+def test_a_missing_example_is_noticed():
+    source = 'class A:\n    """Says."""\ndef f():\n    """Says.\n\n    >>> f()\n    """\ndef _g(): pass\n'
+    assert without_example(source) == ["A"]
+
+
+LONG = (
+    "jaxspec.testing.contracts",
+    "jaxspec.drafting.tree_drafter",
+    "jaxspec.drafting.chain_drafter",
+    "jaxspec.acceptance",
+)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=[pytest.mark.full] if name in LONG else [])
+        for path, name in zip(FILES, map(module_name, FILES), strict=True)
+    ],
+)
+def test_examples_run(path):
+    module = importlib.import_module(module_name(path))
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    report: list[str] = []
+    for test in tests:
+        runner.run(test, out=report.append)
+    assert runner.failures == 0, "".join(report)
+    expected = sum(">>> " in text for _, text in public(ast.parse(path.read_text("utf-8"))))
+    assert len(tests) >= expected, "an example is not found by doctest"

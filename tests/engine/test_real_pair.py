@@ -1,0 +1,101 @@
+"""Real weights: stories260K, and llama2xs of the same tokenizer as its draft, on openings of stories."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.testing import reference
+
+MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+TARGET, DRAFT = MODELS / "stories260K", MODELS / "llama2xs"
+OPENINGS = [
+    "Once upon a time, there was a little girl named Lily.",
+    "One day, a dog found a big red ball in the park.",
+    "Tom and Ben were best friends.",
+    "The old bear lived in a cave near the river.",
+]
+BUDGET = 200
+# Agreement of the two models, measured with transformers.
+AGREEMENT = 0.61
+pytestmark = pytest.mark.skipif(not DRAFT.is_dir(), reason="the shared data is not here")
+
+
+@functools.cache
+def target() -> jaxspec.LanguageModel:
+    return jaxspec.load(TARGET)
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    rows = target().generate(OPENINGS, max_new_tokens=BUDGET, ignore_eos=True)
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.full
+def test_plain_decoding_is_the_slow_decoder():
+    lm = target()
+    for opening, tokens in zip(OPENINGS, plain(), strict=True):
+        prompt = lm.encode(opening)
+        logits = reference.forward(lm.config, lm.params, [*prompt, *tokens])
+        assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ngram"},
+        {"method": "draft-model", "draft": str(DRAFT), "num_draft_tokens": 4},
+        {
+            "method": "draft-model",
+            "draft_exit": 3,
+            "num_draft_tokens": 6,
+            "stop_rule": ("confidence", "adaptive-length"),
+        },
+    ],
+    ids=["ngram", "draft-model", "draft-exit"],
+)
+def test_every_method_writes_the_same_stories(options):
+    rows = target().generate(OPENINGS, max_new_tokens=BUDGET, ignore_eos=True, **options)
+    assert [row.tokens for row in rows] == plain()
+    assert all(row.statistics.num_accepted_tokens > 0 for row in rows)
+
+
+@functools.cache
+def draft_choices() -> np.ndarray:
+    """For each token of the stories, whether the draft would have said it, given what came before."""
+    lm, draft = target(), jaxspec.load(DRAFT)
+    agreed = []
+    for opening, tokens in zip(OPENINGS, plain(), strict=True):
+        prompt = lm.encode(opening)
+        logits = reference.forward(draft.config, draft.params, [*prompt, *tokens])
+        agreed += (logits[len(prompt) - 1 : -1].argmax(axis=-1) == tokens).tolist()
+    return np.array(agreed)
+
+
+def test_the_draft_agrees_as_often_as_measured():
+    assert draft_choices().mean() == pytest.approx(AGREEMENT, abs=0.06)
+
+
+@pytest.mark.full
+def test_acceptance_falls_with_the_length_of_the_draft():
+    """About .7 at K = 1 and .4 at K = 4, over all rounds."""
+    rates = {}
+    for length in (1, 4):
+        rows = target().generate(
+            OPENINGS,
+            max_new_tokens=BUDGET,
+            ignore_eos=True,
+            method="draft-model",
+            draft=str(DRAFT),
+            num_draft_tokens=length,
+        )
+        stats = [row.statistics for row in rows]
+        rates[length] = sum(s.num_accepted_tokens for s in stats) / sum(s.num_draft_tokens for s in stats)
+    assert rates[1] == pytest.approx(0.7, abs=0.08)
+    assert rates[4] == pytest.approx(0.4, abs=0.08)

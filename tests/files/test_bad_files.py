@@ -1,0 +1,331 @@
+"""Files that are wrong: whatever they hold, one line says which file and what is wrong with it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.host import files
+from jaxspec.io import tensors
+from jaxspec.io.hf import huggingface
+from jaxspec.io.methods import method_files
+from jaxspec.io.methods.method_files import ProbeFile
+from jaxspec.model.config import LlamaConfig
+from jaxspec.testing import reference
+from tests.files.test_huggingface import BASE, write_config
+
+KEYS = (
+    *(
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    ),
+    *("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
+    *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "sliding_window", "use_sliding_window"),
+    *("max_window_layers", "layer_types", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "model_type", "hidden_act", "quantization_config", "jaxspec"),
+)
+ROPE_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "rope_theta",
+)
+JUNK = (
+    *(math.nan, math.inf, -math.inf, 1e308, -1, 0, -1024, 2.5, 1e-60, 2**31, 2**64, 10**400, -(10**400)),
+    *(
+        "no",
+        "",
+        "1",
+        None,
+        True,
+        False,
+        [],
+        {},
+        [[]],
+        [math.inf],
+        [2**40],
+        ["1"],
+        [None],
+        {"a": {}},
+        {"factor": 1},
+    ),
+)
+# How a message calls a key, where not by its name.
+ALIASES = {"rope_scaling": "rope_", "rope_parameters": "rope_", "quantization_config": "quanti"}
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def sensible(config: LlamaConfig) -> bool:
+    """Whether every number of a config is one that a model can be computed with."""
+    numbers = [value for value in vars(config).values() if isinstance(value, (int, float))]
+    if config.rope_scaling is not None:
+        numbers += [value for value in vars(config.rope_scaling).values() if not isinstance(value, str)]
+    ids = (config.bos_token_id or 0, *config.eos_token_ids)
+    return (
+        all(math.isfinite(one) and 0 <= one < 2**31 for one in numbers if one < 2**31 or isinstance(one, int))
+        and all(type(token) is int and 0 <= token < 2**31 for token in ids)
+        and 0 < float(np.float32(config.rms_norm_eps)) <= 1
+        and 1 <= float(np.float32(config.rope_theta)) < math.inf
+        and 1 <= config.context_length < 2**31
+    )
+
+
+def refused(directory: Path) -> str | None:
+    """What is said of a config, one line; None if it is taken."""
+    try:
+        config = huggingface.read_config(directory)
+        huggingface.generation_defaults(directory)
+        huggingface.read_trained_for(directory, config)
+    except ValueError as error:
+        message = str(error)
+        assert "\n" not in message
+        assert message.startswith(str(directory))
+        assert len(message) < len(str(directory)) + 250
+        return message.removeprefix(str(directory))
+    assert sensible(config), config
+    hash(config)
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp_path, kind):
+    base = {"model_type": kind, "num_key_value_heads": 2}
+    for key, value in itertools.product(KEYS, JUNK):
+        said = refused(write_config(tmp_path, **base | {key: value}))
+        assert said is None or ALIASES.get(key, key) in said, (key, value, said)
+
+
+def test_every_value_of_a_rope_is_taken_or_refused_in_a_line_that_names_it(tmp_path):
+    for key, value in itertools.product(ROPE_KEYS, JUNK):
+        for rope in ("rope_scaling", "rope_parameters"):
+            for start in (LLAMA3, {"rope_type": "linear", "factor": 2}, {"type": "dynamic", "factor": 2}):
+                said = refused(write_config(tmp_path, **{rope: start | {key: value}}))
+                assert said is None or key in said or "rope" in said, (key, value, said)
+
+
+def test_several_wrong_values_at_once(tmp_path):
+    rng = random.Random(0)
+    for _ in range(500):
+        keys = rng.sample(KEYS, 4)
+        write_config(tmp_path, {"eos_token_id": rng.choice(JUNK)}, **{key: rng.choice(JUNK) for key in keys})
+        refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number from 1e-30 to 1"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; expected"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf; expected"),
+        ({"rope_theta": 0}, "rope_theta is 0; expected a number from 1 to"),
+        ({"rope_theta": -1}, "rope_theta is -1; expected"),
+        ({"rope_theta": math.nan}, "rope_theta is nan; expected"),
+        (
+            {"max_position_embeddings": 1024, "rope_scaling": {"type": "linear", "factor": -1}},
+            "factor is -1; exp",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor is inf; expected"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 2**20},
+            "make a context of",
+        ),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "expected a larger high one"),
+        ({"rope_scaling": [1]}, "rope_scaling is [1]; expected an object or null"),
+        ({"eos_token_id": math.inf}, "eos_token_id is inf; expected a token id"),
+        ({"eos_token_id": 2.7}, "eos_token_id is 2.7; expected a token id"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']; expected a token id"),
+        ({"bos_token_id": 10**400}, "bos_token_id is a number of about 400 digits"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
+        ({"num_hidden_layers": 10**9, "model_type": "mistral"}, "num_hidden_layers is 1000000000; expected"),
+        ({"model_type": []}, "model_type [] is not supported"),
+    ],
+)
+def test_what_is_said_of_a_config(tmp_path, keys, message):
+    said = refused(write_config(tmp_path, **keys))
+    assert said is not None
+    assert said.startswith("/config.json: ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"do_sample": "no"}, "do_sample is 'no'; expected true or false"),
+        ({"do_sample": True, "temperature": math.nan}, "temperature is nan; expected a number from 0"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ({"do_sample": True, "top_k": 2.5}, "top_k is 2.5; expected a whole number from 0"),
+        ({"do_sample": True, "top_p": 0}, "top_p is 0; expected a number"),
+        ({"do_sample": True, "min_p": 2}, "min_p is 2; expected a number from 0 to 1"),
+        ({"eos_token_id": "2"}, "eos_token_id is '2'; expected a token id"),
+        ({"do_sample": False, "temperature": 0, "top_p": 7}, None),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": None}, None),
+    ],
+)
+def test_what_is_said_of_a_generation_config(tmp_path, generation, message):
+    said = refused(write_config(tmp_path, generation))
+    assert said == message or str(said).startswith(f"/generation_config.json: {message}")
+
+
+def test_a_number_of_thousands_of_digits(tmp_path):
+    (write_config(tmp_path) / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}")
+    assert str(refused(tmp_path)).endswith("it has a number of too many digits")
+
+
+def test_json_that_is_too_deep(tmp_path):
+    deep = "[" * 200_000
+    for name in ("config.json", "generation_config.json"):
+        (write_config(tmp_path) / name).write_text(deep)
+        assert "is nested too deeply" in str(refused(tmp_path))
+    (tmp_path / "x").write_bytes(len(deep).to_bytes(8, "little") + deep.encode())
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        tensors.read(tmp_path / "x")
+
+
+# Weights
+
+
+@pytest.fixture
+def saved(tmp_path):
+    huggingface.save(tmp_path, BASE, reference.random_params(BASE, 0))
+    return tmp_path
+
+
+def weights_error(directory: Path) -> str:
+    with pytest.raises(ValueError, match=str(directory)) as error:
+        huggingface.load_params(directory, BASE, jnp.float32)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {"a": 1}, {"a": None}, {"a": ["x"]}, {"a": {}}, {"a": math.inf}]
+)
+def test_a_weight_map_of_something_else(saved, weight_map):
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "has no weight_map from names of tensors to names of files" in weights_error(saved)
+
+
+@pytest.mark.parametrize("code", ["I8", "U8", "F8_E4M3", "I32"])
+def test_quantised_weights_are_called_so(saved, code):
+    path = saved / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_header(path, lambda header: header[name].update(dtype=code))
+    message = weights_error(saved)
+    assert (
+        f"tensor {name} is {code}; quantised weights are not supported, give a model with one of F64"
+        in message
+    )
+    change_header(path, lambda header: header["model.embed_tokens.weight"].update(dtype=code))
+    with pytest.raises(ValueError, match=f"is {code}; quantised weights"):
+        huggingface.stored_dtype(saved)
+
+
+def change_header(path: Path, change) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
+
+
+def test_tensors_that_overlap(saved):
+    path = saved / "model.safetensors"
+    offsets = {}
+
+    def move(header):
+        offsets.update(
+            {name: entry["data_offsets"] for name, entry in header.items() if "data_offsets" in entry}
+        )
+        name = "model.layers.1.input_layernorm.weight"
+        begin, end = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [begin - 8, end - 8]
+
+    change_header(path, move)
+    assert "input_layernorm.weight overlap; save the model again" in weights_error(saved)
+
+
+@pytest.mark.parametrize("value", [math.inf, -1, 2.5, "4", None, [], 2**70, True])
+@pytest.mark.parametrize("field", ["dtype", "shape", "begin", "end", "dimension"])
+def test_a_header_of_something_else(saved, field, value):
+    def spoil(header):
+        entry = header["model.norm.weight"]
+        if field in ("begin", "end"):
+            entry["data_offsets"][field == "end"] = value
+        elif field == "dimension":
+            entry["shape"] = [value]
+        else:
+            entry[field] = value
+
+    change_header(saved / "model.safetensors", spoil)
+    weights_error(saved)
+
+
+# Files of the methods
+
+
+def test_a_probe_that_is_not_finite(tmp_path):
+    path = tmp_path / "probe.safetensors"
+    v = np.ones(4, np.float32)
+    for bad, b in ((v * np.float32(math.nan), 0.0), (v, math.inf)):
+        method_files.write_probe(path, "model", ProbeFile(bad, b, 1, "greedy"))
+        with pytest.raises(ValueError, match="numbers that are not finite; train the probe again"):
+            method_files.read_probe(path, "model", 4, 1, "greedy")
+
+
+def test_a_directory_is_called_one(tmp_path):
+    for read in (
+        lambda: method_files.read_plan(tmp_path, "model", 2),
+        lambda: method_files.read_asd(tmp_path, "model"),
+        lambda: method_files.read_probe(tmp_path, "model", 4, 1, "greedy"),
+        lambda: method_files.read_thresholds(tmp_path, "model", "draft", (1, 2)),
+        lambda: files.read_text(tmp_path, "`reference` must be a text file"),
+    ):
+        with pytest.raises(FileNotFoundError, match="is a directory, not a file"):
+            read()
+
+
+@pytest.mark.parametrize("value", [*JUNK, [0.5], [1.5, 2]])
+@pytest.mark.parametrize(
+    "field", ["num_layers", "skip_attention", "skip_mlp", "alpha", "every", "keep_last", "exits"]
+)
+def test_method_files_of_something_else(tmp_path, field, value):
+    path = tmp_path / "file.json"
+    asd = {"format": method_files.ASD_FORMAT, "model": "m", "alpha": 0.5, "every": 2, "keep_last": 1}
+    plan = {
+        "format": method_files.PLAN_FORMAT,
+        "model": "m",
+        "num_layers": 3,
+        "skip_attention": [1],
+        "skip_mlp": [],
+    }
+    exits = {"format": method_files.THRESHOLDS_FORMAT, "target": "m", "draft": "d", "exits": [1, 2]}
+    for content, read in (
+        (asd, lambda: method_files.read_asd(path, "m")),
+        (plan, lambda: method_files.read_plan(path, "m", 3)),
+        (exits | {"thresholds": [0.5, 0]}, lambda: method_files.read_thresholds(path, "m", "d", (1, 2))),
+    ):
+        path.write_text(
+            json.dumps(content | {field: value, "thresholds": value if field == "exits" else [0.5, 0]})
+        )
+        said = ""
+        try:
+            read()
+        except ValueError as error:
+            said = str(error)
+        assert "\n" not in said
+        assert not said or str(path) in said

@@ -1,0 +1,609 @@
+"""Hugging Face directories: configs of both styles, weights in and out, and every kind of bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.engine import memory
+from jaxspec.engine.loading import find_model
+from jaxspec.host import files
+from jaxspec.io import tensors
+from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
+from jaxspec.io.hf import config_json, huggingface
+from jaxspec.model.config import LlamaConfig, RopeScaling
+from jaxspec.model.llama import num_params
+from jaxspec.model.sharding import with_copies
+from jaxspec.testing import reference
+
+MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+
+BASE = LlamaConfig(
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+)
+LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, original_max_position_embeddings=32)
+CONFIGS = {
+    "llama": BASE,
+    "tied": dataclasses.replace(BASE, tie_embeddings=True),
+    "biases": dataclasses.replace(BASE, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "llama3": dataclasses.replace(BASE, rope_scaling=LLAMA3, rope_theta=5e5, eos_token_ids=(2, 5, 3)),
+    "linear": dataclasses.replace(BASE, rope_scaling=RopeScaling("linear", 4.0), bos_token_id=None),
+    "dynamic": dataclasses.replace(BASE, rope_scaling=RopeScaling("dynamic", 2.0), eos_token_ids=()),
+    "head_dim": dataclasses.replace(BASE, head_dim=6),
+    "mistral": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(4, 4, 4)),
+    "mistral_full": dataclasses.replace(BASE, model_type="mistral"),
+    "ministral": dataclasses.replace(BASE, model_type="ministral", sliding_windows=(4, None, 4)),
+    "ministral_full": dataclasses.replace(BASE, model_type="ministral"),
+    "qwen2": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, sliding_windows=(None, 4, 4)),
+    "qwen3": dataclasses.replace(BASE, model_type="qwen3", qk_norm=True, sliding_windows=(None, 4, 4)),
+    "qwen3_biases": dataclasses.replace(
+        BASE,
+        model_type="qwen3",
+        qk_norm=True,
+        qkv_bias=True,
+        output_bias=True,
+        head_dim=6,
+        tie_embeddings=True,
+    ),
+    "qwen2_full": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, bos_token_id=None),
+}
+
+
+def write_config(directory: Path, generation: dict | None = None, **keys) -> Path:
+    content = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+    } | keys
+    (directory / "config.json").write_text(json.dumps(content))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def assert_same(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(tmp_path, name):
+    config = CONFIGS[name]
+    params = reference.random_params(config, 0)
+    huggingface.save(tmp_path, config, params)
+    assert huggingface.read_config(tmp_path) == config
+    assert huggingface.stored_dtype(tmp_path) == np.float32
+    assert_same(huggingface.load_params(tmp_path, config, jnp.float32), params)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tensors_are_those_of_hugging_face(tmp_path):
+    """Query head h of Hugging Face is member h % G of key/value head h // G."""
+    config = CONFIGS["biases"]
+    params = reference.random_params(config, 0)
+    huggingface.save(tmp_path, config, params)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert len(stored) == 3 + 3 * (9 + 7)
+    for layer in range(config.num_layers):
+        attention, mlp = params["layers"][layer]["attention"], params["layers"][layer]["mlp"]
+        fused = attention["qkv"].reshape(2, 4, 2, 8)
+        for head in range(config.num_heads):
+            name = f"model.layers.{layer}.self_attn.q_proj.weight"
+            np.testing.assert_array_equal(stored[name][2 * head : 2 * head + 2], fused[head // 2, head % 2])
+        for head in range(config.num_kv_heads):
+            for letter, member in (("k", 2), ("v", 3)):
+                name = f"model.layers.{layer}.self_attn.{letter}_proj.weight"
+                np.testing.assert_array_equal(stored[name][2 * head : 2 * head + 2], fused[head, member])
+        up = stored[f"model.layers.{layer}.mlp.up_proj.weight"]
+        np.testing.assert_array_equal(up, mlp["gate_up"][1])
+
+
+@pytest.mark.parametrize("limit", [1, 700])
+def test_shards(tmp_path, limit):
+    params = reference.random_params(BASE, 0)
+    huggingface.save(tmp_path, BASE, params)  # leaves a single file, which must not outlive the shards
+    other = reference.random_params(BASE, 1)
+    huggingface.save(tmp_path, BASE, other, max_shard_bytes=limit)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == 4 * num_params(BASE)
+    for shard in shards:
+        stored = load_file(shard)
+        assert sum(tensor.nbytes for tensor in stored.values()) <= limit or len(stored) == 1
+    assert_same(huggingface.load_params(tmp_path, BASE, jnp.float32), other)
+    huggingface.save(tmp_path, BASE, params)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert_same(huggingface.load_params(tmp_path, BASE, jnp.float32), params)
+    (tmp_path / "model.safetensors").unlink()
+    huggingface.save(tmp_path, BASE, params, max_shard_bytes=limit)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match="is missing, though") as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("asked", [np.float32, ml_dtypes.bfloat16])
+def test_dtypes(tmp_path, stored, asked):
+    params = reference.random_params(BASE, 0)
+    huggingface.save(tmp_path, BASE, params, dtype=stored)
+    assert huggingface.stored_dtype(tmp_path) == stored
+    loaded = huggingface.load_params(tmp_path, BASE, asked, place=lambda _, host: host)
+    assert_same(loaded, jax.tree.map(lambda leaf: leaf.astype(stored).astype(asked), params))
+
+
+def test_a_shard_is_read_without_its_leaf(tmp_path):
+    """Every part of every leaf, along each axis; with shared and with copied key/value heads."""
+    for kv_heads, copies in ((2, 1), (2, 2), (4, 1)):
+        config = dataclasses.replace(CONFIGS["biases"], num_kv_heads=kv_heads)
+        params = reference.random_params(config, 0)
+        huggingface.save(tmp_path, config, params)
+        config = dataclasses.replace(config, kv_copies=copies)
+        whole = jax.tree.leaves(with_copies(config, params))
+        found = huggingface.open_tensors(tmp_path)
+        for leaf, (_, shape, sources) in zip(whole, huggingface.leaves(config), strict=True):
+            parts = [(source, found[source.name]) for source in sources]
+            for axis, size in enumerate(shape):
+                for begin in range(size):
+                    index = [slice(None)] * len(shape)
+                    index[axis] = slice(begin, begin + 3)
+                    shard = huggingface._shard(shape, np.dtype(np.float32), parts, tuple(index))
+                    np.testing.assert_array_equal(shard, leaf[tuple(index)])
+
+
+def test_place_is_told_each_leaf_and_decides(tmp_path):
+    params = reference.random_params(BASE, 0)
+    huggingface.save(tmp_path, BASE, params)
+    seen = {}
+
+    def place(name, host):
+        seen[name] = host.shape
+        return jnp.zeros(())
+
+    huggingface.load_params(tmp_path, BASE, ml_dtypes.bfloat16, place)
+    assert len(seen) == len(jax.tree.leaves(params))
+    assert seen["layers/2/attention/qkv"] == (2, 8, 8)
+    assert seen["embed"] == (11, 8)
+
+
+def test_the_host_never_holds_the_model_twice(tmp_path):
+    """Whatever is placed is let go here, so the peak is that of one leaf, not of the model."""
+    config = dataclasses.replace(BASE, hidden_size=256, intermediate_size=512, num_layers=8, vocab_size=500)
+    params = reference.random_params(config, 0)
+    huggingface.save(tmp_path, config, params)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for work in (
+        lambda: huggingface.load_params(tmp_path, config, np.float32, lambda _, host: np.zeros(())),
+        lambda: huggingface.save(tmp_path, config, params),
+    ):
+        work()  # imports and caches
+        tracemalloc.start()
+        work()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2 * largest < total / 4
+
+
+def test_fewer_layers_are_read_alone(tmp_path):
+    params = reference.random_params(BASE, 0)
+    huggingface.save(tmp_path, BASE, params)
+    short = huggingface.load_params(tmp_path, BASE.truncated(2), jnp.float32)
+    assert_same(short, {**params, "layers": params["layers"][:2]})
+
+
+def test_generation_config(tmp_path):
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "eos_token_id": [3, 2, 9]}
+    write_config(tmp_path, said, eos_token_id=2)
+    assert huggingface.read_config(tmp_path).eos_token_ids == (2, 3, 9)
+    assert huggingface.generation_defaults(tmp_path) == {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    huggingface.save(tmp_path, BASE, reference.random_params(BASE, 0), generation={"top_p": 0.5})
+    assert huggingface.generation_defaults(tmp_path) == {"top_p": 0.5}
+    (tmp_path / "generation_config.json").unlink()
+    assert huggingface.generation_defaults(tmp_path) == {}
+
+
+def test_rope_styles(tmp_path):
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+    def read(**keys):
+        config = huggingface.read_config(write_config(tmp_path, **keys))
+        return config.rope_theta, config.rope_scaling
+
+    assert read() == (10000.0, None)
+    assert read(rope_theta=5e5, rope_scaling=None) == (5e5, None)
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 7.0}) == (7.0, None)
+    assert read(rope_scaling={"type": "linear", "factor": 2}) == (10000.0, RopeScaling("linear", 2.0))
+    assert read(rope_theta=3.0, rope_scaling={"rope_type": "dynamic", "factor": 2.5}) == (
+        3.0, RopeScaling("dynamic", 2.5),
+    )  # fmt: skip
+    assert read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3}) == (5e5, LLAMA3)
+    assert read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3}) == (5e5, LLAMA3)
+
+
+def test_defaults_of_each_model_type(tmp_path):
+    """What transformers assumes where a key is missing."""
+    llama = huggingface.read_config(write_config(tmp_path))
+    assert (llama.num_kv_heads, llama.head_dim, llama.vocab_size, llama.intermediate_size) == (
+        4,
+        2,
+        32000,
+        11008,
+    )
+    assert (llama.bos_token_id, llama.eos_token_ids, llama.rms_norm_eps) == (1, (2,), 1e-6)
+    assert (llama.tie_embeddings, llama.sliding_windows, llama.max_position_embeddings) == (False, (), 2048)
+    heads = {"num_attention_heads": 16, "hidden_size": 64}
+    mistral = huggingface.read_config(write_config(tmp_path, model_type="mistral", **heads))
+    assert (mistral.num_kv_heads, mistral.sliding_windows) == (8, (4096,) * 3)
+    qwen2 = huggingface.read_config(
+        write_config(tmp_path, model_type="qwen2", num_key_value_heads=None, head_dim=None)
+    )
+    assert (qwen2.num_kv_heads, qwen2.qkv_bias, qwen2.output_bias) == (4, True, False)
+    assert (qwen2.bos_token_id, qwen2.eos_token_ids, qwen2.sliding_windows) == (None, (), ())
+    qwen3 = huggingface.read_config(write_config(tmp_path, model_type="qwen3", num_key_value_heads=2))
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.output_bias) == (128, True, False, False)
+
+
+def test_sliding_windows(tmp_path):
+    def read(kind, **keys):
+        config = write_config(tmp_path, model_type=kind, num_key_value_heads=2, **keys)
+        return huggingface.read_config(config).sliding_windows
+
+    with pytest.warns(RuntimeWarning, match="do not use sliding_window"):
+        assert read("llama", sliding_window=4) == ()
+    assert read("mistral", sliding_window=4) == (4, 4, 4)
+    assert read("mistral", sliding_window=None) == ()
+    assert read("qwen2", sliding_window=4, max_window_layers=1) == ()
+    assert read("qwen2", sliding_window=4, use_sliding_window=True) == ()
+    assert read("qwen2", sliding_window=4, use_sliding_window=True, max_window_layers=1) == (None, 4, 4)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read("qwen2", sliding_window=4, use_sliding_window=True, layer_types=types) == (4, None, 4)
+    assert read("ministral", sliding_window=4) == (4, 4, 4)
+    assert read("ministral", sliding_window=None) == ()
+    for kind in ("mistral", "ministral"):
+        assert read(kind, sliding_window=4, layer_types=types) == (4, None, 4)
+        assert read(kind, sliding_window=4, layer_types=["full_attention"] * 3) == ()
+        assert read(kind, sliding_window=4, layer_types=None) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, ministral, qwen3",
+        ),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "rope type 'yarn' is not supported; supported: def",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads"),
+        ({"num_attention_heads": 3}, "not a multiple of num_attention_heads"),
+        ({"head_dim": 3}, "head_dim 3 is odd"),
+        ({"rope_theta": [1]}, "config.json"),
+        (
+            {
+                "model_type": "qwen2",
+                "num_key_value_heads": 2,
+                "use_sliding_window": True,
+                "layer_types": ["x"],
+            },
+            "layer_types",
+        ),
+        (
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["chunked_attention"] * 3},
+            "layer_types must name full_attention or sliding_attention for each of 3 layers",
+        ),
+        (
+            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]},
+            "layer_types must name full_attention or sliding_attention for each of 3 layers",
+        ),
+        (
+            {
+                "model_type": "ministral",
+                "num_key_value_heads": 2,
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has sliding_attention, which needs sliding_window",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "num_key_value_heads": 2,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types has sliding_attention, which needs sliding_window and use_sliding_window",
+        ),
+    ],
+)
+def test_bad_configs(tmp_path, keys, match):
+    with pytest.raises(ValueError, match=match) as error:
+        huggingface.read_config(write_config(tmp_path, **keys))
+    assert "config.json" in one_line(error)
+
+
+def test_no_model_there(tmp_path):
+    for name in (tmp_path / "absent", "./absent", "~/absent-model", "absent", "a/b/c", "", "x//y"):
+        with pytest.raises(FileNotFoundError, match="no directory") as error:
+            huggingface.resolve(name)
+        one_line(error)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="is a file"):
+        huggingface.resolve(tmp_path / "file")
+    assert huggingface.resolve(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+        huggingface.read_config(tmp_path)
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
+        huggingface.read_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON") as error:
+        huggingface.read_config(tmp_path)
+    one_line(error)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a JSON list"):
+        huggingface.read_config(tmp_path)
+
+
+def test_embedded_models_have_names(tmp_path, monkeypatch):
+    """A directory of the same name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert find_model(None) == embedded_model()
+    assert find_model(EMBEDDED) == embedded_model(EMBEDDED)
+    with pytest.raises(FileNotFoundError, match="no directory 'absent'"):
+        find_model("absent")
+    with pytest.raises(FileNotFoundError, match="no model 'absent' comes with this installation"):
+        embedded_model("absent")
+    for typo in ("Large", "lage"):
+        with pytest.raises(
+            FileNotFoundError, match=r"large, small, sorted, smollm2 \(perhaps you meant large\)"
+        ):
+            find_model(typo)
+    assert embedded_names()[0] == EMBEDDED
+    (tmp_path / EMBEDDED).mkdir()
+    assert find_model(EMBEDDED).resolve() == tmp_path / EMBEDDED
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    config = {"model_type": "gpt2"}
+
+    def download(name, allow_patterns, ignore_patterns=()):
+        asked.setdefault("calls", []).append(allow_patterns)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        asked.update(name=name, allow=allow_patterns)
+        if name == "owner/gone":
+            raise ConnectionError("no route\nto the hub")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["config.json", "model.bin"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="gpt2"):  # before any weights are fetched
+        huggingface.resolve("owner/model-1.5B")
+    assert asked["calls"] == [["config.json"]]
+    config.update(config_json.config_json(BASE, "float32"))
+    assert huggingface.resolve("owner/model-1.5B") == tmp_path
+    assert asked["name"] == "owner/model-1.5B"
+    assert not any("bin" in pattern for pattern in asked["allow"])
+    with pytest.raises(FileNotFoundError, match=r"owner/gone.*no route") as error:
+        huggingface.resolve("owner/gone")
+    one_line(error)
+
+
+def _saved(directory: Path) -> dict[str, np.ndarray]:
+    huggingface.save(directory, BASE, reference.random_params(BASE, 0))
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_missing_tensor(tmp_path, name):
+    stored = _saved(tmp_path)
+    del stored[name]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"tensor {name} is missing") as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+def test_no_embedding_and_no_index(tmp_path):
+    stored = _saved(tmp_path)
+    del stored["model.embed_tokens.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is missing"):
+        huggingface.stored_dtype(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="have other names"):
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+
+
+def test_wrong_shape(tmp_path):
+    stored = _saved(tmp_path)
+    stored["model.layers.2.self_attn.k_proj.weight"] = np.zeros((4, 7), np.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.self_attn\.k_proj.*\(4, 7\), expected \(4, 8\)"
+    ) as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+def test_more_tensors_than_needed(tmp_path):
+    stored = _saved(tmp_path)
+    params = huggingface.load_params(tmp_path, BASE, jnp.float32)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1, np.float32)
+    stored["model.layers.0.counter"] = np.zeros(1, np.int64)
+    save_file(stored, tmp_path / "model.safetensors")
+    assert_same(huggingface.load_params(tmp_path, BASE, jnp.float32), params)
+    tied = CONFIGS["tied"]
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding") as error:
+        huggingface.load_params(tmp_path, tied, jnp.float32)
+    one_line(error)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    assert "head" not in huggingface.load_params(tmp_path, tied, jnp.float32)
+    stored["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"q_proj\.bias has no place") as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.999])
+def test_truncated_file(tmp_path, kept):
+    _saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: kept if kept >= 1 else int(kept * len(whole))])
+    with pytest.raises(ValueError, match="is truncated") as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+def test_files_that_are_not_weights(tmp_path):
+    _saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    pointer = b"version https://git-lfs.github.com/spec/v1\n" * 3
+    for content, match in (
+        (pointer, "is a pointer of Git LFS, not the file itself"),
+        ((2).to_bytes(8, "little") + b"xx", "is not a safetensors file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=match) as error:
+            huggingface.load_params(tmp_path, BASE, jnp.float32)
+        one_line(error)
+    path.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \*\.safetensors weights.*save_pretrained") as error:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    one_line(error)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    params = reference.random_params(BASE, 0)
+    odd = dataclasses.replace(BASE, qkv_bias=True)
+    with pytest.raises(ValueError, match=r"a llama config\.json cannot express qkv_bias True") as error:
+        huggingface.save(tmp_path, odd, reference.random_params(odd, 0))
+    one_line(error)
+    normed = dataclasses.replace(BASE, qk_norm=True)
+    with pytest.raises(ValueError, match=r"a llama config\.json cannot express qk_norm True"):
+        huggingface.save(tmp_path, normed, reference.random_params(normed, 0))
+    for bad in ({"sliding_windows": (4, 4, 4)}, {"model_type": "gpt2"}, {"model_type": "qwen2"}):
+        with pytest.raises(ValueError, match="cannot"):
+            huggingface.save(tmp_path, dataclasses.replace(BASE, **bad), params)
+    with pytest.raises(ValueError, match="other leaves"):
+        huggingface.save(tmp_path, CONFIGS["tied"], params)
+    with pytest.raises(ValueError, match=r"parameter embed has shape \(11, 8\), expected \(12, 8\)"):
+        huggingface.save(tmp_path, dataclasses.replace(BASE, vocab_size=12), params)
+    with pytest.raises(ValueError, match="cannot save weights as int8"):
+        huggingface.save(tmp_path, BASE, params, dtype=np.int8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file"
+    files.write_atomic(path, "old")
+
+    def fail():
+        with files.atomic(path) as file:
+            file.write(b"new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    files.write_atomic(path, b"new")
+    assert path.read_text() == "new"
+
+
+def test_written_files_open_with_the_safetensors_package(tmp_path):
+    arrays = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float32)}
+    tensors.write(tmp_path / "x", {k: v.shape for k, v in arrays.items()}, arrays.get, np.dtype(np.float32))
+    assert_same(load_file(tmp_path / "x"), arrays)
+    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
+    with pytest.raises(ValueError, match=r"a is float32\(2, 3\), expected float32\(3, 2\)"):
+        tensors.write(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
+    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
+
+
+def test_memory_check(monkeypatch):
+    config = dataclasses.replace(
+        BASE, vocab_size=2**17, hidden_size=2**12
+    )  # 2 × 2 GiB in float32, and a little
+    device = jax.devices("cpu")[0]
+    assert memory.free_bytes(device) > 0
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * 2**30)
+    memory.check_fits(config, jnp.float32, 1, 2**20, device)
+    with pytest.raises(
+        ValueError, match=r"weights 4\.0.* cache 3\.00 GiB.*has 5\.00 GiB free; take a"
+    ) as error:
+        memory.check_fits(config, jnp.float32, 32, 2**20, device)
+    one_line(error)
+    memory.check_fits(config, jnp.bfloat16, 32, 2**20, device)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    memory.check_fits(config, jnp.float32, 2**20, 2**20, device)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama2xs", "random_bf16"])
+def test_real_directories(tmp_path, name):
+    if not (MODELS / name).is_dir():
+        pytest.skip("the shared data is not here")
+    config = huggingface.read_config(MODELS / name)
+    params = huggingface.load_params(MODELS / name, config, jnp.float32)
+    dtype = huggingface.stored_dtype(MODELS / name)
+    huggingface.save(tmp_path, config, params, dtype=dtype)
+    ours, theirs = (
+        tensors.read(tmp_path / "model.safetensors"),
+        tensors.read(MODELS / name / "model.safetensors"),
+    )
+    for tensor in ours:
+        np.testing.assert_array_equal(ours[tensor], theirs[tensor])
+    assert set(theirs) - set(ours) <= {"lm_head.weight"}

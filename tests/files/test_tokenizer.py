@@ -1,0 +1,352 @@
+"""Text to ids and back: one BOS, chat templates, and streams that add up to the whole text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.io.tokenizers.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
+from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer, read_tokenizer
+from tests.commands import write_byte_level
+
+MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    "{{ '[model] ' if add_generation_prompt }}"
+)
+TEXTS = ["Once upon a time, there was a tiny bear.", "Ünïcödé — “quotes” 🎉🎉 日本語\n\n  two  spaces ", ""]
+
+
+def _byte_level(directory: Path) -> None:
+    write_byte_level(directory, TEXTS)
+
+
+def _byte_fallback(directory: Path) -> None:
+    """A SentencePiece-like BPE as Llama 2's: bytes are tokens of their own, and a first space is dropped."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, processors
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", "▁▁", "a", "b", "é", "▁bear", "▁a", "日"):
+        vocabulary[piece] = len(vocabulary)
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(directory / "tokenizer.json"))
+
+
+@functools.cache
+def tokenizer(name: str) -> Tokenizer:
+    if name == "stories260K":
+        if not (MODELS / name).is_dir():
+            pytest.skip("the shared data is not here")
+        return load_tokenizer(MODELS / name)
+    return load_tokenizer(directory(name))
+
+
+@functools.cache
+def directory(name: str) -> Path:
+    made = tempfile.TemporaryDirectory()
+    _KEPT.append(made)  # removed when the process ends
+    path = Path(made.name)
+    (_byte_level if name == "byte_level" else _byte_fallback)(path)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        # transformers would drop the space before a full stop; a stream could not take that back.
+        "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+_KEPT: list[tempfile.TemporaryDirectory] = []
+NAMES = ["stories260K", "byte_level", "byte_fallback"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_survives(name):
+    loaded = tokenizer(name)
+    for text in TEXTS:
+        ids = loaded.encode(text)
+        assert ids.count(1 if name != "byte_level" else 0) == 1
+        assert loaded.decode(ids) == text.removeprefix(" ")
+        assert max(ids) < loaded.vocab_size
+    assert loaded.decode([]) == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_stream_adds_up_to_the_text(name, data):
+    """Any ids at all: special ones, ids beyond the vocabulary, bytes that are no character."""
+    loaded = tokenizer(name)
+    size = loaded.vocab_size
+    ranges = [(0, size + 3), (3, min(258, size - 1)), (196, 214), (max(0, size - 60), size - 1)]
+    some = st.one_of([st.lists(st.integers(*span), max_size=60) for span in ranges])
+    ids = [index for part in data.draw(st.lists(some, max_size=6)) for index in part]
+    step = data.draw(st.integers(1, 9))
+    stream = loaded.stream()
+    pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+    assert "".join(pieces) + stream.flush() == loaded.decode(ids)
+    assert stream.push([]) == ""
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stream_does_not_wait_longer_than_it_must(name):
+    loaded = tokenizer(name)
+    text = " ".join(["a bear é a"] * 60)
+    stream, got = loaded.stream(), ""
+    ids = loaded.encode(text)
+    for count, index in enumerate(ids):
+        got += stream.push([index])
+        assert text.startswith(got)
+        # A character of two bytes and a space may be pending, not more.
+        assert len(got) >= len(loaded.decode(ids[: count + 1])) - 12
+    assert got + stream.flush() == text
+    assert len(stream._ids) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_goes_on_where_its_prompt_ends(name):
+    """A space between prompt and text is the text's, and nothing of the prompt is given out again."""
+    t = tokenizer(name)
+    ids = t.encode("once upon a time")
+    for cut in range(1, len(ids)):
+        stream = t.stream(ids[:cut])
+        assert t.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == t.decode(ids)
+
+
+def test_a_stream_costs_the_same_however_long_the_text():
+    stream = tokenizer("byte_level").stream()
+    ids = tokenizer("byte_level").encode("a bear. " * 300)
+    longest = 0
+    for index in ids:
+        stream.push([index])
+        longest = max(longest, len(stream._ids))
+    assert longest < 100 < len(ids) / 5
+
+
+def test_spaces_stay_as_they_are():
+    loaded = tokenizer("byte_level")
+    text = "a bear . is n't ' here ' , no ?"
+    assert loaded.decode(loaded.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_bos(name, tmp_path):
+    loaded = tokenizer(name)
+    bos = loaded.encode("")
+    assert len(bos) == 1
+    assert loaded.encode("<s>a bear") == loaded.encode("<s><s>a bear")
+    assert loaded.encode("<s>a bear")[:2] != bos * 2
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    source = MODELS / name if name == "stories260K" else directory(name)
+    chat = load_tokenizer(source, template)
+    ids = chat.encode_chat("a bear")
+    assert ids[:1] == bos
+    assert ids.count(bos[0]) == 1
+    assert chat.decode(ids).lstrip() == "[user] a bear\n[model] "
+    assert ids == chat.encode_chat([{"role": "user", "content": "a bear"}])
+    two = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert "[system] a\n[user] b\n[model] " in chat.decode(chat.encode_chat(two))
+    template.write_text("<s>" + TEMPLATE)
+    assert load_tokenizer(source, template).encode_chat("a bear").count(bos[0]) == 1
+
+
+def test_same_vocabulary():
+    first, second = tokenizer("byte_level"), tokenizer("byte_fallback")
+    assert first.same_vocabulary(load_tokenizer(directory("byte_level")))
+    assert not first.same_vocabulary(second)
+
+
+def test_bad_input(tmp_path):
+    assert not has_tokenizer(tmp_path)
+    assert has_tokenizer(directory("byte_level"))
+    with pytest.raises(ValueError, match=r"has no tokenizer.*raw token ids can be used") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="chat_template=FILE") as error:
+        tokenizer("byte_level").encode_chat("a bear")
+    assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="`chat_template` must be"):
+        load_tokenizer(directory("byte_level"), tmp_path / "absent.jinja")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception('no\nsystem role') }}")
+    with pytest.raises(ValueError, match="cannot render the conversation: no") as error:
+        load_tokenizer(directory("byte_level"), template).encode_chat("a bear")
+    assert "\n" not in str(error.value)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_is_not_text_is_named(tmp_path):
+    """The message says which file."""
+    (tmp_path / "bad.jinja").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"bad\.jinja is not text in UTF-8"):
+        load_tokenizer(directory("byte_level"), tmp_path / "bad.jinja")
+
+
+def test_a_directory_with_a_tokenizer_config_only():
+    if not (MODELS / "random_bf16").is_dir():
+        pytest.skip("the shared data is not here")
+    with pytest.raises(ValueError, match="raw token ids"):
+        load_tokenizer(MODELS / "random_bf16")
+
+
+def test_copied_files_make_the_same_tokenizer(tmp_path):
+    copy_files(directory("byte_level"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert load_tokenizer(tmp_path).encode(TEXTS[1]) == tokenizer("byte_level").encode(TEXTS[1])
+
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+SETTINGS = [
+    {},
+    {"add_bos_token": True},
+    {"add_bos_token": True, "add_eos_token": False},
+    {"pad_token": "</s>", "model_max_length": 512, "clean_up_tokenization_spaces": True},
+    {"bos_token": {"__type": "AddedToken", "content": "<s>", "special": True}},
+    {"bos_token": None},
+]
+
+
+@pytest.mark.parametrize("make", [_byte_level, _byte_fallback])
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_a_tokenizer_from_its_file_alone_is_that_of_transformers(make, changes, tmp_path):
+    """Ids with and without BOS and EOS, texts, special tokens, chat."""
+    from transformers import AutoTokenizer
+
+    make(tmp_path)
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(base | changes))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "chat_template.jinja").write_text("<s>" + TEMPLATE)
+    same(load_tokenizer(tmp_path), Tokenizer(AutoTokenizer.from_pretrained(str(tmp_path))))
+
+
+@pytest.mark.parametrize("name", ["small", "large", "sorted"])
+def test_the_models_that_come_with_jaxspec_need_no_transformers(name):
+    from transformers import AutoTokenizer
+
+    same(
+        load_tokenizer(CHECKPOINTS / name), Tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINTS / name)))
+    )
+
+
+def same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    assert isinstance(ours._loaded, FileTokenizer)
+    assert (ours.vocab_size, ours._skipped) == (theirs.vocab_size, theirs._skipped)
+    assert ours.same_vocabulary(theirs)
+    for text in [*TEXTS, "<s>a bear</s>", "<s><s> a", " </s> b  ", "word " * 2000]:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    every = range(theirs.vocab_size + 3)
+    assert ours.decode(every) == theirs.decode(every)
+    assert [*map(ours._is_text, every)] == [*map(theirs._is_text, every)]
+    if theirs._loaded.chat_template:
+        assert ours.encode_chat("a bear") == theirs.encode_chat("a bear")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer_class": "LlamaTokenizer"},
+        {"auto_map": {}},
+        {"add_bos_token": False},
+        {"add_eos_token": True},
+        {"extra_special_tokens": ["<x>"]},
+        {"eos_token": "<end>"},
+        {"eos_token": "a"},
+        {"added_tokens_decoder": {"1": {"content": "</s>", "special": False}}},
+    ],
+)
+def test_whatever_else_is_left_to_transformers(changes, tmp_path):
+    _byte_level(tmp_path)
+    base = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(base | changes))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert read_tokenizer(tmp_path) is None
+
+
+def test_tokens_in_a_file_of_their_own_are_left_to_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    _byte_level(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    ids = load_tokenizer(tmp_path).encode("a <tool> b")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": load_tokenizer(tmp_path).vocab_size}))
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path)).encode("a <tool> b")
+    assert load_tokenizer(tmp_path).encode("a <tool> b") == theirs != ids
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_tokenizer_that_cannot_write_an_a(normalized, tmp_path):
+    """It has no such token, or makes nothing of it; both stop no other text."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers
+
+    backend = Backend(models.WordLevel({"b": 0}))
+    if normalized:
+        backend.normalizer = normalizers.Replace("a", "")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert load_tokenizer(tmp_path).encode("b") == [0]
+
+
+@pytest.mark.full
+def test_transformers_says_nothing():
+    """A tokenizer that needs it is loaded, and used on a long text, without its notices; later ones are the user's."""
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.modules['torch'] = None\n"
+        "from jaxspec.io.tokenizers.tokenizer import load_tokenizer\n"
+        "load_tokenizer(Path(sys.argv[1])).encode('a ' * 5000)\n"
+        "import transformers; print(transformers.logging.get_verbosity())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, directory("byte_level")],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("30\n", "")
+
+
+@pytest.mark.full
+def test_transformers_is_imported_only_where_it_must_be():
+    code = (
+        "import sys, jaxspec.io.hf.huggingface; from jaxspec.io.tokenizers.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(CHECKPOINTS / 'small')!r}).encode('a'); print('transformers' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,267 @@
+"""The head of DFlash: drafts against a slow reference, detection of wrong readings, its files and its method."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import struct
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.heads import files as heads
+from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.methods.base import MAX_DRAFT_TOKENS
+from jaxspec.testing import reference as slow
+from tests import tiny
+from tests.heads import reference
+from tests.heads.files import (
+    LLAMA,
+    TARGET,
+    WIDTH,
+    Files,
+    Round,
+    furthest,
+    layer,
+    matrix,
+    norm,
+    rounds_of,
+    with_config,
+    with_tensors,
+    write,
+)
+
+QWEN3 = dataclasses.replace(TARGET, qk_norm=True, model_type="qwen3")
+TARGETS = {"llama": TARGET, "qwen3": QWEN3}
+# The outputs of layers 0 and 2, 0-based, are the inputs of layers 1 and 3.
+LEFT, AUX_LAYERS = [0, 2], [1, 3]
+
+
+def dflash(num_layers: int = 2, **own: Any) -> Files:
+    """Returns a head in z-lab's form: Qwen3 layers, and a config with the target's keys and `dflash_config`."""
+    rng = np.random.default_rng(1)
+    tensors = {"fc.weight": matrix(rng, (WIDTH, len(LEFT) * WIDTH))}
+    tensors |= {f"{name}.weight": norm(rng, WIDTH) for name in ("hidden_norm", "norm")}
+    for number in range(num_layers):
+        name = f"layers.{number}"
+        tensors |= layer(rng, name, WIDTH)
+        tensors |= {f"{name}.input_layernorm.weight": norm(rng, WIDTH)}
+        tensors |= {f"{name}.self_attn.{one}_norm.weight": norm(rng, 4) for one in "qk"}
+    content = {
+        **LLAMA,
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": num_layers,
+    }
+    content |= {"head_dim": 4, "block_size": tiny.K + 2, "num_target_layers": TARGET.num_layers}
+    return {**content, "dflash_config": {"mask_token_id": 6, "target_layer_ids": LEFT, **own}}, tensors
+
+
+# Drafts
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Returns a function of the head's predictions for a target, which are computed once."""
+
+    @functools.cache
+    def ask(target: str = "llama", num_layers: int = 2) -> list[Round]:
+        def make(config: Any) -> DFlash:
+            return DFlash(TARGETS[target], config, num_draft_tokens=tiny.K)
+
+        directory = write(tmp_path_factory.mktemp("dflash"), dflash(num_layers))
+        return rounds_of(directory, make, target=TARGETS[target])
+
+    return ask
+
+
+def off(
+    found: list[Round],
+    files: Files,
+    aux_layers: list[int | str] = AUX_LAYERS,
+    change: Any = lambda true: true,
+    rows: slice = slice(1, None),
+    target: str = "llama",
+) -> float:
+    """Returns the difference between predictions and the slow reference with these changes of the hidden states."""
+    model = TARGETS[target], tiny.params(TARGETS[target])
+
+    def logits_of(one: Round) -> np.ndarray:
+        true = change(reference.aux_hidden_states(*model, one.tokens[:-1], aux_layers))
+        return reference.dflash_logits(*files, *model, one.tokens[-1], tiny.K, true)[rows]
+
+    return furthest(found, logits_of)
+
+
+@pytest.mark.representatives("qwen3")
+@pytest.mark.parametrize("target", TARGETS)
+def test_drafts_are_those_of_the_slow_reference(said, target):
+    assert off(said(target), dflash(), target=target) < 2e-5
+
+
+WRONG: dict[str, Any] = {
+    "layers entered for layers left": {"aux_layers": LEFT},
+    "the last token before the pending one is not seen": {"change": lambda true: true[:-1]},
+    "the text one place later": {"change": lambda true: np.concatenate([true[:1], true])},
+    "a row says the token after its own": {"rows": slice(None, -1)},
+    "another mask": {"files": dflash(mask_token_id=0)},
+    "auxiliary layers that are not normed": {
+        "files": with_tensors(dflash(), **{"hidden_norm.weight": np.ones(WIDTH)})
+    },
+    "keys that are not normed": {
+        "files": with_tensors(dflash(), **{"layers.0.self_attn.k_norm.weight": np.ones(4)})
+    },
+    "the norm of the target": {
+        "files": with_tensors(dflash(), **{"norm.weight": tiny.params(TARGET)["norm"]})
+    },
+    "RoPE of the target": {"files": with_config(dflash(), rope_theta=TARGET.rope_theta)},
+    "the first layer alone": {"files": with_config(dflash(), num_hidden_layers=1)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_would_be_noticed(said, wrong):
+    assert off(said(), **{"files": dflash(), **WRONG[wrong]}) > 1e-3
+
+
+@pytest.mark.full
+def test_a_block_in_which_rows_see_only_those_before_them_would_be_noticed(said):
+    """In one layer, a causal row equals the last row of a shorter block."""
+    model, files = (TARGET, tiny.params(TARGET)), dflash(1)
+
+    def logits_of(one: Round) -> np.ndarray:
+        true = reference.aux_hidden_states(*model, one.tokens[:-1], AUX_LAYERS)
+        shorter = [
+            reference.dflash_logits(*files, *model, one.tokens[-1], masks, true)[-1]
+            for masks in range(1, tiny.K + 1)
+        ]
+        return np.stack(shorter)
+
+    assert off(said(num_layers=1), files) < 2e-5
+    assert furthest(said(num_layers=1), logits_of) > 1e-3
+
+
+@struct.dataclass
+class Forgetful(DFlash):
+    """Keeps the keys of the block instead of those of the accepted tokens' hidden states."""
+
+    def observe(self, params, state, outcome):
+        return super().observe(params, state, outcome)._replace(own=state.own)
+
+
+@pytest.mark.full
+def test_keys_of_a_block_that_stay_would_be_noticed(tmp_path):
+    found = rounds_of(
+        write(tmp_path, dflash()), lambda config: Forgetful(TARGET, config, num_draft_tokens=tiny.K)
+    )
+    assert off(found, dflash()) > 1e-3
+
+
+# Files
+
+
+def read(directory: Any, files: Files) -> heads.Head:
+    return heads.read_head(write(directory, files), TARGET)
+
+
+def test_what_leaves_the_last_layer_has_been_through_the_norm(tmp_path, said):
+    """The last hidden state of transformers, which the authors use, is normalised."""
+    assert read(tmp_path, dflash(target_layer_ids=[0, 3])).config.aux_layers == (1, "final")
+    assert read(tmp_path, dflash()).config.aux_layers == (1, 3)
+
+
+def test_where_nothing_is_said_aux_layers_are_spread_over_the_layers(tmp_path):
+    """The default auxiliary layers are the outputs of layers from 1 to L − 3, one for each layer of the head."""
+    target = dataclasses.replace(TARGET, num_layers=36)
+    content, tensors = dflash(target_layer_ids=None)
+    assert heads.read_head(write(tmp_path, (content, tensors)), target).config.aux_layers == (2, 34)
+
+
+def test_options_and_names_stand_where_trainers_put_them(tmp_path):
+    content, tensors = dflash()
+    own = content.pop("dflash_config")
+    behind = {f"model.{name}": one for name, one in tensors.items()}
+    content = {**content, **own, "model_type": "llama", "is_causal": False, "output_multiplier": 1.0}
+    one, other = read(tmp_path / "one", (content, behind)), read(tmp_path / "other", dflash())
+    assert one.config == other.config
+    assert (one.config.block_size, one.config.mask_id) == (tiny.K + 2, 6)
+    jax.tree.map(np.testing.assert_array_equal, one.load(np.float32), other.load(np.float32))
+
+
+BAD = {
+    "tensor norm.weight is missing": with_tensors(dflash(), **{"norm.weight": None}),
+    "layers.1.self_attn.k_norm.weight is missing": with_tensors(
+        dflash(), **{"layers.1.self_attn.k_norm.weight": None}
+    ),
+    "tensor fc.weight has shape \\(16, 32\\), expected \\(16, 48\\)": dflash(target_layer_ids=[0, 1, 2]),
+    "lm_head.weight has no place in a dflash head": with_tensors(
+        dflash(), **{"lm_head.weight": np.ones((13, WIDTH))}
+    ),
+    "attention_conv.base_kernel has no place": with_tensors(
+        dflash(), **{"layers.0.attention_conv.base_kernel": np.ones((2, 2, WIDTH))}
+    ),
+    "is for a model of 9 tokens and width 16, the target has 13 and 16": with_config(dflash(), vocab_size=9),
+    "mask_token_id is 13; expected a whole number from 0 to 12": dflash(mask_token_id=13),
+    "mask_token_id is missing": dflash(mask_token_id=None),
+    "block_size is missing": with_config(dflash(), block_size=None),
+    "block_size is 1; expected a whole number from 2": with_config(dflash(), block_size=1),
+    "target_layer_ids is 3; expected a list of layers": dflash(target_layer_ids=3),
+    "the outputs of the layers \\[0, 4\\], the target has layers 0 to 3": dflash(target_layer_ids=[0, 4]),
+    "the outputs of the layers \\[4, 4, 4, 4, 4, 4, ...\\], the target": dflash(target_layer_ids=[4] * 99),
+    "is_causal is True; heads of DFlash with it are not supported": dflash(is_causal=True),
+    "final_logit_softcapping is 30.0; heads": dflash(final_logit_softcapping=30.0),
+    "attention_mode is 'mla'; heads": dflash(attention_mode="mla"),
+    "layer_types has sliding_attention": with_config(dflash(), layer_types=["sliding_attention"] * 2),
+    "fc.weight is I8; quantised heads are not supported": with_tensors(
+        dflash(), **{"fc.weight": np.ones((WIDTH, 2 * WIDTH), np.int8)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_read_is_refused(tmp_path, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, BAD[message])
+    assert "\n" not in str(error.value)
+
+
+# The method
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
+    config = tiny.engine_config(TARGETS[target])
+    weights = tiny.params(TARGETS[target])
+    model = LanguageModel(config, weights, tiny.tokenizer(), name="four", directory=tmp_path)
+    content, tensors = dflash()
+    write(tmp_path / "heads" / "dflash", (content | {"jaxspec": {"target": model.fingerprint}}, tensors))
+    made, own = model.drafter("dflash")
+    assert (made.num_draft_tokens, made.aux_layers, own.keys()) == (
+        tiny.K + 1,
+        (1, 3),
+        {"fc", "hidden_norm", "layers", "norm"},
+    )
+    with pytest.raises(ValueError, match=r"the head was trained for blocks of 5 tokens, give 1 to 4"):
+        model.drafter("dflash", num_draft_tokens=5)
+    prompt = (3, 4, 5, 3, 4)
+    found = model.generate(
+        prompt, max_new_tokens=10, ignore_eos=True, method="dflash", stop_rule="confidence"
+    )
+    assert found.tokens == slow.greedy(TARGETS[target], weights, prompt, 10)
+    assert found.statistics.num_draft_tokens
+    hybrid, _ = model.drafter("hybrid", second="dflash")
+    shares = "head" not in own
+    assert float(hybrid.draft_cost) == pytest.approx(tiny.share_of_step(model, own, head=shares) / 4)
+
+
+def test_a_long_block_is_drafted_as_far_as_any_draft_may_go(tmp_path):
+    """A file's block size is limited to the largest draft that a user can request."""
+    model = LanguageModel(
+        tiny.engine_config(TARGET), tiny.params(TARGET), tiny.tokenizer(), directory=tmp_path
+    )
+    path = write(tmp_path / "head", with_config(dflash(), block_size=10**9))
+    assert model.drafter("dflash", draft=str(path))[0].num_draft_tokens == MAX_DRAFT_TOKENS

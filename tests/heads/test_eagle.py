@@ -1,0 +1,665 @@
+"""EAGLE heads: drafts against a slow reference on published layouts, detection of wrong readings, and the files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from jaxspec import methods
+from jaxspec.choosing.beliefs import Expectation
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.engine import head_check
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.heads import files as heads
+from jaxspec.heads import torch_file
+from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.io.hf import huggingface
+from jaxspec.io.methods import acceptance_file
+from jaxspec.methods.trees import grown
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from tests import tiny
+from tests.heads import files as head_files
+from tests.heads import reference
+from tests.heads.files import (
+    LLAMA,
+    PROMPTS,
+    SOME,
+    TARGET,
+    TEMPERATURE,
+    WIDTH,
+    Files,
+    Round,
+    check_trees,
+    layer,
+    matrix,
+    norm,
+    rounds_of,
+    with_config,
+    with_tensors,
+    write,
+)
+
+AUX_LAYERS = (2, 2, 1)
+
+
+def eagle() -> Files:
+    """Returns a head like yuhuili/EAGLE-*: with a bias, and a copy of the embedding."""
+    rng = np.random.default_rng(1)
+    tensors = layer(rng, "layers.0", WIDTH) | {"fc.weight": matrix(rng, (WIDTH, 2 * WIDTH))}
+    tensors |= {
+        "fc.bias": 0.3 * matrix(rng, (WIDTH,)),
+        "embed_tokens.weight": np.array(tiny.params(TARGET)["embed"]),
+    }
+    return {**LLAMA, "bias": True, "rope_theta": 500000.0}, tensors
+
+
+def eagle3(prefix: str = "midlayer", width: int = WIDTH) -> Files:
+    """Returns a head like yuhuili/EAGLE3-* and SpecForge: no `rope_theta`, a part of the vocabulary."""
+    rng = np.random.default_rng(2)
+    tensors = layer(rng, prefix, 2 * width, width) | {"fc.weight": matrix(rng, (width, 3 * WIDTH))}
+    tensors |= {f"{prefix}.{name}.weight": norm(rng, width) for name in ("hidden_norm", "input_layernorm")}
+    tensors |= {"norm.weight": norm(rng, width), "lm_head.weight": 2 * matrix(rng, (len(SOME), width))}
+    tensors |= {"d2t": SOME - np.arange(len(SOME)), "t2d": np.isin(np.arange(TARGET.vocab_size), SOME)}
+    content = {**LLAMA, "hidden_size": width, "head_dim": 4, "draft_vocab_size": len(SOME)}
+    return content | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors
+
+
+def speculators() -> Files:
+    """Returns a head with all options of its trainer, two layers, and the whole vocabulary."""
+    _, tensors = eagle3("layers.0")
+    rng = np.random.default_rng(3)
+    tensors |= layer(rng, "layers.1", WIDTH) | {"layers.1.input_layernorm.weight": norm(rng, WIDTH)}
+    tensors |= {
+        "input_norm.weight": norm(rng, 3 * WIDTH),
+        "lm_head.weight": matrix(rng, (TARGET.vocab_size, WIDTH)),
+    }
+    del tensors["d2t"], tensors["t2d"]
+    flags = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    return {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2, "rope_theta": 77.0},
+        "draft_vocab_size": TARGET.vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
+        **flags,
+    }, tensors
+
+
+def vllm() -> Files:
+    """Returns a narrow head with names after `model.`, a norm per auxiliary layer and its own embedding."""
+    content, tensors = eagle3("layers.0", 12)
+    rng = np.random.default_rng(4)
+    tensors |= {f"fc_norm.{i}.weight": norm(rng, WIDTH) for i in range(3)}
+    tensors |= {"embed_tokens.weight": matrix(rng, (TARGET.vocab_size, 12))}
+    content |= {"fc_norm": True, "target_hidden_size": WIDTH}
+    return content, {
+        ("" if name in ("d2t", "t2d") else "model.") + name: one for name, one in tensors.items()
+    }
+
+
+def qwen3() -> Files:
+    """Returns a head of one Qwen3 layer, with norms of queries and keys."""
+    content, tensors = eagle3("layers.0")
+    rng = np.random.default_rng(6)
+    tensors |= {f"layers.0.self_attn.{name}_norm.weight": norm(rng, 4) for name in "qk"}
+    return {**content, "model_type": "qwen3", "rms_norm_eps": 1e-5}, tensors
+
+
+def qkv_bias() -> Files:
+    """Returns a head like the published ones for Qwen2: a Llama layer with biases for queries, keys and values only."""
+    content, tensors = eagle()
+    rng = np.random.default_rng(7)
+    sizes = {"q": 16, "k": 8, "v": 8}
+    biases = {f"layers.0.self_attn.{name}_proj.bias": matrix(rng, (size,)) for name, size in sizes.items()}
+    return {**content, "qkv_bias": True}, tensors | biases
+
+
+def linear(**changes: Any) -> Files:
+    """Returns a head whose config has linear scaling and a base, which the authors' code ignores."""
+    content, tensors = eagle3()
+    return {
+        **content,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "rope_theta": 77.0,
+    } | changes, tensors
+
+
+LAYOUTS = {
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "speculators": speculators,
+    "vllm": vllm,
+    "qwen3": qwen3,
+    "qkv_bias": qkv_bias,
+}
+
+
+def plain(layout: str) -> Files:
+    """Returns the reference's form: the Llama config with the flags, and names without vLLM's prefix."""
+    content, tensors = LAYOUTS[layout]()
+    content = {**content, **content.get("transformer_layer_config", {})}
+    return content, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+# Drafts
+
+
+def drafter(config: Any) -> Eagle:
+    return Eagle(TARGET, config, num_draft_tokens=tiny.K)
+
+
+def furthest(found: list[Round], files: Files, aux_layers: Any, change: Any = lambda true: true) -> float:
+    """Returns the largest difference between predictions and the reference with these changes of the hidden states."""
+
+    def logits_of(one: Round) -> np.ndarray:
+        true = change(reference.aux_hidden_states(TARGET, tiny.params(TARGET), one.tokens[:-1], aux_layers))
+        return reference.draft_logits(*files, TARGET, tiny.params(TARGET), one.tokens, one.drafts[:-1], true)
+
+    return head_files.furthest(found, logits_of)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Returns a function of the predictions for a layout, which are computed once."""
+
+    @functools.cache
+    def ask(layout: str) -> list[Round]:
+        return rounds_of(write(tmp_path_factory.mktemp(layout), LAYOUTS[layout]()), drafter)
+
+    return ask
+
+
+@pytest.mark.representatives("eagle", "vllm")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_are_those_of_the_slow_reference(said, layout):
+    aux_layers = ("final",) if layout in ("eagle", "qkv_bias") else AUX_LAYERS
+    assert furthest(said(layout), plain(layout), aux_layers) < 2e-5
+
+
+def read_as(layout: str, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Files:
+    """Returns a checkpoint in the reference's form, with changes of its config or tensors."""
+    content, own = plain(layout)
+    return {**content, **changes}, {**own, **(tensors or {})}
+
+
+WRONG = {
+    "auxiliary layers that leave the layers": (
+        "eagle3",
+        plain("eagle3"),
+        tuple(layer - 1 for layer in AUX_LAYERS),
+    ),
+    "d2t as tokens": ("eagle3", read_as("eagle3", {"d2t": SOME - 2 * np.arange(len(SOME))}), AUX_LAYERS),
+    "RoPE of the target": ("eagle3", read_as("eagle3", rope_theta=TARGET.rope_theta), AUX_LAYERS),
+    "RoPE of the other kind": ("eagle", read_as("eagle", rope_theta=10000.0), ("final",)),
+    "no norm before fc": ("speculators", read_as("speculators", norm_before_fc=False), AUX_LAYERS),
+    "no norm before the residual": (
+        "speculators",
+        read_as("speculators", norm_before_residual=False),
+        AUX_LAYERS,
+    ),
+    "an output fed back without its norm": (
+        "speculators",
+        read_as("speculators", norm_output=False),
+        AUX_LAYERS,
+    ),
+    "no norm of each auxiliary layer": ("vllm", read_as("vllm", fc_norm=False), AUX_LAYERS),
+    "no biases": ("qkv_bias", plain("eagle"), ("final",)),
+    "the stream before the final norm": ("eagle", plain("eagle"), (TARGET.num_layers - 1,)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_would_be_noticed(said, wrong):
+    layout, files, aux_layers = WRONG[wrong]
+    assert furthest(said(layout), files, aux_layers) > 1e-3
+
+
+@pytest.mark.full
+def test_a_linear_scaling_has_the_base_of_the_authors_code(tmp_path):
+    with pytest.warns(RuntimeWarning, match="claims rope_theta 77, which EAGLE's training code") as caught:
+        found = rounds_of(write(tmp_path, linear()), drafter)
+    assert "\n" not in str(caught[0].message)
+    assert furthest(found, linear(rope_theta=10000.0), AUX_LAYERS) < 2e-5
+    assert furthest(found, linear(), AUX_LAYERS) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("files", "base"),
+    [
+        (linear(rope_scaling={"type": "dynamic", "factor": 2.0}), 10000.0),
+        (linear(rope_scaling=None), 77.0),
+        (linear(rope_theta=10000.0), 10000.0),
+        # A head trained by this project, or by code that reads the config as transformers does.
+        (linear(jaxspec={"kind": "eagle3"}), 77.0),
+        (
+            linear(rope_scaling=None, rope_parameters={"type": "linear", "factor": 4.0, "rope_theta": 77.0}),
+            77.0,
+        ),
+        (linear(transformer_layer_config=linear()[0]), 77.0),
+    ],
+    ids=["dynamic", "none", "the usual base", "ours", "transformers 5", "speculators"],
+)
+def test_the_base_of_a_head(tmp_path, files, base):
+    claimed = files[0]["rope_theta"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        block = heads.read_head(write(tmp_path, files), TARGET).config.block
+    assert block.rope_theta == base
+    assert len(caught) == (claimed != base)
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+def test_a_aux_hidden_state_of_another_position_would_be_noticed(said, layout):
+    aux_layers = ("final",) if layout == "eagle" else AUX_LAYERS
+
+    def ahead(true: np.ndarray) -> np.ndarray:
+        return np.concatenate([true[1:], true[-1:]])
+
+    def without_the_first(true: np.ndarray) -> np.ndarray:
+        return true * (np.arange(len(true)) > 0)[:, None]
+
+    def zero_at_the_border(true: np.ndarray) -> np.ndarray:
+        return true * (np.arange(len(true)) != 7)[:, None]
+
+    for change in (ahead, without_the_first, zero_at_the_border):
+        assert furthest(said(layout), plain(layout), aux_layers, change) > 1e-3
+
+
+@struct.dataclass
+class Stale(Eagle):
+    """Keeps the head's own predictions for accepted drafts, as some servers did."""
+
+    def observe(self, params, state, outcome):
+        before = state.own.cache
+        after = super().observe(params, state, outcome)
+        return after._replace(own=after.own._replace(cache=before))
+
+
+@pytest.mark.full
+def test_aux_hidden_states_that_are_not_recomputed_would_be_noticed(tmp_path):
+    found = rounds_of(
+        write(tmp_path, eagle3()), lambda config: Stale(TARGET, config, num_draft_tokens=tiny.K)
+    )
+    assert furthest(found, plain("eagle3"), AUX_LAYERS) > 1e-3
+
+
+# The layers whose hidden states are read
+
+
+@pytest.mark.parametrize(
+    ("given", "aux_layers"),
+    [
+        ({}, AUX_LAYERS),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}, (2, 3, 0)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 0]}}, (3, 4, 1)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 0]}, AUX_LAYERS),
+        ({"jaxspec": {"taps": [1, 1, 0]}}, (1, 1, 0)),
+    ],
+    ids=["usual", "entered", "left", "left, by its first", "ours"],
+)
+def test_what_aux_layer_ids_mean(tmp_path, given, aux_layers):
+    content, tensors = eagle3()
+    assert (
+        heads.read_head(write(tmp_path, (content | given, tensors)), TARGET).config.aux_layers == aux_layers
+    )
+
+
+def test_a_window_of_a_head_is_read(tmp_path):
+    content, tensors = speculators()
+    inner = content["transformer_layer_config"]
+    inner |= {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    block = heads.read_head(write(tmp_path, (content, tensors)), TARGET).config.block
+    assert (block.window(0), block.window(1)) == (7, None)
+
+
+# Files
+
+
+PICKLED = ["*_lm_head.pt", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"),
+    [
+        ("model.safetensors", [["*.safetensors"]]),
+        ("pytorch_model.bin", [["*.safetensors"], PICKLED]),
+        ("medusa_lm_head.pt", [["*.safetensors"], PICKLED]),
+    ],
+)
+def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch, name, fetched):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        assert repository == "owner/head"
+        asked.append(allow_patterns)
+        for file in ("config.json", name):
+            if any(Path(file).match(pattern) for pattern in allow_patterns):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert heads.resolve("owner/head") == tmp_path
+    assert asked == [["*.json", *patterns] for patterns in fetched]
+    assert (tmp_path / name).exists()
+
+
+BAD = {
+    "row \\+ d2t must name 8 different tokens": with_tensors(eagle3(), d2t=SOME),
+    "t2d marks other tokens": with_tensors(eagle3(), t2d=np.ones(13, bool)),
+    "tensor d2t is missing": with_tensors(eagle3(), d2t=None),
+    "tensor lm_head.weight has shape \\(8, 16\\), expected \\(9, 16\\)": with_config(
+        eagle3(), draft_vocab_size=9
+    ),
+    "tensor norm.weight is missing": with_tensors(eagle3(), **{"norm.weight": None}),
+    "input_norm.weight has no place .*; is norm_before_fc missing": with_config(
+        speculators(), norm_before_fc=None
+    ),
+    "transformer.input_layernorm.weight|layers.0.input_layernorm.weight has no place": with_tensors(
+        eagle(), **{"transformer.input_layernorm.weight": np.ones(WIDTH)}
+    ),
+    "no place in an eagle head": with_tensors(eagle(), **{"hidden_norm.weight": np.ones(WIDTH)}),
+    "vocabulary of 9 tokens, the target of 13": with_config(eagle3(), vocab_size=9),
+    "reads auxiliary hidden states of width 12, the target's are of 16": with_config(
+        eagle3(), target_hidden_size=12
+    ),
+    "reads the inputs of the layers \\(2, 9, 12\\), the target has 4": with_config(
+        eagle3(), eagle_aux_hidden_state_layer_ids=[2, 9, 12]
+    ),
+    "expected a list of layers": with_config(eagle3(), eagle_aux_hidden_state_layer_ids=7),
+    "both set": with_config(speculators(), fc_norm=True),
+    "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
+    "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
+    "; the known types are dflash, eagle3, eagle, kangaroo, hydra, medusa": (
+        LLAMA,
+        {"probe.weight": np.ones((2, 2))},
+    ),
+    "tensor fc.weight is I8; quantised heads are not supported": with_tensors(
+        eagle3(), **{"fc.weight": np.ones((WIDTH, 3 * WIDTH), np.int8)}
+    ),
+    "two tensors are fc.weight, one of them as model.fc.weight": with_tensors(
+        eagle3(), **{"model.fc.weight": np.ones((WIDTH, 3 * WIDTH), np.float32)}
+    ),
+    "jaxspec.target is 3": with_config(eagle3(), jaxspec={"target": 3}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_read_is_refused(tmp_path, message):
+    with pytest.raises(ValueError, match=message) as error:
+        heads.read_head(write(tmp_path, BAD[message]), TARGET)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_is_no_draft_model(tmp_path):
+    with pytest.raises(
+        ValueError, match="this is an EAGLE head, not a model; it drafts with method='eagle3'"
+    ):
+        huggingface.stored_dtype(write(tmp_path, eagle3()))
+
+
+def test_a_aux_layer_is_of_the_layers_that_run():
+    cache = kv.create(tiny.TARGET, 1, 8, jnp.float32)
+    arguments = (
+        tiny.TARGET,
+        tiny.params(),
+        jnp.zeros((1, 1, tiny.TARGET.hidden_size)),
+        jnp.zeros(1, jnp.int32),
+        cache,
+    )
+    with pytest.raises(
+        ValueError, match=r"auxiliary layers \[0\] are outside the layers that run; give numbers from 1 to 2"
+    ):
+        llama.run_with_aux(*arguments, (0, 1, "final"), layers=range(1, 2))
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3"])
+def test_a_bin_file_is_read_as_safetensors_are(tmp_path, layout):
+    torch = pytest.importorskip("torch")
+    content, tensors = LAYOUTS[layout]()
+    stored = {name: torch.nn.Parameter(torch.tensor(one), False) for name, one in tensors.items()}
+    stored["fc.weight"] = torch.tensor(tensors["fc.weight"].T.copy()).T  # strides of its own
+    (tmp_path / "bin").mkdir()
+    torch.save(stored, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_text(json.dumps(content))
+    found = heads.read_head(tmp_path / "bin", TARGET)
+    other = heads.read_head(write(tmp_path / "safe", (content, tensors)), TARGET)
+    assert found.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
+
+
+def test_speculators_names_for_eagle_are_read(tmp_path):
+    content, tensors = eagle()
+    renamed = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in tensors.items()
+    }
+    theirs = {"speculators_model_type": "eagle", "layernorms": False, "transformer_layer_config": content}
+    found = heads.read_head(write(tmp_path / "theirs", (theirs, renamed)), TARGET)
+    other = heads.read_head(write(tmp_path / "plain", (content, tensors)), TARGET)
+    assert found.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), other.load(np.float32))
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (print, ("harm",))
+
+
+@pytest.mark.parametrize(
+    ("pickled", "message"),
+    [
+        (pickle.dumps({"fc.weight": Harmful()}), "has more than tensors \\(builtins.print\\)"),
+        (pickle.dumps([1, 2]), "is not a file of PyTorch tensors"),
+        (b"nothing", "is not a file of PyTorch tensors"),
+        (None, "is truncated, or no archive"),
+    ],
+)
+def test_nothing_of_a_bin_file_is_run(tmp_path, capsys, pickled, message):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"PK")
+    if pickled is not None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickled)
+    with pytest.raises(ValueError, match=message):
+        heads.read_head(tmp_path, TARGET)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("pickled", "compression", "message"),
+    [
+        # A dict, remembered as number 1,000,000: `pickle` would make room for twice as many.
+        (b"\x80\x02}r\x40\x42\x0f\x00.", zipfile.ZIP_STORED, "is not a file of PyTorch tensors"),
+        (pickle.dumps({}), zipfile.ZIP_DEFLATED, "it is compressed, expected plain bytes"),
+    ],
+)
+def test_a_small_bin_file_takes_little_memory(tmp_path, pickled, compression, message):
+    with zipfile.ZipFile(tmp_path / "head.bin", "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    with pytest.raises(ValueError, match=message):
+        torch_file.read(tmp_path / "head.bin")
+
+
+def test_a_bin_file_of_other_than_tensors_by_name_is_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    for content in ({"huge": torch.zeros(1).expand(10**6, 10**6)}, {1: torch.zeros(1)}):
+        torch.save(content, tmp_path / "head.bin")
+        with pytest.raises(ValueError, match="is not a file of PyTorch tensors"):
+            torch_file.read(tmp_path / "head.bin")
+
+
+# The methods
+
+
+@pytest.mark.full
+def test_a_head_drafts_by_its_name(model, tmp_path):
+    directory = write(tmp_path / "published", eagle3())
+    expected = model.generate([3, 4, 5], max_new_tokens=9, ignore_eos=True).tokens
+    found = model.generate(
+        [3, 4, 5], method="eagle3", draft=str(directory), max_new_tokens=9, ignore_eos=True
+    )
+    assert found.tokens == expected
+    assert found.statistics.num_draft_tokens > 5
+
+
+def test_a_head_of_another_quantisation_is_measured(model, tmp_path, monkeypatch):
+    """The model must accept its first tokens at least a third as often as recorded beside the head."""
+    content, tensors = eagle3()
+    head = write(tmp_path / "head", (content | {"jaxspec": {"target": "0123"}}, tensors))
+    recorded = Expectation((0.6, 0.5), 4.0, (1.0,))
+    acceptance_file.write_acceptance(head / acceptance_file.NAME, "0123", {"eagle3": recorded}, {})
+    measured = []
+    monkeypatch.setattr(head_check, "first_accepted", lambda *given: measured.pop())
+    measured[:] = [0.21]
+    model.drafter("eagle3", draft=str(head))
+    assert not measured
+    # None: it cannot be measured.
+    for value, words in (
+        (0.19, "this one is .*, which accepts 19% .* in place of 60%"),
+        (None, "a head of another"),
+    ):
+        measured[:] = [value]
+        with pytest.raises(ValueError, match=words) as error:
+            model.drafter("eagle3", draft=str(head))
+        assert len(str(error.value).replace(str(tmp_path), "")) < 300
+    # `auto` measures its candidates itself.
+    auto = methods.Auto(among=(methods.Eagle3(draft=str(head)),))
+    assert [one.name for one in model.candidates(auto)] == ["eagle3"]
+
+
+def test_the_measurement_of_a_head_is_kept(model, tmp_path, monkeypatch):
+    head = write(tmp_path / "head", eagle3())
+    drafter, params = model.drafter("eagle3", draft=str(head))
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    share = head_check.first_accepted(model, str(head), drafter, params)
+    assert share is not None
+    assert 0 <= share <= 1
+    (kept,) = (tmp_path / "cache" / "heads").iterdir()
+    kept.write_text('{"first_accepted": 0.125}')
+    assert head_check.first_accepted(model, str(head), drafter, params) == 0.125
+    kept.write_text("{")  # damaged
+    assert head_check.first_accepted(model, str(head), drafter, params) == share
+    kept.write_text('{"first_accepted": 0.125}')
+    write(head, (eagle3()[0] | {"jaxspec": {"target": "0123"}}, eagle3()[1]))
+    assert head_check.first_accepted(model, str(head), drafter, params) == share  # of other files
+
+
+def test_a_head_is_found_beside_its_model(model, tmp_path):
+    with pytest.raises(ValueError, match="needs a head, and there is no heads/eagle3/config"):
+        model.drafter("eagle3")
+    content, tensors = eagle3()
+    mine = content | {"jaxspec": {"target": model.fingerprint}}
+    write(tmp_path / "heads" / "eagle3", (mine, tensors))
+    drafter, params = model.drafter("eagle3", stop_rule="confidence")
+    assert (drafter.head.kind, drafter.num_draft_tokens) == ("eagle3", 12)
+    assert params["vocabulary"].ids.tolist() == sorted(SOME.tolist())
+    other = write(tmp_path / "other", (content | {"jaxspec": {"target": "0123"}}, tensors))
+    with pytest.raises(ValueError, match=r"a head of another model \(0123"):
+        model.drafter("eagle3", draft=str(other))
+    with pytest.raises(ValueError, match="holds a head of eagle3; choose method='eagle3'"):
+        model.drafter("eagle", draft=str(other))
+    with pytest.raises(FileNotFoundError, match="no directory 'nowhere'"):
+        model.drafter("eagle", draft="nowhere")
+
+
+def test_copies_of_the_targets_matrices_are_not_kept(model, tmp_path):
+    content, tensors = eagle()
+    tensors["lm_head.weight"] = np.array(model.params["head"])
+    drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "a", (content, tensors))))
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (False, None)
+    assert params.keys() == {"fc", "fc_bias", "layers"}
+    tensors |= {name: tensors[name] * 2 for name in ("embed_tokens.weight", "lm_head.weight")}
+    drafter, params = model.drafter("eagle", draft=str(write(tmp_path / "b", (content, tensors))))
+    assert (drafter.head.own_embedding, drafter.head.head_size) == (True, TARGET.vocab_size)
+    assert params.keys() == {"fc", "fc_bias", "layers", "embed", "head"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "left"), [("eagle", [2, 4, 5]), ("eagle3", [2, 4, 5]), ("speculators", [2, 4, 5])]
+)
+def test_a_head_drafts_with_some_of_its_tokens(model, tmp_path, monkeypatch, layout, left):
+    monkeypatch.setattr(methods.Eagle, "vocabulary_ids", lambda *_: np.array([2, 4, 5], np.int32))
+    monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([2, 4, 5], np.int32))
+    name = "eagle" if layout == "eagle" else "eagle3"
+    _, whole = rows_of(model, tmp_path, layout)
+    _, params = model.drafter(name, draft=str(tmp_path / layout))
+    assert params["vocabulary"].ids.tolist() == left
+    np.testing.assert_array_equal(params["vocabulary"].head, whole[left])
+
+
+def test_a_head_without_any_of_the_tokens_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([0, 3, 6], np.int32))
+    with pytest.raises(ValueError, match="draft_vocab leaves none of the head's 8 tokens"):
+        model.drafter("eagle3", draft=str(write(tmp_path / "head", eagle3())))
+
+
+def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np.ndarray]:
+    """Returns the file of a layout, and the row of the head for each token."""
+    content, tensors = LAYOUTS[layout]()
+    path = write(tmp_path / layout, (content, tensors))
+    if layout == "eagle":
+        return path, np.asarray(model.params["head"])
+    rows = np.zeros((TARGET.vocab_size, WIDTH), np.float32)
+    rows[SOME if "d2t" in tensors else np.arange(TARGET.vocab_size)] = tensors["lm_head.weight"]
+    return path, rows
+
+
+# Trees
+
+
+@pytest.mark.full
+@pytest.mark.representatives("tree0")
+@pytest.mark.parametrize("tree", [Dynamic(9, depth=4, width=3), Drawn(grown(9, depth=4, num_ranks=4))])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
+    """EAGLE-2's tree has the most probable paths by the reference's probabilities, also after rounds of trees.
+
+    A drawn tree has tokens drawn from these probabilities.
+    """
+    files, target = plain("speculators"), (TARGET, tiny.params(TARGET))
+
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        true = reference.aux_hidden_states(*target, tokens[:-1], AUX_LAYERS)
+        return reference.draft_logits(*files, *target, tokens, path, true)[-1]
+
+    directory = write(tmp_path, speculators())
+    check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
+
+
+@pytest.mark.full
+def test_trees_are_an_option(tmp_path):
+    lm = LanguageModel(TARGET, tiny.params(TARGET), name="tiny")
+    directory = write(tmp_path, eagle3())
+    drafter, _ = lm.drafter("eagle3", draft=directory, tree="12x3")
+    assert (drafter.tree, drafter.num_draft_tokens) == (Dynamic(12, 3, 10), 3)
+    assert lm.drafter("eagle3", draft=directory)[0].tree is None
+    with pytest.raises(ValueError, match="stop_rule applies to chains only"):
+        methods.Eagle3(tree="12x3", stop_rule="confidence", gamma=0.5)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": TEMPERATURE, "seed": 3}
+    expected = lm.generate(list(PROMPTS[0]), **options)
+    for method in ({"method": "eagle3"}, {"method": "hybrid", "second": "eagle3"}):
+        found = lm.generate(list(PROMPTS[0]), draft=directory, tree="12x3", **method, **options)
+        assert found.tokens == expected.tokens
+        assert found.statistics.num_draft_tokens
+    # A level runs ten nodes, each of which costs 12 % of a step of one row.
+    chain, tree = (
+        lm.drafter("hybrid", second="eagle3", draft=directory, **one)[0] for one in ({}, {"tree": "12x3"})
+    )
+    assert float(tree.draft_cost) == pytest.approx(float(chain.draft_cost) * (1 + 9 * 0.12))

@@ -1,0 +1,302 @@
+"""Training of Medusa, Hydra and Kangaroo heads: the drafter's predictions, the losses by hand, and the files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxspec
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.heads import files as heads
+from jaxspec.heads.hydra import network as hydra
+from jaxspec.heads.hydra.drafter import Hydra
+from jaxspec.heads.kangaroo import network as kangaroo
+from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.medusa import network as medusa
+from jaxspec.heads.medusa.drafter import Medusa
+from jaxspec.heads.writer import write_head
+from jaxspec.io.hf import huggingface
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.protocol import Weights
+from tests import tiny
+from tests.heads.test_training_heads import (
+    TARGET,
+    arguments,
+    distribution_of,
+    documents_of,
+    drawn,
+    run,
+)
+from training.data import packing
+from training.heads import kinds
+from training.heads import measure as drafts
+from training.heads import train as command
+from training.heads.head_type import HeadOptions
+from training.losses.base import Given
+from training.reports import metrics
+
+SIZE = TARGET.vocab_size
+OPTIONS = {
+    "medusa": HeadOptions(num_heads=3),
+    "medusa-shared": HeadOptions(num_heads=3, shared_head=True),
+    "hydra": HeadOptions(num_heads=3),
+    "kangaroo": HeadOptions(exit_layer=3),
+}
+STEPS = 3
+
+
+def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
+    """Returns a head type, its network and its initial parameters."""
+    kind = kinds.KINDS[name.partition("-")[0]]
+    network, params = kind.init(OPTIONS[name], target, tiny.params(target), None, 0)
+    return kind, network, params
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_head_begins_with_what_the_target_says(name, batch):
+    """Its blocks are the identity and its matrix is the target's; Kangaroo's attention writes nothing."""
+    _, network, params = begun(name)
+    (seen, _), logits = run(network, params, batch, STEPS)
+    target = tiny.params(TARGET)
+    whole = network.target
+    for step in range(STEPS):
+        if name == "kangaroo":
+            there = np.roll(seen.aux_hidden_states, -1 - step, axis=1)
+            expected = llama.logits(whole, target, there)
+        else:
+            expected = seen.aux_hidden_states @ target["head"].T
+        np.testing.assert_allclose(logits[step], expected, atol=1e-5)
+
+
+def test_an_adapter_needs_an_early_exit():
+    with pytest.raises(ValueError, match="the target has one layer; choose another kind"):
+        begun("kangaroo", dataclasses.replace(TARGET, num_layers=1))
+
+
+def drafter_of(name: str, network: Any) -> Any:
+    if name == "kangaroo":
+        return Kangaroo(TARGET, network.head, 3, num_draft_tokens=STEPS)
+    made = Hydra if name == "hydra" else Medusa
+    return made(TARGET, network.head, num_draft_tokens=STEPS)
+
+
+def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
+    """Returns (tokens, t) → logits of the drafter's functions after t + 2 tokens, if the drafts are the text."""
+    target, drafter = tiny.params(TARGET), drafter_of(name, network)
+    weights, zero = Weights(target, params), jnp.zeros(1, jnp.int32)
+
+    @jax.jit
+    def said(tokens: jax.Array, t: jax.Array) -> jax.Array:
+        cache = kv.create(TARGET, 1, 16, jnp.float32, merged=True)
+        embedded = llama.embed(target, tokens[None])
+        aux_hidden_states = llama.run_with_aux(TARGET, target, embedded, zero, cache, network.aux_layers)[1]
+        own = drafter.begin(weights, t[None] + 2, 16, merged=True)
+        own = drafter.absorb(
+            weights, own, aux_hidden_states, jnp.roll(tokens[None], -1, axis=1), zero, t[None] + 1
+        )
+
+        def fed(values: jax.Array) -> jax.Array:
+            """Returns the tokens that are fed: the pending one and the drafts after it."""
+            return jax.lax.dynamic_slice_in_dim(values, t + 1, STEPS, axis=1)
+
+        if name == "kangaroo":
+            hidden, _ = kangaroo.run(network.head, params, fed(aux_hidden_states), t[None] + 1, own)
+            return kangaroo.logits(network.head, params, TARGET, target, hidden)[0]
+        if name == "hydra":
+            read = jnp.concatenate([own.hidden[:, None], fed(embedded)], axis=1)
+            rows = [hydra.logits(network.head, params, step, read[:, : step + 2])[0] for step in range(STEPS)]
+            return jnp.stack(rows)
+        return medusa.logits(network.head, params, TARGET, target, own)[0]
+
+    return said
+
+
+@pytest.mark.representatives("medusa", "kangaroo")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(name, batch):
+    _, network, _ = begun(name)
+    params = drawn(network.head.shapes)
+    _, found = run(network, params, batch, STEPS)
+    said, compared = said_by_the_decoder(name, network, params), 0
+    for row, first, tokens in documents_of(batch):
+        padded = jnp.pad(tokens, (0, 12 - len(tokens)))
+        for t in range(len(tokens) - 1 - STEPS):
+            expected = said(padded, jnp.int32(t))
+            np.testing.assert_allclose(found[:, row, first + t], expected, atol=2e-5)
+            compared += 1
+    assert compared > 8
+
+
+@pytest.mark.representatives("medusa", "kangaroo")
+@pytest.mark.parametrize("name", ["medusa", "hydra", "kangaroo"])
+def test_the_loss_is_the_papers(name, batch):
+    """Medusa and Hydra learn the text's tokens, head k with weight 0.8^k; Kangaroo the target's distribution."""
+    kind, network, _ = begun(name)
+    params = drawn(network.head.shapes)
+    loss = kind.loss(network, OPTIONS[name], None)
+    given = Given(jnp.int32(0), jax.random.key(0), tiny.params(TARGET))
+    (total, count), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given)
+    steps = 1 if name == "kangaroo" else STEPS
+    (seen, _), logits = run(network, params, batch, steps)
+    shares = np.array([0.8**step for step in range(steps)])
+    wanted, rows = 0.0, 0
+    for row, first, tokens in documents_of(batch):
+        for t in range(len(tokens)):
+            for step in range(steps):
+                told = t + 2 + step
+                if told < len(tokens) and batch["learn"][row, first + told]:
+                    distribution = np.log(distribution_of(logits[step, row, first + t]))
+                    said = np.eye(SIZE)[tokens[told]]
+                    if name == "kangaroo":
+                        said = distribution_of(seen.wanted[row, first + told - 1])
+                    wanted -= shares[step] / shares.sum() * (said @ distribution)
+                    rows += step == 0
+    assert (float(total), int(count)) == (pytest.approx(wanted, rel=1e-4), rows)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.abs(leaf).max() > 0, path
+
+
+@pytest.fixture(scope="module")
+def own_text():
+    """Returns the target's greedy texts, packed."""
+    config = dataclasses.replace(tiny.engine_config(TARGET), eos_token_ids=())
+    model = LanguageModel(config, tiny.params(TARGET), tiny.tokenizer())
+    prompts = [[1 + i % 12, (7 * i + 3) % 12] for i in range(24)]
+    texts = [one.tokens for one in model.generate(prompts, max_new_tokens=14)]
+    encoded = [
+        packing.Encoded(np.array([*prompt, *text], np.int32), np.ones(2 + len(text), bool))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return packing.pack(encoded, 32)
+
+
+@pytest.mark.representatives("kangaroo")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_acceptance_rises(name, own_text):
+    kind, network, params = begun(name)
+    target, loss = tiny.params(TARGET), kind.loss(network, OPTIONS[name], None)
+    measure = drafts.make_measure(network, loss, target)
+    given, optimizer = Given(jnp.int32(0), jax.random.key(0), target), optax.adam(1e-2)
+
+    @jax.jit
+    def train(params):
+        def step(carry, _):
+            params, state = carry
+            gradient = jax.grad(lambda params: loss(params, own_text, given)[0] / own_text["learn"].sum())(
+                params
+            )
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[0][0]
+
+    before, after = (measure(one, {"x": [own_text]}, {"x": 1.0}) for one in (params, train(params)))
+    assert after["held_out_loss"] < before["held_out_loss"]
+    assert after["mean_acceptance_length"] > before["mean_acceptance_length"] + 0.5
+    for position in range(1, STEPS + 1):
+        assert after[f"acceptance/{position}"] > before[f"acceptance/{position}"]
+    # As many as draft.
+    assert ("acceptance/4" in after) == (name == "kangaroo")
+
+
+# Files
+
+NAMES = {
+    "medusa": {"blocks.0.layers.0.weight", "blocks.0.layers.0.bias", "lm_heads.0.weight"},
+    "medusa-shared": {"0.0.linear.weight", "0.0.linear.bias"},
+    "hydra": {
+        "hydra_mlp.0.0.linear.weight",
+        "hydra_mlp.0.0.linear.bias",
+        "hydra_mlp.0.0.res_connection.weight",
+        "hydra_mlp.0.0.res_connection.bias",
+        "hydra_lm_head.0.weight",
+        "hydra_lm_head.0.bias",
+    },
+    "kangaroo": {
+        *(f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"),
+        "layers.0.input_layernorm.weight",
+        "norm.weight",
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_written_as_it_is_published_and_read_back_as_it_was(name, dtype, tmp_path):
+    _, network, _ = begun(name)
+    params = drawn(network.head.shapes)
+    write_head(tmp_path, network.head, params, "abc", None, jnp.dtype(dtype))
+    names = set(huggingface.open_tensors(tmp_path, integers=True))
+    assert NAMES[name] <= names
+    assert len(names) == len(NAMES[name]) * (1 if name == "kangaroo" else 3)
+    found = heads.read_head(tmp_path, TARGET)
+    assert (found.config, found.target) == (network.head, "abc")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.load(np.float32), rounded))
+
+
+def test_a_vocabulary_is_eagle3s_alone(tmp_path):
+    _, network, params = begun("medusa")
+    with pytest.raises(ValueError, match="a head of medusa has the vocabulary of its target; leave ids out"):
+        write_head(tmp_path / "x", network.head, params, "abc", np.arange(3))
+
+
+# The command
+
+
+def typed(folder, name: str, *more: str, kind: str) -> list[str]:
+    given = arguments(folder, name, *more, kind=kind)
+    at = given.index("--test-steps")
+    own = [] if kind == "kangaroo" else ["--num-heads", "2"]
+    return [*given[:at], *given[at + 2 :], *own]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo"])
+def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
+    assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0
+    given = typed(folder, f"{kind}-stopped", "--steps", "6", "--card-prompts", "0", kind=kind)
+    assert command.main([*given, "--minutes", "1e-9"]) == 0
+    assert len(metrics.read(folder / f"run-{kind}-stopped")) == 1
+    assert command.main(given) == 0
+    whole, stopped = (metrics.read(folder / f"run-{kind}-{how}") for how in ("whole", "stopped"))
+    assert [record["loss"] for record in whole] == [record["loss"] for record in stopped]
+    assert stopped[-1]["held_out_loss"] < stopped[0]["held_out_loss"]
+    files = [(folder / f"{kind}-{how}" / "model.safetensors").read_bytes() for how in ("whole", "stopped")]
+    assert files[0] == files[1]
+    # The decoder has drafted with the written head.
+    card = (folder / f"{kind}-whole" / "README.md").read_text()
+    assert f"--method {kind}" in card
+    assert "| token 1 | token 2 |" in card
+    lm = jaxspec.load(folder)
+    assert heads.read_head(folder / f"{kind}-whole", lm.config).target == lm.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "status", "said"),
+    [
+        ("medusa", ["--aux-layers", "1"], 2, "a head of medusa has no option --aux-layers; leave it out"),
+        ("hydra", ["--shared-head"], 2, "a head of hydra has no option --shared-head; leave it out"),
+        (
+            "kangaroo",
+            ["--exit-layer", "4"],
+            2,
+            "--exit-layer is 4; the target has 4 layers: give a number from 1 to 3",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line(folder, kind, more, status, said, capsys):
+    given = ["--num-heads", "2"] if kind != "kangaroo" else []
+    begun = arguments(folder, "wrong", "--steps", "1", kind=kind)
+    at = begun.index("--test-steps")
+    assert command.main([*begun[:at], *begun[at + 2 :], *given, *more]) == status
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("training.heads: error: ")
+    assert said in error

@@ -1,0 +1,535 @@
+"""Training of heads: each step compared with the drafter's, the losses by hand, the command, and its output."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import signal
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import jaxspec
+from jaxspec.heads import files as heads
+from jaxspec.heads.eagle import network as eagle
+from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.heads.eagle.network import EagleConfig
+from jaxspec.heads.writer import write_head
+from jaxspec.io import embedded
+from jaxspec.io.hf import huggingface
+from jaxspec.io.methods import vocabulary_file
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import FINAL, is_shape
+from jaxspec.protocol import Weights
+from tests import tiny
+from tests.heads import files as head_files
+from tests.heads import reference
+from tests.training.test_training_run import ROOT, losses_of
+from training import option_files
+from training.heads import kinds, losses
+from training.heads import measure as drafts
+from training.heads import train as command
+from training.heads.eagle import EagleNetwork
+from training.losses.base import Given, head_of
+from training.reports import metrics
+from training.reports.metrics import Metrics
+
+TARGET = dataclasses.replace(tiny.TARGET, num_layers=4, rope_theta=50.0)
+WIDTH, SIZE = TARGET.hidden_size, TARGET.vocab_size
+BLOCK = LlamaConfig(SIZE, WIDTH, 20, 1, num_heads=4, num_kv_heads=2, head_dim=4, rope_theta=30.0)
+NARROW = dataclasses.replace(BLOCK, hidden_size=12)
+FLAGS = {"aux_norm": "each", "residual_is_normed": True, "output_is_normed": True}
+PART = np.array([1, 2, 4, 5, 7, 8, 10, 11], np.int32)
+NETWORKS = {
+    "eagle": EagleConfig(BLOCK, fc_bias=True),
+    "eagle3": EagleConfig(BLOCK, (2, 2, 1), "eagle3", WIDTH, SIZE),
+    "options": EagleConfig(NARROW, (3, FINAL), "eagle3", WIDTH, SIZE, own_embedding=True, **FLAGS),
+}
+STEPS = 4
+
+
+def drawn(shapes, seed: int = 0):
+    """Returns random parameters, including norms and biases."""
+    flat, tree = jax.tree.flatten(shapes, is_leaf=is_shape)
+    keys = jax.random.split(jax.random.key(seed), len(flat))
+    leaves = [
+        jax.random.normal(key, shape) * shape[-1] ** -0.5
+        if len(shape) > 1
+        else jax.random.uniform(key, shape) + 0.5
+        for key, shape in zip(keys, flat, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def network_of(name: str):
+    head = NETWORKS[name]
+    return EagleNetwork(head, TARGET), drawn(eagle.param_shapes(head))
+
+
+def documents_of(batch):
+    """Returns row, first column and tokens of each packed document."""
+    for row, segments in enumerate(batch["segments"]):
+        for number in range(1, segments.max() + 1):
+            (columns,) = np.nonzero(segments == number)
+            yield row, int(columns[0]), batch["tokens"][row, columns]
+
+
+@pytest.mark.representatives("eagle3")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_step_is_what_the_drafter_takes_when_it_is_fed_its_own_outputs(name, batch):
+    network, params = network_of(name)
+    target = tiny.params(TARGET)
+    _, found = run(network, params, batch, STEPS)
+    drafter, weights = Eagle(TARGET, network.head, num_draft_tokens=STEPS), Weights(target, params)
+    zero, absorb = jnp.zeros(1, jnp.int32), jax.jit(drafter.absorb)
+    step = jax.jit(lambda *given: drafter._step(weights, *given, True))
+    aux_hidden_states_of = jax.jit(
+        lambda hidden, cache: llama.run_with_aux(TARGET, target, hidden, zero, cache, network.aux_layers)[1]
+    )
+    compared = 0
+    for row, first, tokens in documents_of(batch):
+        # The decoder's own forward, on this document alone.
+        cache = kv.create(TARGET, 1, 16, jnp.float32, merged=True)
+        padded = np.pad(tokens, (0, 12 - len(tokens)))
+        aux_hidden_states = aux_hidden_states_of(llama.embed(target, padded[None]), cache)
+        for t in range(len(tokens) - 1):
+            own = drafter.begin(weights, jnp.array([t + 2]), 16, merged=True)
+            following = np.roll(padded, -1)[None]
+            own = absorb(weights, own, aux_hidden_states, following, zero, jnp.array([t + 1]))
+            for number in range(min(STEPS, len(tokens) - 1 - t)):
+                token = jnp.asarray(tokens[t + 1 + number][None])
+                logits, _, own = step(jnp.array([t + 1]), own, token, jnp.int32(number))
+                np.testing.assert_allclose(found[number, row, first + t], logits[0], atol=2e-5)
+                compared += number == STEPS - 1
+    assert compared > 8
+
+
+def run(network, params, batch, steps: int):
+    """Returns the target's outputs for a batch, and the head's logits, [steps, B, T, N]."""
+
+    @jax.jit
+    def both(batch):
+        target = tiny.params(TARGET)
+        seen = losses.look(TARGET, target, batch, network.aux_layers, None)
+        outputs = network.outputs(params, target, batch, seen.aux_hidden_states, steps)
+        readings = [network.reading(params, step) for step in range(len(outputs))]
+        pairs = zip(readings, outputs, strict=True)
+        return seen, outputs, [network.logits(own, head_of(target), one) for own, one in pairs]
+
+    seen, outputs, logits = both(batch)
+    return jax.tree.map(np.asarray, (seen, outputs)), np.stack(logits)
+
+
+def distribution_of(logits: np.ndarray) -> np.ndarray:
+    shifted = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
+    return shifted / shifted.sum(axis=-1, keepdims=True)
+
+
+def by_hand(network, params, batch, part, weights, steps) -> tuple[float, int]:
+    """Returns the loss of `losses.head_loss`, computed position by position."""
+    (seen, outputs), logits = run(network, params, batch, steps)
+    shares = [weights.decay**step for step in range(steps)]
+    chosen = np.arange(SIZE) if part is None else part
+    total, count = 0.0, 0
+    for row, first, tokens in documents_of(batch):
+        for t in range(len(tokens)):
+            for step in range(steps):
+                told, after = t + 2 + step, first + t + 1 + step
+                if told >= len(tokens) or not batch["learn"][row, first + told]:
+                    continue
+                if int(seen.best[row, after]) not in chosen:
+                    continue
+                q = distribution_of(logits[step, row, first + t])
+                p = distribution_of(seen.wanted[row, after][chosen])
+                loss = -weights.distribution * np.sum(p * np.log(q))
+                if weights.aux_hidden_state:
+                    apart = np.abs(outputs[step][row, first + t] - seen.aux_hidden_states[row, after])
+                    loss += weights.aux_hidden_state * np.mean(np.where(apart < 1, apart**2 / 2, apart - 0.5))
+                total += shares[step] / sum(shares) * loss
+                count += step == 0
+    return total, count
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_the_loss_is_the_papers(name, batch):
+    network, params = network_of(name)
+    target, part = tiny.params(TARGET), None
+    weights, steps = losses.Weights(0.1, 1.0, 0.8), 1
+    if name == "eagle3":
+        part, weights, steps = PART, losses.Weights(decay=0.8), 3
+        params = {**params, "head": params["head"][PART]}
+    loss = losses.head_loss(network, steps, weights, part)
+    given = Given(jnp.int32(0), jax.random.key(0), target)
+    (total, weight), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given)
+    wanted, count = by_hand(network, params, batch, part, weights, steps)
+    assert 0 < count < batch["learn"].sum()
+    assert (float(total), int(weight)) == (pytest.approx(wanted, rel=1e-4), count)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.abs(leaf).max() > 0, path
+
+
+@pytest.mark.full
+def test_held_out_acceptance_is_that_of_rounds_from_every_position(batch):
+    network, params = network_of("eagle3")
+    target = tiny.params(TARGET)
+    whole = {**batch, "learn": batch["segments"] > 0}
+    loss = losses.head_loss(network, 1, losses.Weights())
+    # A head with the target's predictions, except one token that it never predicts.
+    best = int(losses.look(TARGET, target, whole, (0,), None).best[0, 4])
+
+    @dataclasses.dataclass(frozen=True)
+    class Sham(EagleNetwork):
+        def outputs(self, params, embedding, batch, aux_hidden_states, steps):
+            seen = losses.look(TARGET, embedding, batch, (0,), None)
+            told = jax.nn.one_hot(seen.best, SIZE) * (seen.best != best)[..., None]
+            return [losses.ahead(told, 1 + step) for step in range(steps)]
+
+        def logits(self, own, target, output):
+            return output + 0.5 * jax.nn.one_hot((best + 1) % SIZE, SIZE)
+
+    sham = Sham(network.head, TARGET)
+    loss = losses.head_loss(sham, 1, losses.Weights())
+    found = drafts.make_measure(sham, loss, target)(params, {"x": [whole]}, {"x": 1.0})
+    seen = np.asarray(losses.look(TARGET, target, whole, (0,), None).best)
+    lengths = []
+    for row, first, tokens in documents_of(whole):
+        for t in range(len(tokens) - 1 - drafts.NUM_DRAFT_TOKENS):
+            right = seen[row, first + t + 1 : first + t + 1 + drafts.NUM_DRAFT_TOKENS] != best
+            lengths.append(int(np.cumprod(right).sum()))
+    assert 0 < np.mean(lengths) < drafts.NUM_DRAFT_TOKENS
+    assert found["mean_acceptance_length"] == pytest.approx(1 + np.mean(lengths))
+    for position in range(1, drafts.NUM_DRAFT_TOKENS + 1):
+        share = np.mean([length >= position for length in lengths])
+        assert found[f"acceptance/{position}"] == pytest.approx(share)
+
+
+NAMES = {
+    "eagle": "fc.weight fc.bias layers.0.self_attn.q_proj.weight layers.0.self_attn.k_proj.weight "
+    "layers.0.self_attn.v_proj.weight layers.0.self_attn.o_proj.weight layers.0.mlp.gate_proj.weight "
+    "layers.0.mlp.up_proj.weight layers.0.mlp.down_proj.weight layers.0.post_attention_layernorm.weight",
+    "eagle3": "fc.weight norm.weight lm_head.weight d2t t2d midlayer.self_attn.q_proj.weight "
+    "midlayer.self_attn.k_proj.weight midlayer.self_attn.v_proj.weight midlayer.self_attn.o_proj.weight "
+    "midlayer.mlp.gate_proj.weight midlayer.mlp.up_proj.weight midlayer.mlp.down_proj.weight "
+    "midlayer.hidden_norm.weight midlayer.input_layernorm.weight midlayer.post_attention_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_written_as_it_is_published_and_read_back_as_it_was(name, dtype, tmp_path):
+    head = NETWORKS[name]
+    ids = PART if name == "eagle3" else None
+    if ids is not None:
+        head = dataclasses.replace(head, head_size=len(ids))
+    params = drawn(eagle.param_shapes(head))
+    write_head(tmp_path, head, params, "abc", ids, jnp.dtype(dtype))
+    found = heads.read_head(tmp_path, TARGET)
+    assert set(huggingface.open_tensors(tmp_path, integers=True)) | {"t2d"} == set(NAMES[name].split()) | {
+        "t2d"
+    }
+    assert found.target == "abc"
+    assert dataclasses.replace(found.config, target_width=head.target_width, block=head.block) == head
+    assert (found.config.block.rope_theta, found.config.block.head_dim) == (30.0, 4)
+    loaded = found.load(np.float32)
+    if ids is not None:
+        few = loaded.pop("vocabulary")
+        np.testing.assert_array_equal(few.ids, PART)
+        loaded["head"] = few.head
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, loaded, rounded))
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"aux_norm": "each", "output_is_normed": True}], ids=["eagle3", "eagle3.1"]
+)
+@pytest.mark.parametrize("layout", [None, "specforge", "speculators"])
+def test_a_head_in_another_layout_drafts_as_the_slow_reference(layout, flags, tmp_path):
+    """The reference reads the files as the layout's own trainer does; both without what only jaxspec writes."""
+    head = dataclasses.replace(NETWORKS["eagle3"], head_size=len(PART), **flags)
+    params = drawn(eagle.param_shapes(head))
+    write_head(tmp_path, head, params, "abc", PART, layout=layout, name="org/target")
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content.pop("jaxspec")["kind"] == "eagle3"
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    prefix = "layers.0." if layout == "speculators" else "midlayer."
+    expected = {name.replace("midlayer.", prefix) for name in NAMES["eagle3"].split()}
+    assert set(tensors) == expected | ({f"fc_norm.{i}.weight" for i in range(3)} if flags else set())
+    aux_layers = content.get("eagle_aux_hidden_state_layer_ids")
+    if layout == "specforge":
+        assert aux_layers is None
+        aux_layers = [layer + 1 for layer in content["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    if layout == "speculators":
+        assert content["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+        content |= content["transformer_layer_config"]
+    read = heads.read_head(tmp_path, TARGET).config
+    assert tuple(aux_layers) == head.aux_layers == read.aux_layers
+    assert (read.aux_norm, read.output_is_normed) == (head.aux_norm, head.output_is_normed)
+    target = tiny.params(TARGET)
+
+    def logits_of(one):
+        true = reference.aux_hidden_states(TARGET, target, one.tokens[:-1], aux_layers)
+        return reference.draft_logits(content, tensors, TARGET, target, one.tokens, one.drafts[:-1], true)
+
+    found = head_files.rounds_of(tmp_path, lambda config: Eagle(TARGET, config, num_draft_tokens=tiny.K))
+    assert head_files.furthest(found, logits_of) < 2e-5
+
+
+def test_what_does_not_fit_is_not_written(tmp_path):
+    head = dataclasses.replace(NETWORKS["eagle3"], head_size=len(PART))
+    params = drawn(eagle.param_shapes(head))
+    with pytest.raises(ValueError, match="ids are 3 tokens, the head has 8 rows"):
+        write_head(tmp_path / "x", head, params, "abc", PART[:3])
+    with pytest.raises(ValueError, match="the parameters have other leaves than the head"):
+        write_head(tmp_path / "x", head, {"fc": params["fc"]}, "abc", PART)
+    embedding = dataclasses.replace(head, aux_layers=(0, 2, 1))
+    with pytest.raises(ValueError, match="SpecForge's layout has no head that reads the embedding"):
+        write_head(tmp_path / "x", embedding, params, "abc", PART, layout="specforge")
+    assert not (tmp_path / "x").exists()
+
+
+# The command
+
+
+def arguments(folder, name: str, *more: str, kind: str = "eagle3", output: bool = True) -> list[str]:
+    sizes = "--window 48 --batch 2 --held-out 6 --held-out-rows 4 --every 5 --card-prompts 1 --card-tokens 8"
+    places = ["--output", str(folder / name)] if output else []
+    return [
+        *("--kind", kind, "--target", str(folder), "--data", str(folder / "text.txt")),
+        *("--run", str(folder / f"run-{name}"), *places, *sizes.split(), "--test-steps", "2"),
+        *("--learning-rate", "1e-2", "--warmup", "2", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An uninterrupted run, and its head over half of the tokens."""
+    assert command.main(arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120")) == 0
+    return metrics.read(folder / "run-whole")
+
+
+@pytest.mark.full
+def test_a_loss_falls_and_the_head_drafts(folder, whole):
+    assert whole[-1]["held_out_loss"] < whole[4]["held_out_loss"] < whole[0]["loss"]
+    assert {f"acceptance/{position}" for position in range(1, 6)} < set(whole[-1])
+    lm = jaxspec.load(folder)
+    head = heads.read_head(folder / "whole", lm.config)
+    assert head.target == lm.fingerprint
+    assert head.config.head_size == len(head.ids) == 120
+    assert set(lm.config.eos_token_ids) < set(head.ids.tolist())
+    plain = lm.generate("Once upon", max_new_tokens=12)
+    drafted = lm.generate("Once upon", max_new_tokens=12, method="eagle3", draft=folder / "whole")
+    assert drafted.tokens == plain.tokens
+    assert drafted.statistics.num_draft_tokens
+    card = (folder / "whole" / "README.md").read_text()
+    assert "--method eagle3" in card
+    assert "python -m training.heads --kind eagle3" in card
+    assert "| text | 1 | " in card
+
+
+@pytest.mark.full
+def test_a_stopped_run_resumes_exactly(folder, whole):
+    given = arguments(folder, "stopped", "--steps", "12", "--draft-vocab-size", "120", "--card-prompts", "0")
+    assert command.main([*given, "--minutes", "1e-9"]) == 0
+    assert len(metrics.read(folder / "run-stopped")) == 1
+    assert command.main(given) == 0
+
+    def losses(records):  # the first step has a separate checkpoint here
+        return [(step, loss, norm) for step, loss, norm, _ in losses_of(records)]
+
+    stopped = metrics.read(folder / "run-stopped")
+    assert losses(stopped) == losses(whole)
+    assert stopped[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
+    files = [(folder / name / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.full
+def test_a_head_of_eagle_3_1_is_trained_and_written_again_in_another_layout(folder):
+    given = arguments(folder, "newer", "--steps", "3", "--card-prompts", "1", "--fc-norm", "--norm-output")
+    for layout, key in (("speculators", "transformer_layer_config"), ("specforge", "eagle_config")):
+        assert command.main([*given, "--layout", layout]) == 0
+        assert key in json.loads((folder / "newer" / "config.json").read_text())
+        lm = jaxspec.load(folder)
+        config = heads.read_head(folder / "newer", lm.config).config
+        assert (config.aux_norm, config.output_is_normed) == ("each", True)
+    assert lm.generate([5, 6], max_new_tokens=4, method="eagle3", draft=str(folder / "newer")).tokens
+    card = (folder / "newer" / "README.md").read_text()
+    assert all(said in card for said in ("| token 1 |", "| data, text | ", "python -m training.heads"))
+
+
+@pytest.mark.full
+def test_a_head_is_trained_in_bfloat16_too(folder):
+    more = ("--steps", "3", "--card-prompts", "0", "--compute", "bfloat16", "--dtype", "float32")
+    assert command.main(arguments(folder, "rounded", *more, kind="eagle")) == 0
+    losses = [record["loss"] for record in metrics.read(folder / "run-rounded")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.full
+def test_an_interrupted_run_leaves_a_head(folder, monkeypatch, capsys):
+    write = Metrics.write
+
+    def interrupting(log, step, record):
+        write(log, step, record)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Metrics, "write", interrupting)
+    given = arguments(folder, "interrupted", "--steps", "12", "--card-prompts", "0", kind="eagle")
+    assert command.main(given) == 130
+    assert "interrupted after step 3; the same command goes on from there" in capsys.readouterr().err
+    lm = jaxspec.load(folder)
+    assert heads.read_head(folder / "interrupted", lm.config).config.kind == "eagle"
+    # The run of a directory has one head type, target, shape and text.
+    another = arguments(folder, "interrupted", "--steps", "12", kind="eagle3")
+    assert command.main(another) == 2
+    assert "holds a run with --kind eagle" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_path, monkeypatch):
+    given = arguments(folder, "beside", "--steps", "1", "--card-prompts", "0", output=False)
+    assert command.main(given) == 0
+    written = folder / "heads" / "eagle3"
+    lm = jaxspec.load(folder)
+    wanted = lm.generate("Once", max_new_tokens=6, method="eagle3").tokens
+    shipped = tmp_path / "heads" / "any-name"
+    shipped.parent.mkdir()
+    written.rename(shipped)
+    with pytest.raises(ValueError, match=r"; give draft=DIR$"):  # training of such heads is not supported
+        lm.drafter("dflash")
+    with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads`"):
+        jaxspec.load(folder).generate("Once", method="eagle3")
+    monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
+    assert jaxspec.load(folder).generate("Once", max_new_tokens=6, method="eagle3").tokens == wanted
+    content = json.loads((shipped / "config.json").read_text())
+    content["jaxspec"]["target"] = "another"
+    (shipped / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="method eagle3 needs a head"):
+        jaxspec.load(folder).generate("Once", method="eagle3")
+
+
+def test_a_vocabulary_is_ranked_or_counted(folder):
+    lm = jaxspec.load(folder)
+    path = folder / "vocab.json"
+    ranking = vocabulary_file.Ranking((0, 1), (9, 5, 7), 10)
+    vocabulary_file.write_vocabulary(path, lm.fingerprint, lm.config.vocab_size, ranking, {})
+    counts = np.zeros(lm.config.vocab_size)
+    counts[[40, 30, 20]] = 3, 5, 3
+
+    def chosen(**options):
+        found = command.draft_tokens(command.HeadOptions(**options), lm, counts)
+        return None if found is None else found.tolist()
+
+    assert chosen() is chosen(draft_vocab_size=lm.config.vocab_size) is None
+    assert chosen(draft_vocab=path) == [0, 1, 5, 7, 9]
+    assert chosen(draft_vocab=path, draft_vocab_size=4) == [0, 1, 5, 9]
+    assert chosen(draft_vocab_size=3) == [1, 20, 30]
+    with pytest.raises(ValueError, match=r"^draft_vocab_size is 6; .*vocab\.json ranks 5 tokens"):
+        chosen(draft_vocab=path, draft_vocab_size=6)
+    vocabulary_file.write_vocabulary(path, "another", lm.config.vocab_size, ranking, {})
+    with pytest.raises(ValueError, match="belongs to another model"):
+        chosen(draft_vocab=path)
+    windows = {"x": {"tokens": np.array([[3, 3, 4, 0]]), "learn": np.array([[True, False, True, True]])}}
+    windows["x"]["segments"] = np.array([[1, 1, 1, 0]])
+    assert command.learned_counts(windows, {"x": 2.0}, 5).tolist() == [0, 0, 0, 2, 2]
+
+
+@pytest.mark.full
+def test_the_options_of_a_run_start_it_again_and_every_kind_can_be_chosen(folder, whole):
+    again = option_files.parse(
+        command.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "heads"
+    )
+    given = arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120")
+    given += ["--weight-decay", "0.1", "--accumulate", "1"]  # the record has the defaults of the start
+    assert again == option_files.parse(command.Options, given, "heads")
+    assert list(kinds.KINDS) == list(typing.get_args(typing.get_type_hints(command.Options)["kind"]))
+
+
+def real_recipe(kind):
+    """Returns the command's options from the real model's recipe for `kind`."""
+    recipe = ROOT / "training/recipes/heads-smollm2.yaml"
+    (line,) = [line for line in recipe.read_text().splitlines() if f"$HEADS --kind {kind} " in line]
+    return option_files.parse(
+        command.Options, [f"--config={recipe}", *shlex.split(line.split("$HEADS")[1])], "heads"
+    )
+
+
+def test_the_recipe_of_the_small_target_leaves_nothing_to_choose():
+    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
+    options = option_files.parse(command.Options, [*files, "--kind", "eagle3"], "heads")
+    assert options.settled(10**6, {})[1] == {}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "kangaroo"])
+def test_the_commands_of_the_real_models_recipe_leave_nothing_to_choose(kind):
+    options = real_recipe(kind)
+    assert options.made == kinds.KINDS[kind]
+    assert options.settled(10**6, {})[1] == {}
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_the_recipe_of_the_small_target_serves_every_kind(kind):
+    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
+    options = option_files.parse(command.Options, [*files, "--kind", kind], "heads")
+    assert options.made == kinds.KINDS[kind]
+
+
+def test_the_head_of_the_real_model_has_at_most_ten_megabytes():
+    options = real_recipe("eagle3")
+    config = LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True)
+    part = np.arange(options.head.draft_vocab_size)
+
+    def drawn_for(target):
+        return kinds.KINDS["eagle3"].init(options.head, config, target, part, 0)[1]
+
+    shapes = {"embed": (49152, 576), "norm": (576,)}
+    target = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    size = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(drawn_for, target)))
+    assert 9.5e6 < 2 * size + 8 * len(part) + config.vocab_size < 10e6
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "said"),
+    [
+        (
+            ["--draft-vocab-size", "9"],
+            2,
+            "a head of eagle has no option --draft-vocab-size; leave it out",
+        ),
+        (
+            ["--aux-layers", "1", "--exit-layer", "2"],
+            2,
+            "a head of eagle has no option --aux-layers, --exit-layer",
+        ),
+        (["--num-heads", "0"], 2, "--num-heads is 0; give a whole number of at least 1"),
+        (["--test-steps", "0"], 2, "--test-steps is 0; give a whole number of at least 1"),
+        (["--step-decay", "0"], 2, "--step-decay is 0.0; give a number above 0, and at most 1"),
+        (
+            ["--kind", "eagle3", "--aux-layers", "9"],
+            2,
+            "--aux-layers is (9,); the target has 4 layers: give numbers from 0 to 4",
+        ),
+        (
+            ["--kind", "eagle3", "--draft-vocab-size", "999"],
+            2,
+            "--draft-vocab-size is 999; the target has 300",
+        ),
+        (["--card-tokens", "1"], 2, "--card-tokens is 1; give a whole number of at least 2"),
+    ],
+)
+def test_wrong_options_are_one_line(folder, more, status, said, capsys):
+    given = arguments(folder, "wrong", "--steps", "1", *more, kind="eagle")
+    assert command.main(given) == status
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("training.heads: error: ")
+    assert said in error
+    assert not (folder / "wrong").exists()

@@ -1,0 +1,115 @@
+"""Tables of exact counts: costs, choice and claims; the counts of S2D's and ASD's drafts in the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks import papers
+from benchmarks.papers import adaspeed_counts, asd_counts, rules, s2d_counts, s2d_runs
+from benchmarks.papers.counted import Case, Column, Counted, Work, choose
+from benchmarks.papers.engine_counts import greedy
+from benchmarks.papers.options import PaperOptions
+from benchmarks.papers.tables import FREE
+from benchmarks.papers.workbench import Workbench
+from jaxspec.bench import prompts
+from jaxspec.io.hf import huggingface
+from jaxspec.io.trained_for import TrainedFor
+from jaxspec.methods import DraftModel
+from jaxspec.testing.models import TARGET, params
+from jaxspec.tuning.s2d_sweep import sorted_draft
+
+SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once", "Upon")}}
+COLUMNS = (Column(FREE, (0.1, 0.0)), Column("dear", (0.5, 0.1)))
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch):
+    monkeypatch.setattr(prompts, "load", lambda split="reporting", directory=None: SPLITS[split])
+    monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
+    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 0.9, 1.0))
+    monkeypatch.setattr(rules, "CONSTANTS", (2,))
+    monkeypatch.setattr(rules, "GAMMAS", (0.3,))
+    monkeypatch.setattr(asd_counts, "EVERYS", (0, 2))
+    monkeypatch.setattr(asd_counts, "KEEP_LASTS", (0, 1))
+    monkeypatch.setattr(asd_counts, "TRIALS", 2)
+
+
+@pytest.fixture(scope="module")
+def draft(lm, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("draft")
+    huggingface.save(directory, lm.config, params(TARGET, 3), trained_for=TrainedFor((1, 2)))
+    return str(directory)
+
+
+def work(tokens, rounds, passes):
+    return Work(np.array(tokens), np.array(rounds), np.array(passes, float))
+
+
+def test_costs_decide_the_choice_and_the_speed():
+    # 12 tokens: in 6 rounds without drafts, or in 3 with 9 passes of the first part and 3 of the second.
+    tuning = {
+        Case("x", "K 0"): work([12, 12], [6, 6], [[0, 0]] * 2),
+        Case("x", "K 3"): work([12, 12], [3, 3], [[9, 3]] * 2),
+    }
+    chosen = choose(tuning, COLUMNS)
+    assert {heading: case.setting for heading, case in chosen["x"].items()} == {FREE: "K 3", "dear": "K 0"}
+    found = Counted(COLUMNS, chosen, tuning, ["a", "a"])
+    assert [found.over("x", None, column).ours for column in COLUMNS] == [pytest.approx(12 / 3.9), 2.0]
+    table = found.table("t", {"x": {"dear": 1.5}})
+    assert [table.cell("x", heading).paper for heading in (FREE, "dear")] == [None, 1.5]
+    assert found.settings() == ("x: K 3 (free rows); K 0 (dear).",)
+
+
+def test_claims_are_judged_at_each_cost():
+    slow, fast = Case("slow", ""), Case("fast", "")
+    works = {slow: work([9, 9], [9, 9], [[0, 0]] * 2), fast: work([9, 9], [6, 6], [[9, 0]] * 2)}
+    found = Counted(COLUMNS, choose(works, COLUMNS), works, ["a", "a"])
+    claims = found.claims("It is faster.", "fast", "slow", paper={"dear": 1.1})
+    assert [(claim.costs, claim.holds) for claim in claims] == [(FREE, True), ("dear", False)]
+    assert claims[1].figure.paper == 1.1
+    assert claims[0].figure.ours == pytest.approx(9 / 6.9)
+
+
+def test_prices_that_do_not_rise_are_measured_again(lm, monkeypatch):
+    monkeypatch.setattr(adaspeed_counts, "LENGTHS", (1, 2))
+    monkeypatch.setattr(adaspeed_counts, "CONSTANT_LENGTHS", (1, 2))
+    good = {f"{kind}, exit 1, {n}": 1 + n / 4 for kind in ("rule", "constant") for n in (1, 2)}
+    answers = iter([good | {"rule, exit 1, 1": 5.4}, good])
+    monkeypatch.setattr(adaspeed_counts, "_measured_prices", lambda bench, exits: next(answers))
+    assert adaspeed_counts._prices(None, [1]) == good | {"unsound": []}
+    monkeypatch.setattr(
+        adaspeed_counts, "_measured_prices", lambda bench, exits: good | {"rule, exit 1, 1": 1.6}
+    )
+    assert adaspeed_counts._prices(None, [1])["unsound"] == [1]
+
+
+@pytest.mark.full
+def test_exits_alone_count_like_a_draft_model(lm, draft):
+    with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
+        found, prompt = sorted_draft(lm, draft), bench.encoded("tuning")[0]
+        for thresholds, layers, expected in (((0.0,), 1, (1, 0)), ((1.0,), 2, (0, 1))):
+            result, (*depths, heads) = s2d_counts._counting(bench, found, thresholds, 3)(prompt)
+            other = greedy(bench, prompt, DraftModel(draft=draft, draft_exit=layers, num_draft_tokens=3))
+            assert result.tokens == other.tokens
+            assert result.statistics.num_rounds == other.statistics.num_rounds
+            # Every draft token, also those past the end of the text, is one step through one exit and one head.
+            assert sum(depths) == heads >= other.statistics.num_draft_tokens
+            assert [bool(depth) for depth in depths] == [bool(one) for one in expected]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("paper", ["adaspeed", "s2d", "asd"])
+def test_counts_need_no_clock(lm, draft, paper, tmp_path):
+    options = PaperOptions(
+        max_new_tokens=12, counts=True, draft=draft if paper == "s2d" else None, directory=tmp_path
+    )
+    found = papers.find(paper)(lm, options, lambda what: None)
+    assert found.amount == {"max_new_tokens": 12}
+    assert {claim.costs for claim in found.claims} == set(found.tables[0].columns)
+    assert all(cell.ours > 0 for table in found.tables for row in table.rows for cell in row.cells.values())
+    # Stored counts are not counted again.
+    again = papers.find(paper)(lm, options, lambda what: pytest.fail(what) if ": " in what else None)
+    assert dataclasses.asdict(again) == dataclasses.asdict(found)

@@ -1,0 +1,126 @@
+"""`benchmarks.peers`: texts of equal length in turns, resumed records, and ratios; functions play the programs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import peers
+from jaxspec.engine.language_model import load
+from jaxspec.engine.results import Result, Statistics, Token
+from tests.commands import write_tiny
+
+# Milliseconds per token of the stand-ins.
+SPEEDS = {
+    peers.BASELINE: 20.0,
+    "jaxspec float32 auto": 10.0,
+    "transformers": 40.0,
+    "llama.cpp Q4_1": 5.0,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tiny(tmp_path_factory)
+
+
+class StandIns:
+    """Engines of one tiny model, for the lengths of texts, and of functions that do not compute.
+
+    Attributes:
+      called: (run, prompt) of each call.
+    """
+
+    def __init__(self, directory):
+        self.called = []
+        runs = {name: self._run(name, ms) for name, ms in SPEEDS.items()}
+        methods = {"jaxspec float32 auto": peers.parse_run("auto")}
+        self.engines = peers.Engines({"float32": load(directory)}, runs, methods, ["a line"])
+
+    def _run(self, name, ms):
+        def run(prompt, turn):
+            self.called.append((name, prompt))
+            count = prompt.max_new_tokens
+            spent = Statistics(count, count - 1, 0, 0, 0, (), 50.0 + ms * (count - 1), ms * (count - 1), 0.0)
+            return Result("a", [Token(3)] * count, "length", spent)
+
+        return run
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, directory):
+    made = StandIns(directory)
+    monkeypatch.setattr(peers, "open_engines", lambda *given: made.engines)
+    return made
+
+
+def called(capsys, *words):
+    status = peers.main([*map(str, words), "--max-new-tokens", "4"])
+    said = capsys.readouterr()
+    return status, json.loads(said.out) if said.out else None, said.err
+
+
+def test_ratios_of_the_same_texts(capsys, directory, stand_ins):
+    status, report, said = called(capsys, "--model", directory, "--limit", 8)
+    assert (status, report["prompts"], report["interrupted"]) == (0, 8, False)
+    kinds = ["stories", "mathematics", "code", "copy-edit", "all"]
+    ratios = report["ratios"]["jaxspec float32 auto"]
+    assert set(ratios) == SPEEDS.keys() - {"jaxspec float32 auto"}
+    for other, by_kind in ratios.items():
+        assert list(by_kind) == kinds
+        for figures in by_kind.values():
+            assert figures == pytest.approx([SPEEDS[other] / 10.0] * 3)
+    one = report["runs"]["transformers"]["all"]
+    assert one["tokens_per_second"] == pytest.approx(25.0)
+    assert one["first_token_ms"] == pytest.approx(50.0)
+    assert one["same_texts"] == 1
+    lengths = {
+        len({prompt.max_new_tokens for _, prompt in stand_ins.called if prompt.tokens == tokens})
+        for tokens in (prompt.tokens for _, prompt in stand_ins.called)
+    }
+    assert lengths == {1}, "every run generates the same number of tokens"
+    assert "jaxspec float32 auto ÷ run" in said
+    assert "bootstrap over the prompts" in said
+    assert "a line" in said
+
+
+def test_the_first_run_changes_with_the_prompt(capsys, directory, stand_ins):
+    called(capsys, "--model", directory, "--limit", 4)
+    measured = stand_ins.called[-4 * len(SPEEDS) :]
+    turns = [measured[at : at + len(SPEEDS)] for at in range(0, len(measured), len(SPEEDS))]
+    assert all({name for name, _ in turn} == set(SPEEDS) for turn in turns)
+    assert len({turn[0][0] for turn in turns}) > 1
+
+
+def test_an_interrupted_measurement_continues(capsys, directory, stand_ins, tmp_path):
+    words = ("--model", directory, "--output", tmp_path / "out")
+    runs = stand_ins.engines.runs
+    whole = runs["transformers"]
+
+    def interrupted(prompt, turn):
+        if sum(name == "llama.cpp Q4_1" for name, _ in stand_ins.called) > 3:
+            raise KeyboardInterrupt
+        return whole(prompt, turn)
+
+    runs["transformers"] = interrupted
+    status, report, _ = called(capsys, *words, "--limit", 4)
+    assert (status, report["interrupted"]) == (130, True)
+    assert 0 < report["prompts"] < 4
+    runs["transformers"] = whole
+    stand_ins.called.clear()
+    status, report, _ = called(capsys, *words, "--limit", 4)
+    assert (status, report["prompts"], report["interrupted"]) == (0, 4, False)
+    stand_ins.called.clear()
+    status, again, _ = called(capsys, *words, "--limit", 4)
+    assert not stand_ins.called
+    assert again["runs"] == report["runs"]
+    status, _, said = called(capsys, *words, "--repeats", 2)
+    assert status == 2
+    assert "belongs to another comparison: its repeats is 1, now 2" in said
+
+
+def test_wrong_use_is_one_line(capsys, directory):
+    status, _, said = called(capsys, "--model", directory, "--run", "guess")
+    assert (status, said.count("\n")) == (2, 1)
+    assert "unknown method 'guess'" in said

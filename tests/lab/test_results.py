@@ -1,0 +1,127 @@
+"""The page of results, made from stored reports, and the commands that the pages of figures print."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results
+from benchmarks.papers import asd_counts, command, rules, s2d_runs
+from jaxspec.cli import bench, compare, main, profile
+from jaxspec.cli.methods import parse_run
+
+PAGES = ("results.md", "measurements.md", "laboratory.md")
+# In bash, a printed command prints its words; loops and variables of the page are expanded.
+STUBS = """
+say() { python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >&3; }
+for name in jaxspec python pip awk head cp; do eval "$name() { say $name \\"\\$@\\"; }"; done
+exec 3>&1 >/dev/null
+cd "$1"
+"""
+
+
+def printed(page: str, folder: Path) -> list[list[str]]:
+    """The commands that a page prints, as words, without those that begin with an environment."""
+    text = (results.DOCS / page).read_text(encoding="utf-8")
+    script = STUBS + "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    ran = subprocess.run(["bash", "-c", script, "page", folder], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def test_the_page_is_made_from_the_stored_reports():
+    reports = results.load(results.DOCS / "results")
+    assert results.page(reports) == (results.DOCS / "results.md").read_text(encoding="utf-8")
+    for name, report in reports.items():
+        assert results.chart(report) == (results.DOCS / "results" / f"{name}.svg").read_text(encoding="utf-8")
+    assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 200_000
+
+
+def claim(holds, costs="", ours=1.1, paper=None):
+    figure = {"paper": paper, "ours": ours, "interval": [ours - 0.05, ours + 0.05]}
+    return {"says": "It is faster.", "holds": holds, "because": "", "costs": costs, "figure": figure}
+
+
+def report(*claims):
+    table = {
+        "title": "Table 1: × plain",
+        "columns": ["free rows"],
+        "rows": [],
+        "notes": ["A note."],
+        "digits": 2,
+    }
+    counts = {"tuning": 2, "reporting": 2}
+    return {"claims": claims, "tables": [table], "prompts": counts, "amount": {"max_new_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [(True, results.HOLDS), (False, results.AT_COSTS)],
+)
+def test_a_row_has_times_counts_and_a_verdict(here, expected):
+    counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
+    reports = {"adaspeed-large": counts, "adaspeed-large-times": report(claim(here))}
+    row = next(line for line in results.page(reports).splitlines() if line.startswith("| It is"))
+    assert row.split(" | ")[1:] == [
+        "Llama 1B: 1.16",
+        "`large`: 1.10 (1.05–1.15)",
+        "`large`: 1.20 (1.15–1.25)",
+        "`large`, Llama 1B: 1.15 (1.10–1.20)",
+        f"{expected} |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([True, True], results.AT_COSTS),
+        ([False, False], results.DOES_NOT),
+        ([None, False], results.UNKNOWN),
+        ([True, False, None], f"{results.UNKNOWN} (holds in 1 of 3)"),
+    ],
+)
+def test_without_times_the_counts_decide(costs, expected):
+    assert results.verdict([], costs) == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
+    commands = {"bench": bench.Bench, "compare": compare.Compare, "profile": profile.Profile}
+
+    def run(self):
+        for words in getattr(self, "runs", ()):
+            assert parse_run(words)
+        return 0
+
+    for one in commands.values():
+        monkeypatch.setattr(one, "run", run)
+    monkeypatch.setattr(command.Papers, "run", lambda self: 0)
+    found = printed(page, tmp_path)
+    assert found
+    for name, *words in found:
+        if name == "jaxspec" and words[0] in commands:
+            assert main(words) == 0, words
+        elif name == "python":
+            assert words[0] == "-m"
+            assert importlib.util.find_spec(words[1]), words
+            if words[1] == "benchmarks.papers":
+                assert command.main(words[2:]) == 0, words
+
+
+@pytest.mark.full
+def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rules, "CONSTANTS", (2,))
+    monkeypatch.setattr(rules, "GAMMAS", (0.6,))
+    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 1.0))
+    monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
+    for name, value in {"EVERYS": (3,), "KEEP_LASTS": (2,), "TRIALS": 1}.items():
+        monkeypatch.setattr(asd_counts, name, value)
+    for number, (_, _, module, *words) in enumerate(printed("results.md", tmp_path)):
+        assert module == "benchmarks.papers"
+        few = ["--limit", "1", "--max-new-tokens", "4", "--output", str(tmp_path / str(number)), "--json"]
+        assert command.main([*words, *few]) == 0
+        assert json.loads(capsys.readouterr().out)["claims"]

@@ -1,0 +1,288 @@
+"""The methods by name: found by their files and by entry points, their options declared once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import methods
+from jaxspec.cli.methods import options_of, usual_methods
+from jaxspec.console.parsing import parse_as
+from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.heads.kinds import KINDS
+from jaxspec.methods import registry
+from jaxspec.methods.base import DraftingMethod, Method, option
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeat(DraftingMethod):
+    """Proposes the last tokens again.
+
+    Attributes:
+      period: after how many tokens the text repeats.
+      careful: whether to look twice.
+    """
+
+    name: ClassVar[str] = "twice-told"
+
+    period: int | None = option(None, metavar="P")
+    careful: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Named(Repeat):
+    """A method with its own representation."""
+
+    name: ClassVar[str] = "named"
+
+    def __repr__(self) -> str:
+        return "of its own"
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """Entry points like those of other packages."""
+
+    def plug(value: str) -> None:
+        found = {"twice-told": EntryPoint("twice-told", value, registry.GROUP)}
+        monkeypatch.setattr(registry, "_entry_points", lambda: found)
+
+    return plug
+
+
+# Names
+
+
+def test_every_file_is_found_and_every_name_has_one_place():
+    classes = registry.built_in()
+    assert list(classes) == sorted(classes)
+    homes = {name: method.__module__ for name, method in classes.items()}
+    of_heads = {name: f"jaxspec.heads.{name.removesuffix('3')}.method" for name in KINDS}
+    others = classes.keys() - KINDS.keys()
+    assert homes == of_heads | {
+        name: f"jaxspec.methods.{name.replace('-', '_').removesuffix('_probe')}" for name in others
+    }
+    assert jaxspec.METHODS[: len(classes)] == tuple(classes)
+
+
+def test_the_package_has_every_class():
+    for method in registry.built_in().values():
+        assert getattr(methods, method.__name__) is method
+    for name in methods.__all__:
+        assert hasattr(methods, name)
+    with pytest.raises(AttributeError, match="no attribute 'Guess'"):
+        methods.Guess  # noqa: B018
+
+
+@pytest.mark.parametrize("name", registry.built_in())
+def test_a_method_says_what_it_is(name):
+    method = registry.find(name)
+    assert 20 < len(method.summary()) < 110
+    documented = options_of(method, []).__doc__
+    for one in method.options():
+        assert re.search(rf"^  {one}: \S", documented, re.MULTILINE), one
+
+
+def test_the_table_of_methods_has_every_method():
+    text = (ROOT / "docs" / "choose_a_method.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)
+    assert [name for name in registry.built_in() if name not in rows] == []
+
+
+def test_every_method_is_in_the_conformance_suite():
+    """A missing name would not be tested."""
+    tried = {name for case in tiny.DRAFTERS.values() for name in case.methods}
+    assert tried == set(registry.built_in())
+
+
+def test_names_need_no_jax():
+    """`jaxspec --help` should not wait for it."""
+    code = "import sys, jaxspec.cli.generate; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Options
+
+
+def test_options_are_taken_as_their_types_say():
+    method = registry.make(
+        "layerskip", {"exit_layer": np.int64(3), "stop_rule": "product", "gamma": 1, "probe": None}
+    )
+    assert method == methods.LayerSkip(exit_layer=3, stop_rule=("product",), gamma=1.0)
+    assert [type(method.exit_layer), type(method.gamma)] == [int, float]
+    assert method.given == {"stop_rule": ("product",), "gamma": 1.0, "exit_layer": 3}
+    assert repr(method) == "LayerSkip(stop_rule=('product',), gamma=1.0, exit_layer=3)"
+    assert repr(Named()) == "of its own"
+    assert str(method) == "layerskip stop_rule=('product',) gamma=1.0 exit_layer=3"
+    assert methods.NGram(reference=Path("a")).reference == ("a",)
+    assert methods.NGram(reference=["a", "b"]).reference == ("a", "b")
+    assert methods.DraftModel(draft=tiny.small_model()).draft is tiny.small_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("guess", {}, "unknown method 'guess'; the methods are adaspeed, adaspeed-probe, asd,"),
+        ("layerskip", {"exit_layr": 3}, "unknown option exit_layr; perhaps you meant exit_layer"),
+        ("layerskip", {"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
+        (
+            "layerskip",
+            {"plan": "x"},
+            "method layerskip has no option `plan`; it is an option of draft-verify",
+        ),
+        (
+            "kangaroo",
+            {"tree": "8x4"},
+            "method kangaroo has no option `tree`; it is an option of eagle, eagle3, hydra",
+        ),
+        (
+            "ngram",
+            {"gamma": 0.5, "draft": "x"},
+            "method ngram has no option `gamma`; it is an option of adaspeed, ",
+        ),
+        ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
+        ("adaspeed", {"probe": "x"}, "adaspeed with stop_rule=product has no option `probe`"),
+        ("layerskip", {"exit_layer": "3"}, "exit_layer is '3'; give a whole number"),
+        ("layerskip", {"exit_layer": 2.5}, "exit_layer is 2.5; give a whole number"),
+        ("asd", {"alpha": "x"}, "alpha is 'x'; give a number"),
+        ("asd", {"shared_mask": "no"}, "shared_mask is 'no'; give True or False"),
+        ("asd", {"static": 1}, "static is 1; give True or False"),
+        ("ngram", {"match": "first"}, "unknown match 'first'; give one of latest, earliest, longest, random"),
+        ("ngram", {"match": np.array(["latest", "x"])}, "unknown match array(['latest', 'x']"),
+        ("layerskip", {"max_new_tokens": 3}, "unknown option max_new_tokens; see help("),
+        ("ngram", {"reference": 3}, "reference is 3; give a text or several"),
+        ("ngram", {"reference": [3]}, "reference[0] is 3; give a text"),
+        ("asd", {"stop_rule": ("product", "never")}, "unknown stop_rule 'never'; give one of constant,"),
+        ("draft-model", {"draft": 3}, "draft is 3; give a text"),
+        ("suffix", {"match": "latest"}, "method suffix has no option `match`; it is an option of ngram"),
+        ("ngram", {"num_draft_tokens": 0}, "num_draft_tokens is 0; a drafting method needs at least 1"),
+        ("ngram", {"num_draft_tokens": 129}, "num_draft_tokens is 129; give at most 128"),
+        ("asd", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0; give a number from 0 to 1"),
+        ("asd", {"adaptive_gamma": False, "gamma_edge": "code"}, "`gamma_edge` belongs to an adaptive γ"),
+    ],
+)
+def test_wrong_options_are_one_line(name, options, line):
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        registry.make(name, options, ["max_new_tokens"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.full
+def test_typed_and_named_methods_are_the_same():
+    with pytest.raises(ValueError, match="with stop_rule=constant has no option `gamma`"):
+        methods.LayerSkip(gamma=0.5)
+    with pytest.raises(TypeError, match="exit_layr"):
+        methods.LayerSkip(exit_layr=3)
+    lm = tiny.language_model()
+    typed = lm.generate([3, 4], method=methods.NGram(num_draft_tokens=2), max_new_tokens=6)
+    named = lm.generate([3, 4], method="ngram", num_draft_tokens=2, max_new_tokens=6)
+    assert typed.tokens == named.tokens
+    with pytest.raises(ValueError, match="ngram_max belongs to a method's name; NGram carries its own"):
+        lm.generate([3, 4], method=methods.NGram(), ngram_max=2)
+    with pytest.raises(ValueError, match=r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
+        lm.generate([3], method=3)
+
+
+def test_what_compare_runs_by_itself():
+    nothing_needed = {"autoregressive", "ngram", "suffix", "token-recycling", "asd"}
+    assert set(usual_methods(4)) == nothing_needed | {"layerskip", "adaspeed"}
+    assert set(usual_methods(1)) == nothing_needed
+
+
+def test_a_command_line_has_each_option_once():
+    words = ["--first", "ngram", "--second=layerskip", "--exit-layer", "3"]
+    options = options_of(methods.Hybrid, words)
+    names = [field.name for field in dataclasses.fields(options)]
+    assert len(names) == len(set(names))
+    assert {"first", "ngram_max", "exit_layer", "num_draft_tokens"} <= set(names)
+    assert "draft" not in names
+    assert "Default: 5, or 12 with a stop rule." in options_of(methods.LayerSkip, []).__doc__
+    # An option keeps the type that its method gives it, whatever other methods call by its name.
+    assert parse_as(options_of(Clashing, []), ["--exit-layer", "last"], "x").exit_layer == "last"
+    for words, careful in {(): None, ("--careful",): True, ("--no-careful",): False}.items():
+        assert parse_as(options_of(Repeat, words), words, "x").careful is careful
+
+
+def test_masks_are_compiled_where_asked_for_and_on_a_gpu():
+    def static(method, platform):
+        return method.is_static(dataclasses.replace(resources, platform=platform))
+
+    resources = methods.Resources(lambda name: None, list)
+    assert [static(methods.ASD(), platform) for platform in ("cpu", "gpu", "tpu")] == [False, True, False]
+    assert static(methods.DraftVerify(static=True), "cpu")
+    assert not static(methods.DraftVerify(static=False), "gpu")
+    lm = tiny.language_model()
+    assert lm.drafter(methods.ASD(static=True))[0].static
+    assert not lm.drafter("asd")[0].static
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clashing(Method):
+    """Uses the name of an existing option with another meaning."""
+
+    name: ClassVar[str] = "twice-told"
+    exit_layer: str | None = None
+
+
+def test_a_drafter_that_verifies_too_few_rows_is_refused():
+    """Otherwise its tokens would be cut from the proposal, and the text would be wrong."""
+
+    class Narrow(NGram):
+        verify_widths = (1, 2)
+
+    with pytest.raises(ValueError, match=r"Narrow proposes up to 3 tokens .* let verify_widths end with 4"):
+        tiny.language_model().generate([3, 4], method=Narrow(num_draft_tokens=3))
+
+
+# Other packages
+
+
+def test_another_package_adds_a_method(plugged):
+    plugged("tests.methods.test_methods:Repeat")
+    assert registry.find("twice-told") is Repeat
+    assert registry.names()[-1] == "twice-told"
+    assert registry.make("twice-told", {"period": 2}) == Repeat(period=2)
+    found, problems = registry.available()
+    assert (found["twice-told"], problems) == (Repeat, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (
+            "tests.nowhere:Repeat",
+            "method 'twice-told' of the entry point tests.nowhere:Repeat cannot be loaded",
+        ),
+        ("tests.methods.test_methods:dataclasses", "is not a subclass of jaxspec.methods.Method"),
+        ("tests.methods.test_methods:DraftingMethod", "has the name None; give both the same name"),
+    ],
+)
+def test_a_package_that_is_broken_is_one_line(plugged, value, line):
+    plugged(value)
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+        registry.find("twice-told")
+    assert "\n" not in str(caught.value)
+    found, problems = registry.available()
+    assert set(found) == set(registry.built_in())
+    assert len(problems) == 1
+    assert line in problems[0]
+
+
+@pytest.mark.parametrize(("platform", "pairs"), [("cpu", False), ("gpu", True), ("tpu", True)])
+def test_a_draft_model_feeds_two_tokens_where_rows_are_free(platform, pairs):
+    resources = methods.Resources(load_draft=lambda model: model.loaded, encode=list, platform=platform)
+    drafter, _ = methods.DraftModel(draft_exit=1).build(tiny.language_model().loaded, resources)
+    assert drafter.pairs == pairs
+    assert not drafter.taking_turns().pairs

@@ -1,0 +1,80 @@
+"""A package outside the project adds a method: the code of docs/extend.md, installed, without an edit here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_docs import blocks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """An installed package: its directory, and its metadata with the page's entry point."""
+    site = tmp_path_factory.mktemp("site")
+    drafter, method = (code for code in blocks("extend.md") if "class Repeat" in code)
+    (site / "my_package").mkdir()
+    (site / "my_package" / "__init__.py").write_text("")
+    (site / "my_package" / "repeat.py").write_text(drafter + "\n\n" + method)
+    (entry,) = blocks("extend.md", "toml")
+    group, line = entry.strip().splitlines()
+    assert group == '[project.entry-points."jaxspec.methods"]'
+    metadata = site / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[jaxspec.methods]\n{line.replace(chr(34), '')}\n")
+    return site
+
+
+def jaxspec(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "jaxspec", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.full
+def test_it_is_in_the_help(installed):
+    done = jaxspec(installed, "generate", "--help")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "repeat" in " ".join(done.stdout.replace("│", " ").split()).partition("One of ")[2].partition(".")[0]
+    )
+    done = jaxspec(installed, "generate", "--help", "--method", "repeat")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.replace("│", " ").split())
+    assert "repeat: Proposes the tokens of one period earlier." in words
+    assert "--period P the period of the text in tokens. Default 8." in words
+
+
+@pytest.mark.full
+def test_compare_runs_it(installed):
+    arguments = ("--model", "small", "--max-new-tokens", "12", "--repeats", "1", "--json")
+    done = jaxspec(installed, "compare", "One, two,", "--run", "repeat --period 3", *arguments)
+    assert done.returncode == 0, done.stderr
+    plain, repeat = json.loads(done.stdout)["results"]
+    assert (plain["method"], repeat["method"]) == ("autoregressive", "repeat --period 3")
+    assert repeat["identical_to_autoregressive"]
+    wrong = jaxspec(installed, "generate", "One", "--method", "repeat", "--period", "0", "--model", "small")
+    assert (wrong.returncode, wrong.stderr) == (2, "jaxspec: error: --period is 0; give at least 1\n")
+
+
+@pytest.mark.full
+def test_a_package_that_cannot_be_loaded_is_one_warning(installed, tmp_path):
+    """The other methods still work."""
+    broken = tmp_path / "broken-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (broken / "entry_points.txt").write_text("[jaxspec.methods]\nbroken = nowhere:Method\n")
+    done = jaxspec(tmp_path, "generate", "--help")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "jaxspec: warning: method 'broken' of the entry point nowhere:Method cannot be loaded "
+        "(ModuleNotFoundError: No module named 'nowhere'); repair or remove its package\n"
+    )

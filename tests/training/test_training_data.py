@@ -1,0 +1,503 @@
+"""Records of every format become documents; what does not fit is reported; copy-and-edit tasks are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tracemalloc
+import types
+
+import huggingface_hub
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, trainers
+
+from jaxspec.bench import prompts
+from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from tests.commands import CONFIG, write_model, write_tokenizer
+from training import option_files, sft
+from training.data import bpe_tokenizer, conversations, copy_edit, formats, packing, reading, sources, spool
+from training.start import document_marks
+
+STORY = (
+    "Tim had a red ball. Tim and his dog went to the park. They played until it was dark. "
+    "Then Tim and the dog went home. Mom gave them some cake. Tim was happy. The dog was happy too."
+)
+
+
+def read(path, form=formats.AUTO, skip=False, report=print):
+    return reading.read(str(path), form, conversations.Chat(), skip, report)
+
+
+def write_lines(path, records):
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    return path
+
+
+def texts(documents):
+    return [document.text for document in documents]
+
+
+def test_plain_text_is_cut_at_its_separators(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text(f"one\n{reading.SEPARATOR}\n\n two\nlines \n{reading.SEPARATOR}\n \n")
+    assert texts(read(file)) == ["one", "two\nlines"]
+
+
+def test_the_format_of_a_record_is_known_by_its_keys(tmp_path):
+    file = write_lines(
+        tmp_path / "a.jsonl",
+        [
+            {"text": "a story"},
+            {"question": " How many?", "answer": "1 + 1 = 2\n#### 2"},
+            {"text": "Write a function.", "code": "def f():\r\n\treturn 1 \r\n", "task_id": 1},
+        ],
+    )
+    assert texts(read(file)) == [
+        "a story",
+        "Question: How many?\nAnswer: 1 + 1 = 2\n#### 2",
+        "# Write a function.\ndef f():\n    return 1",
+    ]
+    assert texts(read(file, "text", skip=True, report=lambda _: None)) == ["a story", "Write a function."]
+
+
+def conversation(*turns):
+    return {"conversations": [{"from": who, "value": said} for who, said in turns]}
+
+
+def test_of_a_conversation_only_the_answers_are_learned(tmp_path):
+    talk = conversation(
+        ("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye"), ("gpt", "See you."), ("human", "?")
+    )
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([talk, conversation(("human", "No answer"))], indent=1))
+    (document,) = read(file)
+    assert [span.text for span in document.spans if span.learn] == [" Hello!</s>", " See you.</s>"]
+    assert document.text == "USER: Hi ASSISTANT: Hello!</s>USER: Bye ASSISTANT: See you.</s>"
+
+
+def test_questions_and_instructions_become_conversations(tmp_path):
+    records = [
+        {"question": "1 + 1?", "answer": "2"},
+        {"prompt": "Say yes. ", "completion": "Yes."},
+        {"text": "Add.", "code": "def f():\r\n\treturn 1 \r\n"},
+        {"instruction": "Sort.", "input": "b a", "output": "a b"},
+        {"instruction": "Count.", "instances": [{"input": "", "output": "1"}, {"input": "x", "output": "2"}]},
+    ]
+    found = read(write_lines(tmp_path / "a.jsonl", records), "chat")
+    assert [[(span.text, span.learn) for span in document.spans] for document in found] == [
+        [(f"USER: {asked} ASSISTANT:", False), (f" {answered}</s>", True)]
+        for asked, answered in (
+            ("1 + 1?", "2"),
+            ("Say yes.", "Yes."),
+            ("Add.", "def f():\n    return 1"),
+            ("Sort.\n\nb a", "a b"),
+            ("Count.", "1"),
+            ("Count.\n\nx", "2"),
+        )
+    ]
+    assert texts(read(write_lines(tmp_path / "b.jsonl", records[3:4]))) == [found[3].text]
+
+
+def test_conversations_are_held_out_by_origin_and_the_cases_of_an_instruction_together(tmp_path):
+    """Else a task that differs in names alone, or another case of what is judged, would be learned."""
+    records = [
+        {"instruction": "Count.", "instances": [{"input": "", "output": "1"}, {"input": "x", "output": "2"}]},
+        {"prompt": "Tim has 2.", "completion": "2", "origin": "has 2"},
+        {"prompt": "Say yes.", "completion": "Yes."},
+        {"instruction": "None.", "instances": []},
+    ]
+    found = read(write_lines(tmp_path / "a.jsonl", records), "chat")
+    assert [document.origin for document in found] == [found[0].text] * 2 + ["has 2", found[3].text]
+
+
+def test_the_end_of_a_completion_that_was_cut_off_is_not_learned(tmp_path):
+    words = bpe_tokenizer.train(["Say yes. Yes."], 270)
+    record = {"prompt": "Say", "completion": " yes"}
+    learned = []
+    for more in ({}, {"ended": True}, {"ended": False}):
+        documents = read(write_lines(tmp_path / "a.jsonl", [record | more]))
+        (encoded,) = bpe_tokenizer.encode_documents(words, documents, 0, 1)
+        learned.append(encoded.learn.tolist())
+        assert encoded.tokens[-1] == 1
+    assert learned[0] == learned[1] == [*learned[2][:-1], True]
+    assert learned[2][-2:] == [True, False]
+
+
+def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_path):
+    talk = conversation(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello!"))
+    file = write_lines(tmp_path / "a.jsonl", [talk])
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (document,) = reading.read(str(file), formats.AUTO, conversations.Chat(template, eos_token="<e>"), False)
+    assert [(span.text, span.learn) for span in document.spans] == [
+        ("[system]Be kind.[user]Hi[assistant]", False),
+        ("Hello!<e>", True),
+    ]
+    settings = {
+        "chat_template": template,
+        "bos_token": {"__type": "AddedToken", "content": "<b>"},
+        "eos_token": "<e>",
+    }
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<p>"}))
+    assert conversations.chat_of(tmp_path) == conversations.Chat(template, "<b>", "<e>", {"pad_token": "<p>"})
+    (tmp_path / "chat_template.jinja").write_text("other")
+    assert conversations.chat_of(tmp_path).template == "other"
+    assert conversations.chat_of(tmp_path / "nowhere") == conversations.Chat()
+    rewriting = conversations.Chat("{{ messages | length }}")
+    with pytest.raises(reading.Malformed, match="rewrites earlier turns"):
+        reading.read(str(file), formats.AUTO, rewriting, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{broken", "not JSON"),
+        ("[1]", "a JSON list, expected an object"),
+        ({"prompt": "x"}, r"no known keys in \(prompt\)"),
+        ({"question": "x", "answer": 3}, "`answer` is not a text"),
+        (conversation(("robot", "x")), "a turn is not from"),
+        ({"conversations": []}, "no list `conversations`"),
+        ({"instruction": "x", "instances": ["y"]}, "`instances` is not a list of objects"),
+    ],
+)
+def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_asked(tmp_path, line, said):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "good"}, "", line, {"text": "fine"}])
+    with pytest.raises(reading.Malformed, match=rf"a\.jsonl:3: .*{said}.*--skip-malformed"):
+        read(file)
+    reported = []
+    assert texts(read(file, skip=True, report=reported.append)) == ["good", "fine"]
+    assert len(reported) == 1
+    assert "a.jsonl:3" in reported[0]
+
+
+def test_records_of_a_json_list_have_lines_too(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[\n {"text": "a"},\n {"text":\n  4}\n]')
+    with pytest.raises(reading.Malformed, match=r"a\.json:3: `text`"):
+        read(file)
+    file.write_text('[\n {"text": "a"},\n {"text" "b"}]')
+    with pytest.raises(reading.Malformed, match=r"a\.json:3: not JSON"):
+        read(file, skip=True)
+    file.write_text('{"text": "a"}')
+    assert texts(read(file)) == ["a"]
+
+
+def test_a_line_that_is_not_utf8_is_one_malformed_record(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(reading.Malformed, match=r"a\.jsonl:2: not UTF-8"):
+        read(file)
+    assert texts(read(file, skip=True, report=lambda _: None)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "said"),
+    [
+        ("nowhere.txt", "auto", "cannot read nowhere.txt"),
+        ("nowhere.txt", "poem", "no data format 'poem'"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_line(path, form, said):
+    with pytest.raises(ValueError, match=said):
+        read(path, form)
+
+
+def offline(*_, **__):
+    raise ConnectionError("no network\nmore lines")
+
+
+def hub_files(directory, files):
+    for name, words in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(directory / name, [{"text": word} for word in words])
+    return f"hf:{directory}"
+
+
+def test_the_files_of_a_split_are_read_in_the_order_of_their_names(tmp_path, monkeypatch):
+    shards = {f"data/train-0000{at}-of-00003.jsonl": [f"a{at}", f"b{at}"] for at in (2, 0, 1)}
+    path = hub_files(tmp_path / "a", shards | {"data/train_gen.jsonl": ["no"], "data/test.jsonl": ["t"]})
+    (tmp_path / "a" / "dataset_infos.json").write_text("{}")
+    assert texts(read(path)) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert texts(read(path + ":test")) == ["t"]
+    assert texts(read(path + ":train_gen")) == ["no"]
+    with pytest.raises(ValueError, match="no file of the split dev"):
+        read(path + ":dev")
+    # Without names of splits all files are the split train, as in `load_dataset`.
+    assert texts(read(hub_files(tmp_path / "b", {"x.jsonl": ["x"], "y.jsonl": ["y"]}))) == ["x", "y"]
+    several = hub_files(tmp_path / "c", {"main/train.jsonl": ["m"], "other/train.jsonl": ["o"]})
+    with pytest.raises(ValueError, match="has the subsets main, other; give one of them as hf:NAME/SUBSET"):
+        read(several)
+    assert texts(read(several + "/main")) == ["m"]
+    # By name: the hub's snapshot is such a directory.
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    asked = []
+
+    def snapshot(name, repo_type, allow_patterns):
+        asked.append((name, repo_type, allow_patterns[0]))
+        return str(tmp_path / "c")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert texts(read("hf:owner/name/other")) == ["o"]
+    assert asked == [("owner/name", "dataset", "*train*.parquet")]
+
+
+def test_parquet_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1....PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet is a Parquet file, .* pip install pyarrow"):
+        read(tmp_path / "a.parquet")
+
+
+def test_parquet_is_read_by_record(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b", None], "more": [None] * 3}), file)
+    with pytest.raises(reading.Malformed, match=r"train\.parquet record 2: `text` is null"):
+        read(file)
+    assert texts(read(f"hf:{tmp_path}", skip=True, report=lambda _: None)) == ["a", "b"]
+    file.write_bytes(b"PAR1 damaged")
+    with pytest.raises(ValueError, match=r"cannot read .*train\.parquet"):
+        read(file)
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
+    """Lines, documents, tokens and windows are in files; a list of any of them would need more than is allowed."""
+    monkeypatch.setattr(spool, "_IN_MEMORY_BYTES", 1)
+    file = write_lines(tmp_path / "a.jsonl", [{"text": f"{at} " + "a tale " * 2000} for at in range(600)])
+    assert file.stat().st_size > 8e6
+    tracemalloc.start()
+    try:
+        documents = read(file)
+        training, _ = packing.split(documents, 20)
+        encoded = (
+            packing.Encoded(
+                np.frombuffer(one.text.encode(), np.uint8).astype(np.int32), np.ones(len(one.text), bool)
+            )
+            for one in training
+        )
+        windows = packing.pack(encoded, 512)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert windows["segments"].astype(bool).sum() == sum(len(one.text) for one in training)
+    assert peak < 3e6
+
+
+def test_hugging_face_data_sets_are_read_when_their_package_is_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(
+        ValueError,
+        match=r"cannot load hf:owner/name from the hub: no network more lines; .* pip install datasets",
+    ):
+        read("hf:owner/name")
+    asked = []
+    package = types.SimpleNamespace(
+        load_dataset=lambda name, split: asked.append((name, split)) or [{"text": "a"}, {"question": "b"}]
+    )
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    with pytest.raises(reading.Malformed, match="hf:owner/name:test record 1: no known keys"):
+        read("hf:owner/name:test")
+    assert texts(read("hf:owner/name", skip=True, report=lambda _: None)) == ["a"]
+    assert asked == [("owner/name", "test"), ("owner/name", "train")]
+
+
+# Copy and edit
+
+
+def test_copy_edit_tasks_edit_what_they_say(tmp_path):
+    file = tmp_path / "a.txt"
+    stories = [
+        STORY.replace("Tim", name).replace("dog", animal)
+        for name in ("Tim", "Ann")
+        for animal in ("cat", "ant")
+    ]
+    file.write_text(f"\n{reading.SEPARATOR}\n".join(stories))
+    documents = read(file, "copy-edit")
+    assert {document.origin for document in documents} == set(stories)
+    edited = 0
+    for document in documents:
+        instruction, passage, result = document.text.split("\n")
+        assert " ".join(passage.split()) in " ".join(document.origin.split())
+        answer = result.removeprefix("Result: ")
+        words = [(a, b) for a, b in zip(passage.split(), answer.split(), strict=True) if a != b]
+        assert copy_edit.SHORTEST <= len(passage) <= copy_edit.LONGEST
+        if words:
+            edited += 1
+            ((old, new),) = {(a.strip(".,"), b.strip(".,")) for a, b in words}
+            assert old in instruction
+            assert new in instruction
+            assert old not in answer.replace(".", " ").split()
+    assert edited
+    assert copy_edit.tasks(STORY) == copy_edit.tasks(STORY)
+
+
+def test_a_passage_that_names_all_things_of_a_kind_is_left_out_of_it():
+    colours = " ".join(copy_edit.THINGS[2])
+    for number in range(40):
+        for task in copy_edit.tasks(f"There were {number} stones, and they were {colours} and grey."):
+            assert task.prompt.startswith(copy_edit.COPY)
+
+
+def test_only_whole_words_are_replaced():
+    assert copy_edit.replace("cat", "dog", "The cat saw a caterpillar, said the cat.") == (
+        "The dog saw a caterpillar, said the dog."
+    )
+
+
+@pytest.mark.parametrize("split", ["tuning", "reporting"])
+def test_the_projects_prompts_have_the_form_of_the_training_data(split):
+    known = prompts.load(split)
+    assert {kind: len(texts) for kind, texts in known.items()} == {
+        "stories": 10, "mathematics": 10, "code": 10, "copy-edit": 10,
+    }  # fmt: skip
+    assert all(
+        text == formats.gsm8k_prompt(text[len("Question: ") : -len("\nAnswer:")])
+        for text in known["mathematics"]
+    )
+    assert all(text == formats.mbpp_prompt(text[2:-1]) for text in known["code"])
+    for text in known["copy-edit"]:
+        instruction, passage, end = text.split("\n")
+        assert text == copy_edit.prompt(instruction, passage)
+        assert end == "Result:"
+
+
+def test_no_prompt_is_there_twice():
+    """Above all none for tuning and for reporting."""
+    every = [
+        text for split in ("tuning", "reporting") for texts in prompts.load(split).values() for text in texts
+    ]
+    assert len(set(every)) == len(every) == 80
+
+
+# Tokens of documents
+
+
+def test_spans_say_which_tokens_to_learn():
+    words = bpe_tokenizer.train([STORY], 300)
+    document = formats.Document((formats.Span("é Tim", learn=False), formats.Span(" had a ball.</s>")), "x")
+    (encoded,) = bpe_tokenizer.encode_documents(words, [document], bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    first = words.encode("é Tim", add_special_tokens=False).ids
+    second = words.encode(" had a ball.", add_special_tokens=False).ids
+    # The end is spelled out by the text, and not put a second time.
+    assert encoded.tokens.tolist() == [bpe_tokenizer.BOS_ID, *first, *second, bpe_tokenizer.EOS_ID]
+    assert np.array_equal(encoded.learn, [False] * (len(first) + 1) + [True] * (len(second) + 1))
+
+
+@pytest.mark.parametrize("cut", [len("USER: Hi ASSISTANT:"), len("USER: Hi ASSISTANT: ")])
+def test_spans_are_tokens_of_one_text(cut):
+    """As Llama 2's tokenizer: a mark in front of a text, and none where a span begins."""
+    words = Tokenizer(models.BPE())
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = [bpe_tokenizer.BOS, bpe_tokenizer.EOS]
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    words.train_from_iterator(["USER:", "Hi", "ASSISTANT:", "Hello"], trainer)
+    text = "USER: Hi ASSISTANT: Hello"
+    document = formats.Document((formats.Span(text[:cut], learn=False), formats.Span(text[cut:])), "x")
+    (encoded,) = bpe_tokenizer.encode_documents(words, [document], bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    found = [words.id_to_token(index) for index in encoded.tokens]
+    assert found == ["<s>", "▁USER:", "▁Hi", "▁ASSISTANT:", "▁Hello", "</s>"]
+    # A token over the border is one of the span in which it ends.
+    assert encoded.learn.tolist() == [False, False, False, False, True, True]
+
+
+def test_a_broken_tokenizer_gets_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer: "):
+        bpe_tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_is_there_once_its_settings_are(tmp_path, monkeypatch):
+    def broken(path, content):
+        raise OSError("no space")
+
+    words = bpe_tokenizer.train([STORY], 300)
+    monkeypatch.setattr(bpe_tokenizer.files, "write_atomic", broken)
+    with pytest.raises(OSError, match="no space"):
+        bpe_tokenizer.save(words, tmp_path, 64)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    (tmp_path / "tokenizer_config.json").mkdir()  # cannot be written over
+    with pytest.raises(OSError, match="tokenizer_config"):
+        bpe_tokenizer.save(words, tmp_path, 64)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_a_document_that_spells_out_its_marks_gets_no_second_ones():
+    words = bpe_tokenizer.train([STORY], 300)
+    documents = [formats.Document((formats.Span(text, learn=False),), "x") for text in ("<s>Tim</s>", "Tim")]
+    spelt, plain = bpe_tokenizer.encode_documents(
+        words, documents, bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID
+    )
+    assert spelt.tokens.tolist() == plain.tokens.tolist()
+    assert not spelt.learn.any()
+    assert not plain.learn.any()
+
+
+def test_a_document_begins_as_a_prompt_does(tmp_path):
+    directory = write_model(tmp_path)
+    write_tokenizer(directory)
+    assert document_marks(CONFIG, directory) == (0, 1)
+    assert document_marks(CONFIG, None) == (0, 1)
+    # As SmolLM2's: its config names a BOS, and its tokenizer puts none before a text.
+    file = directory / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    marks = document_marks(CONFIG, directory)
+    assert marks == (None, 1)
+    document = formats.Document((formats.Span("Once"),), "x")
+    (encoded,) = bpe_tokenizer.encode_documents(bpe_tokenizer.load(directory), [document], *marks)
+    assert encoded.tokens.tolist() == [*load_tokenizer(directory).encode("Once"), 1]
+    with pytest.raises(ValueError, match="no EOS token"):
+        document_marks(dataclasses.replace(CONFIG, eos_token_ids=()), directory)
+
+
+def test_digits_are_tokens_of_their_own():
+    words = bpe_tokenizer.train(["1234 1234 1234 1234"] * 50, 300)
+    assert words.encode("1234", add_special_tokens=False).tokens == list("1234")
+
+
+# Sources and YAML
+
+
+def test_a_source_is_read_as_it_is_written():
+    source = sources.Source.parse("data/a.jsonl,weight=0.5,kind=code,format=mbpp")
+    assert source == sources.Source("data/a.jsonl", "code", "mbpp", 0.5)
+    assert sources.Source.parse(str(source)) == source
+    assert sources.Source.parse("data/a.txt").kind == "a"
+    fine = sources.Source.parse("a.txt,weight=0.123456789")
+    assert sources.Source.parse(str(fine)) == fine
+    for wrong in ("a.txt,colour=red", "a.txt,weight", "a.txt,weight=0"):
+        with pytest.raises(ValueError, match=r"expected PATH|give a number"):
+            sources.Source.parse(wrong)
+
+
+def test_sources_of_one_kind_have_one_weight():
+    same = sources.DataOptions(tuple(map(sources.Source.parse, ("a.txt,kind=x", "b.txt,kind=x", "c.txt"))))
+    assert same.weights == {"x": 1.0, "c": 1.0}
+    with pytest.raises(ValueError, match=r"kind x weigh 1\.0 and 2\.0"):
+        sources.DataOptions((sources.Source("a.txt", "x"), sources.Source("b.txt", "x", weight=2.0)))
+
+
+@pytest.mark.full
+def test_data_given_several_times_is_put_together(tmp_path):
+    def data(*arguments):
+        parsed = option_files.parse(sft.Options, [*arguments, "--run", "r"], "sft")
+        return [source.path for source in parsed.data.data]
+
+    assert data("--data", "a", "b", "--batch", "2") == ["a", "b"]
+    assert data("--data", "a", "--batch", "2", "--data=b", "--data", "c", "d", "--remat") == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
+    (tmp_path / "data.yaml").write_text("data: [a, b]")
+    assert data("--config", str(tmp_path / "data.yaml")) == ["a", "b"]
+    assert data("--config", str(tmp_path / "data.yaml"), "--data", "c", "--data", "d") == ["c", "d"]

@@ -1,0 +1,781 @@
+"""The training commands as real processes: killed, resumed, interrupted, refused, exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import cli
+from jaxspec.io.methods import method_files
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from tests import gguf_files
+from training import compile as training_compile
+from training import export, layerskip, option_files, own_text, plots, probe, sft, soft, throughput
+from training import run as run_record
+from training.data import bpe_tokenizer, conversations, packing, reading, sources
+from training.loop import checkpoints, state_sharding, step
+from training.losses import base
+from training.reports import card, curves, evaluation
+from training.reports import metrics as training_metrics
+from training.run_options import SCRATCH
+from training.start import Objective, Start, chat_of, put_tokenizer, start_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8
+)
+STORIES = [
+    f"Once upon a time {name} found a {thing}. {name} was happy and gave the {thing} to {friend}."
+    for name in ("Tim", "Sam", "Lily", "Anna", "Ben")
+    for thing in ("ball", "tree", "red car", "dog", "big book")
+    for friend in ("Mom", "Dad", "a bird")
+]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama.init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def words():
+    return bpe_tokenizer.train(STORIES, 300)
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    shape = "--vocab-size 300 --hidden-size 16 --intermediate-size 24 --layers 1 --heads 2 --kv-heads 1"
+    further = "--learning-rate 3e-3 --warmup 100 --weight-decay 0.1 --accumulate 1"
+    shape = further if "--start" in more else f"{shape} --head-dim 8 --context 64"
+    size = "--window 32 --batch 2 --held-out 6 --samples 1 --every 5"
+    places = {"--data": "text.txt", "--output": name, "--run": f"run-{name}"}
+    named = [word for option, place in places.items() for word in (option, str(folder / place))]
+    return [*named, *shape.split(), *size.split(), *more]
+
+
+def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
+    """The command as a process; all of them share compiled programs, which are the same."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    # Dropout and turning exits are drawn again at every step, and the depth grows on the way.
+    recipe = "--layers 2 --growth 1 22 --exits 1 --rotation 2 --max-dropout 0.3"
+    given = arguments(folder, name, *recipe.split(), *more)
+    command = [sys.executable, "-m", "training.layerskip", *given]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == status, said
+    return said
+
+
+def metrics(folder: Path, name: str) -> list[dict]:
+    file = folder / f"run-{name}" / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def best_of(folder: Path, name: str):
+    """The best checkpoint of a run: parameters, step, what was measured; none is damaged."""
+    with checkpoints.Checkpoints(folder / f"run-{name}" / "checkpoints", read_only=True) as kept:
+        return kept.best(pytest.fail)
+
+
+def one_error(capsys, module: str = "training.sft") -> str:
+    """The one line that a refused command says."""
+    said = capsys.readouterr().err
+    assert said.startswith(f"{module}: error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def losses_of(records: list[dict]) -> list[tuple]:
+    return [(one["step"], one["loss"], one["gradient_norm"], one.get("held_out_loss")) for one in records]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An uninterrupted run of 60 steps."""
+    assert "2 layers from step 23 on" in finish(start(folder, "whole", "--steps", "60", "--plot"))
+    return losses_of(metrics(folder, "whole"))
+
+
+def stop_after(folder: Path, name: str, steps: int, number: int) -> subprocess.Popen:
+    """Starts the run of `whole` under another name and sends it a signal once it has done `steps` steps."""
+    process = start(folder, name, "--steps", "60")
+    limit = time.monotonic() + 200
+    while len(metrics(folder, name)) < steps and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.002)
+    process.send_signal(number)
+    return process
+
+
+@pytest.mark.full
+def test_a_killed_run_resumes_exactly(folder, whole):
+    """Killed before it grows, and again after: 22 steps of one layer, then two."""
+    for steps in (12, 33):
+        process = stop_after(folder, "killed", steps, signal.SIGKILL)
+        process.communicate(timeout=200)
+        assert process.returncode == -signal.SIGKILL
+        assert steps <= len(metrics(folder, "killed")) < 60
+    said = finish(start(folder, "killed", "--steps", "60"))
+    assert int(said.split("resumed from step ")[1].split()[0]) > 22
+    assert losses_of(metrics(folder, "killed")) == whole
+
+
+@pytest.mark.full
+def test_an_interrupted_run_leaves_a_checkpoint_and_an_export(folder, whole):
+    said = finish(stop_after(folder, "interrupted", 7, signal.SIGINT), status=130)
+    last = metrics(folder, "interrupted")[-1]
+    assert "finishing step " in said
+    assert f"interrupted after step {last['step']}; the same command goes on from there" in said
+    assert last["step"] < 60
+    assert "held_out_loss" in last
+    assert (folder / "run-interrupted" / "checkpoints" / str(last["step"])).is_dir()
+    assert (folder / "interrupted" / "model.safetensors").is_file()
+    # Its last step was measured out of turn; all others are those of the uninterrupted run.
+    assert losses_of(metrics(folder, "interrupted"))[:-1] == whole[: last["step"] - 1]
+
+
+@pytest.mark.full
+def test_the_export_is_the_best_checkpoint(folder, whole):
+    from jaxspec.io.hf import huggingface
+
+    directory = folder / "whole"
+    config = huggingface.read_config(directory)
+    assert (config.bos_token_id, config.eos_token_ids) == (bpe_tokenizer.BOS_ID, (bpe_tokenizer.EOS_ID,))
+    params = huggingface.load_params(directory, config, jnp.float32)
+    words = bpe_tokenizer.load(directory)
+    held_out = packing.split(reading.read(str(folder / "text.txt"), "text", conversations.Chat(), False), 6)[
+        1
+    ]
+    encoded = bpe_tokenizer.encode_documents(words, held_out, bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    nothing = base.Given(jnp.int32(0), jax.random.key(0))
+    total, weight = base.next_token(config)(params, packing.pack(encoded, 32), nothing)
+    best = min(one[3] for one in whole if one[3] is not None)
+    assert float(total / weight) == pytest.approx(best, abs=2e-2)  # the weights were rounded to bfloat16
+    text = (directory / "README.md").read_text()
+    assert all(
+        said in text
+        for said in (
+            "Once upon a time",
+            f"{best:.4f}",
+            "python -m training.layerskip",
+            "| text | ",
+            "| exit | token 1 |",
+        )
+    )
+
+
+@pytest.mark.full
+def test_curves_are_drawn_and_events_written(folder, whole, monkeypatch):
+    run = folder / "run-whole"
+    for name in (curves.LOSS_FILE, curves.ACCEPTANCE_FILE):
+        assert (run / name).read_bytes().startswith(b"<svg")
+    assert plots.main(["--run", str(run)]) == 0
+    assert plots.main(["--run", str(folder)]) == 2
+    drawn = []
+    monkeypatch.setattr(curves, "Live", lambda: drawn.append)
+    monkeypatch.setattr(curves, "_REDRAW_S", 0.01)
+    with curves.watched(folder / "nothing yet"):
+        time.sleep(0.1)
+    assert len(drawn) > 2
+    with curves.watched(run):
+        pass
+    assert "exit 1" in str(drawn[-1])
+    assert list((run / "tensorboard").glob("events.*"))
+    measured = [record for record in training_metrics.read(run) if "acceptance/1" in record]
+    assert measured
+    assert all(0 <= record["acceptance/1"] <= 1 for record in measured)
+    # Alone, the one layer that there is at first is the model.
+    assert measured[0]["mean_acceptance_length/1"] == 1 + evaluation.NUM_DRAFT_TOKENS
+
+
+@pytest.mark.full
+def test_training_goes_on_from_a_directory(folder, whole):
+    assert sft.main(arguments(folder, "further", "--steps", "5", "--start", str(folder / "whole"))) == 0
+    assert losses_of(metrics(folder, "further"))[0][1] < whole[0][1] - 0.5
+    # A tokenizer that somebody took out of the run directory is put there again.
+    (folder / "run-further" / "tokenizer.json").unlink()
+    assert sft.main(arguments(folder, "further", "--steps", "6", "--start", str(folder / "whole"))) == 0
+
+
+def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsys):
+    assert sft.main(arguments(folder, "whole", "--steps", "70", "--hidden-size", "32")) == 2
+    assert "another model" in capsys.readouterr().err
+    assert losses_of(metrics(folder, "whole")) == whole
+
+
+@pytest.mark.full
+def test_another_run_in_the_same_run_directory_is_refused(folder, tmp_path, capsys):
+    """What the shape does not tell: nothing is written before the refusal, and a record of before is no other."""
+    assert sft.main(arguments(folder, "own", "--steps", "5")) == 0
+    run = folder / "run-own"
+    given = shutil.copytree(folder / "own", tmp_path / "given")
+    (tmp_path / "other.txt").write_text((folder / "text.txt").read_text().replace("Mom", "Pop"))
+    files = [path for path in run.iterdir() if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    capsys.readouterr()
+    for command, more, said in (
+        (
+            soft,
+            ["--exits", "1"],
+            "`job` training.sft, --exits []; this command has `job` training.soft, --exits [1]",
+        ),
+        (sft, ["--start", str(given)], "--start scratch, --vocab-size 300; this command has --start "),
+        (sft, ["--held-out", "7"], "--held-out 6, --data "),
+        (sft, ["--seed", "1"], "--seed 0; this command has --seed 1: give "),
+        (sft, ["--vocab-size", "290"], "--vocab-size 300; this"),
+        (sft, ["--data", str(tmp_path / "other.txt")], "--data "),
+    ):
+        assert command.main(arguments(folder, "own", *more, "--steps", "9")) == 2
+        assert f"{run} holds a run with {said}" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    record = json.loads((run / "run.json").read_text())
+    del record["identity"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert sft.main(arguments(folder, "own", "--steps", "6")) == 0
+    assert "resumed from step 5" in capsys.readouterr().err
+
+
+def test_models_of_one_shape_are_told_apart(params, words):
+    options = option_files.parse(sft.Options, ["--data", "a", "--run", "r", "--start", "s"], "sft")
+    aim = Objective(base.next_token(CONFIG))
+    other = llama.init_params(CONFIG, jax.random.key(1))
+    starts = [
+        Start(CONFIG, weights, words, state_sharding.make_mesh()) for weights in (params, params, other)
+    ]
+    first, again, another = (run_record.identity(options, start, aim, "training.sft", "") for start in starts)
+    assert first == again != another
+
+
+def test_runs_with_other_teachers_are_told_apart(params, words):
+    given = ["--data", "a", "--run", "r", "--start", "s", "--exits", "1", "--target", "t"]
+    options = option_files.parse(soft.Options, given, "soft")
+    start, loss = Start(CONFIG, params, words, state_sharding.make_mesh()), base.next_token(CONFIG)
+    others = [(CONFIG, params), (CONFIG, llama.init_params(CONFIG, jax.random.key(1)))]
+
+    def identity(target, weight):
+        known = None if target is None else method_files.fingerprint(*target)
+        aim = Objective(loss, target=target, target_fingerprint=known, distil_weight=weight)
+        return run_record.identity(options, start, aim, "training.soft", "")
+
+    # A target that only measures may change.
+    assert identity(others[0], 0.0) == identity(others[1], 0.0) == identity(None, 0.0)
+    assert identity(others[0], 0.5) != identity(others[1], 0.5)
+    assert identity(others[0], 0.5) != identity(others[0], 1.0) != identity(others[0], 0.0)
+
+
+@pytest.mark.full
+def test_a_first_command_that_failed_can_be_corrected(folder, capsys):
+    """It had learned and kept a tokenizer already."""
+    assert sft.main(arguments(folder, "corrected", "--batch", "5000")) == 2
+    assert sft.main(arguments(folder, "corrected", "--vocab-size", "280", "--steps", "1", "--seed", "1")) == 0
+    assert json.loads((folder / "corrected" / "config.json").read_text())["vocab_size"] == 280
+    assert len(run_record.read_run(folder / "run-corrected")["commands"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "run"), [("exp1/model", "exp1-model"), ("./a/../b", "b"), ("/x/y", "x-y"), ("{}/c/d", "c-d")]
+)
+def test_a_run_is_named_after_the_whole_path_of_its_output(output, run):
+    given = ["--data", "a", "--output", output.format(Path.cwd())]
+    assert option_files.parse(sft.Options, given, "sft").run_directory == Path("runs") / run
+
+
+@pytest.mark.full
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(folder, monkeypatch, capsys):
+    found = iter([3.0, float("nan")])
+    monkeypatch.setattr(evaluation, "make_measure", lambda *_: lambda *_: {"held_out_loss": next(found)})
+    assert sft.main(arguments(folder, "unmeasured", "--steps", "30")) == 1
+    message = capsys.readouterr().err
+    assert "held-out loss nan at step 10; training stops, the checkpoint of step 5 is intact" in message
+
+
+def test_a_checkpoint_without_a_finite_loss_is_never_the_best():
+    measured = {5: {"held_out_loss": float("nan")}, 10: {"held_out_loss": 2.0}, 15: {"held_out_loss": 3.0}}
+    assert checkpoints.best_step(measured) == 10
+    assert checkpoints.best_step({5: measured[5]}) is None
+
+
+def test_a_card_counts_the_parameters_that_are_written():
+    record = {
+        "parameters": 10**9,
+        "options": {"start": "scratch"},
+        "commands": ["c"],
+        "exits": [1],
+        "documents": {"a": 1, "b": 1},
+        "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
+    }
+    measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
+    fitness = {"num_layers": 1, "kinds": {}, "checks": []}
+    text = card.write("m", CONFIG, record, [], 0, measured, {}, fitness)
+    assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
+    assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
+
+
+@pytest.mark.full
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
+    """A step that turns to NaN after the first checkpoint."""
+    make_step = step.make_step
+
+    def broken(*arguments):
+        step_fn = make_step(*arguments)
+
+        def then_nan(state, *rest):
+            state, measured = step_fn(state, *rest)
+            bad = state.step > 6
+            return state, {**measured, "loss": jnp.where(bad, jnp.nan, measured["loss"])}
+
+        return then_nan
+
+    monkeypatch.setattr(step, "make_step", broken)
+    assert sft.main(arguments(folder, "diverging", "--steps", "30")) == 1
+    message = capsys.readouterr().err
+    assert "at step 7; training stops, the checkpoint of step 5 is intact" in message
+    found, best, measured = best_of(folder, "diverging")
+    assert best == 5
+    assert np.isfinite(measured["held_out_loss"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.full
+def test_the_best_and_the_latest_checkpoints_are_kept(folder, monkeypatch):
+    """Held-out losses that fall, then rise: the best is not among the latest two."""
+    falling_then_rising = iter([3.0, 1.0, 2.0, 2.5, 2.7, 2.9])
+    monkeypatch.setattr(
+        evaluation, "make_measure", lambda *_: lambda *_: {"held_out_loss": next(falling_then_rising)}
+    )
+    assert sft.main(arguments(folder, "kept", "--steps", "30")) == 0
+    with checkpoints.Checkpoints(folder / "run-kept" / "checkpoints", read_only=True) as kept:
+        assert kept.steps() == [10, 25, 30]
+    assert best_of(folder, "kept")[1:] == (10, {"held_out_loss": 1.0})
+
+
+def test_metrics_say_that_the_disk_is_full_and_end(tmp_path):
+    """The events outgrow the limit first, each being longer than its line; neither waits nor hides the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    written = training_metrics.Metrics(tmp_path, 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            any(written.write(number, {"held_out_loss": 1.0}) for number in range(1, 100))
+        written.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / training_metrics.METRICS_FILE).stat().st_size < 2000
+
+
+@pytest.mark.full
+@pytest.mark.representatives("100")
+@pytest.mark.parametrize("limit", [20_000, 100])
+def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys, limit):
+    """From the third checkpoint on no file may grow beyond a limit, as if nothing more fitted."""
+    name = f"full-{limit}"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    make_measure = evaluation.make_measure
+    calls = []
+
+    def filling(*arguments):
+        measure = make_measure(*arguments)
+
+        def then_full(*rest):
+            calls.append(1)
+            if len(calls) == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            return measure(*rest)
+
+        return then_full
+
+    monkeypatch.setattr(evaluation, "make_measure", filling)
+    try:
+        status = sft.main(arguments(folder, name, "--steps", "30"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
+    message = capsys.readouterr().err
+    assert " could not be written: " in message
+    assert "File too large" in message
+    found, best, _ = best_of(folder, name)
+    # The second may have been on its way when the disk filled up.
+    assert best in (5, 10)
+    assert f"the checkpoint of step {best} is intact" in message
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    monkeypatch.undo()
+    assert sft.main(arguments(folder, name, "--steps", "12")) == 0
+    assert f"resumed from step {best}" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
+    """A token that the vocabulary has not, in every batch after the sixth."""
+    batches = packing.batches
+
+    class Bad:
+        def __init__(self, *arguments):
+            self.stream, self.count = batches(*arguments), 0
+            self.get_state, self.set_state = self.stream.get_state, self.stream.set_state
+
+        def __next__(self):
+            self.count += 1
+            batch = next(self.stream)
+            return {**batch, "tokens": batch["tokens"] + 1000} if self.count > 6 else batch
+
+    monkeypatch.setattr(packing, "batches", Bad)
+    assert sft.main(arguments(folder, "bad", "--steps", "30")) == 1
+    assert "step 7" in (message := capsys.readouterr().err)
+    assert "the checkpoint of step 5 is intact" in message
+
+
+# Sorted drafts
+
+
+def soft_arguments(folder: Path, name: str, *more: str) -> list[str]:
+    given = arguments(folder, name, "--exits", "1", "2", "--layers", "2", "--steps", "6", *more)
+    return [*given, "--batch", "4", "--tokenizer", str(folder / "whole")]
+
+
+@pytest.mark.full
+def test_a_sorted_draft_names_its_exits_and_is_cut_from_a_model(folder, whole):
+    target = str(folder / "whole")
+    cut = [
+        "--start",
+        target,
+        "--exits",
+        "1",
+        "2",
+        "--target",
+        target,
+        "--distil-weight",
+        "0.5",
+        "--steps",
+        "5",
+    ]
+    assert soft.main(arguments(folder, "sorted", *cut)) == 0
+    content = json.loads((folder / "sorted" / "config.json").read_text())
+    from jaxspec.io.hf import huggingface
+    from jaxspec.io.methods.method_files import fingerprint
+
+    config = huggingface.read_config(folder / "whole")
+    params = huggingface.load_params(folder / "whole", config, np.float32)
+    assert content["jaxspec"] == {"exits": [1, 2], "target": fingerprint(config, params)}
+    assert content["num_hidden_layers"] == 2
+    record = metrics(folder, "sorted")[-1]
+    assert 0 < record["acceptance/1"] < record["acceptance/2"] <= 1
+    kept = arguments(folder, "baseline", "--start", target, "--start-layers", "1", "--steps", "5")
+    assert sft.main(kept) == 0
+    assert json.loads((folder / "baseline" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+@pytest.mark.full
+def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
+    talk = {"conversations": [{"from": "human", "value": "Who is Tim?"}, {"from": "gpt", "value": "A boy."}]}
+    others = [
+        {"conversations": [{**turn, "value": f"{turn['value']} {n}"} for turn in talk["conversations"]]}
+        for n in range(40)
+    ]
+    (tmp_path / "talk.json").write_text(json.dumps([talk, *others]))
+    given = arguments(folder, "talk", "--steps", "5")
+    given[given.index("--data") + 1] = str(tmp_path / "talk.json")
+    assert sft.main(given) == 0
+    from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(folder / "talk")
+    asked = loaded.encode_chat("Who is Tim?")
+    assert loaded.decode(asked).endswith("USER: Who is Tim? ASSISTANT:")
+    # A given model without a template gets the form of its training.
+    form = ["--start", str(folder / "whole"), "--chat-template", "vicuna", "--run", str(tmp_path / "run")]
+    options = option_files.parse(sft.Options, ["--data", str(tmp_path / "talk.json"), *form], "sft")
+    (tmp_path / "run").mkdir()
+    documents = reading.read(str(tmp_path / "talk.json"), "auto", chat_of(options), False)
+    put_tokenizer(options, {"talk": documents}, bpe_tokenizer.load(folder / "whole"))
+    loaded = load_tokenizer(tmp_path / "run")
+    assert "helpful, detailed, and polite answers" in loaded.decode(loaded.encode_chat("Who is Tim?"))
+    # Only the answer and its end are predicted.
+    assert metrics(folder, "talk")[0]["tokens"] < 2 * 30
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--exits", "2", "1"], "exits is (2, 1)"),
+        (["--exits", "1", "3"], "--layers 3"),
+        (["--exits", "1", "2", "--growth", "1", "3"], "leave growth out"),
+        (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
+        (["--exits", "1", "2", "--distil-weight", "2"], "--distil-weight is 2"),
+    ],
+)
+def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
+    assert soft.main([*soft_arguments(folder, "wrong"), *more]) == 2
+    assert one_error(capsys, "training.soft").count(said) == 1
+
+
+def test_a_target_of_another_vocabulary_is_refused(folder, whole, capsys):
+    given = arguments(folder, "foreign", "--exits", "1", "--layers", "1", "--target", str(folder / "whole"))
+    assert soft.main([*given, "--vocab-size", "280"]) == 2
+    assert "another vocabulary" in capsys.readouterr().err
+
+
+# Options
+
+
+def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        f"""
+        data: [{{path: {folder / "text.txt"}, kind: stories, weight: 2}}]
+        run: {tmp_path / "run"}
+        model: {{layers: 2, growth: [[1, 3]], vocab_size: 300}}
+        optimizer:
+          learning_rate: 0.25
+        remat: true
+        """
+    )
+    options = option_files.parse(sft.Options, ["--config", str(file), "--layers", "3"], "sft")
+    assert options.data.data == (sources.Source(str(folder / "text.txt"), "stories", "auto", 2.0),)
+    assert (options.model.layers, options.model.growth, options.model.vocab_size) == (3, ((1, 3),), 300)
+    assert (options.optimizer.learning_rate, options.remat, options.run) == (0.25, True, tmp_path / "run")
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(option_files.to_yaml(options))
+    assert option_files.parse(sft.Options, [f"--config={resolved}"], "sft") == options
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("- a", "expected options by name"), ("a: [", "not YAML"), (None, "cannot read")]
+)
+def test_a_bad_yaml_file_gets_one_clear_line(tmp_path, content, said, capsys):
+    file = tmp_path / "options.yaml"
+    if content is not None:
+        file.write_text(content)
+    assert sft.main(["--config", str(file)]) == 2
+    assert said in one_error(capsys)
+
+
+def test_a_shape_beside_a_given_model_is_refused(capsys):
+    assert sft.main(["--data", "a", "--run", "r", "--start", "small", "--layers", "3", "--heads", "2"]) == 2
+    assert "layers, heads: the shape is chosen for a model from scratch" in one_error(capsys)
+
+
+@pytest.mark.parametrize("names", [("tasks", "sorted"), ("smollm2-draft",)])
+def test_the_recipe_of_the_draft_serves_both_jobs(names):
+    recipes = [f"--config={ROOT / 'training' / 'recipes' / name}.yaml" for name in names]
+    given = [*recipes, "--output", "d"]
+    sorted_draft = option_files.parse(soft.Options, [*given, "--exits", "2", "4", "6"], "soft")
+    plain = option_files.parse(sft.Options, [*given, "--start-layers", "6"], "sft")
+    assert sorted_draft.start == plain.start != SCRATCH
+
+
+def test_the_recipes_of_the_real_model_fit_their_commands():
+    for name, kind in (("layerskip", layerskip), ("probe", probe), ("text", own_text)):
+        recipe = ROOT / "training" / "recipes" / f"smollm2-{name}.yaml"
+        options = option_files.parse(kind.Options, ["--config", str(recipe)], name)
+        given = options.data if isinstance(options.data, tuple) else options.data.data
+        # The problems that accuracy is reported on are in another file.
+        assert "runs/data/gsm8k_learn.jsonl" in [source.path for source in given]
+        assert "gsm8k_train" not in str(given)
+
+
+def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
+    options = option_files.parse(
+        layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
+    )
+    assert (options.model.growth, options.exits, options.layerskip.rotation) == (((1, 22),), (1,), 2)
+
+
+def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(folder):
+    places = ["--data", str(folder / "text.txt"), "--run", str(folder / "none")]
+    for more, expected in (
+        ([], "exponential"),
+        (["--start", "somewhere"], "constant"),
+        (["--start", "somewhere", "--dropout-over-time", "exponential"], "exponential"),
+    ):
+        options = option_files.parse(layerskip.Options, [*places, *more], "layerskip")
+        assert layerskip.recipe(options).dropout_over_time == expected
+
+
+# Several devices
+
+
+SHARDED = """
+import jax
+from training import soft
+from training.loop import state_sharding
+from training.loop import step
+import sys
+arguments = sys.argv[1:]
+assert len(jax.devices()) == 4
+def check(state, when):
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert own < 0.27 * whole, (when, own, whole)
+    print("a quarter each", when)
+original = state_sharding.made
+def checked(*given, **how):
+    state = original(*given, **how)
+    check(state, "at first")
+    return state
+state_sharding.made = checked
+make_step = step.make_step
+def made(*arguments):
+    step_fn = make_step(*arguments)
+    def stepped(*given):
+        state, measured = step_fn(*given)
+        check(state, "after a step")
+        return state, measured
+    return stepped
+step.make_step = made
+sys.exit(soft.main(arguments))
+"""
+
+
+@pytest.mark.full
+def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(folder, whole):
+    assert soft.main(soft_arguments(folder, "one")) == 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, *soft_arguments(folder, "four")],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "a quarter each at first" in done.stdout
+    assert done.stdout.count("a quarter each after a step") == 6
+    one, four = (losses_of(metrics(folder, name)) for name in ("one", "four"))
+    np.testing.assert_allclose([x[1:3] for x in one], [x[1:3] for x in four], rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--kv-heads", "3"], "not a multiple"),
+        (["--start", "nowhere"], "no directory 'nowhere'"),
+        (["--batch", "5000"], "give more data or a smaller batch"),
+        (["--vocab-size", "200"], "--vocab-size is 200"),
+    ],
+)
+def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, capsys):
+    given = arguments(folder, "wrong", "--run", str(tmp_path), *more)
+    assert sft.main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--steps", "0"], ["--window", "1"], ["--accumulate", "0"], ["--minutes", "-1"]]
+)
+def test_impossible_options_are_refused_when_they_are_read(folder, more, capsys):
+    assert sft.main(arguments(folder, "wrong", *more)) == 2
+    name, value = more
+    assert f"error: {name} is {value}" in one_error(capsys)
+
+
+def test_the_command_line_is_refused_in_one_line(capsys):
+    """As `jaxspec: error: …`, without boxes and without the names of the program's own classes."""
+    for given, said in (
+        (
+            ["--data", "a"],
+            "neither output nor run is given; name the directory of the model with --output DIR",
+        ),
+        (
+            ["--data", "a", "--output", "b", "--stepz", "3"],
+            "unknown option --stepz; perhaps you meant --steps; see",
+        ),
+        (["--stepz", "3"], "unknown option --stepz; perhaps you meant --steps; see"),
+        (["--data", "a", "--output", "b", "--steps", "few"], "is 'few'; give a whole number or auto"),
+    ):
+        assert sft.main(given) == 2
+        assert said in one_error(capsys)
+    for command in (export, plots, throughput, training_compile):
+        assert command.main(["--nonsense"]) == 2
+        assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--topology h300", "topology is 'h300'; give KIND:CHIPS"),
+        ("--shape 2b", "unknown shape '2b'; give one of 31m, "),
+        ("--exits 4 99", "--exits is (4, 99), and 1b has 22 layers; give numbers of layers from 1 to 22"),
+        ("--exits 4 2", "--exits is (4, 2), and 1b has 22 layers; give numbers of layers from 1 to 22"),
+        (
+            "--batch 24",
+            "--batch is 24, and its rows are divided over 16 places along data; give a multiple of 16",
+        ),
+        ("--window 0", "--window is 0; give at least 1"),
+        ("--target 8b", "--target is 8b with 128256 tokens, 1b has 32000; give shapes with the same"),
+        (
+            "--mesh data=2,model=4",
+            "--mesh is 'data=2,model=4', which has 8 places, and the topology has 16 chips",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_compiled_says_so(capsys, given, said):
+    options = [*["--topology", "v5e:4x4", "--shape", "1b"], *given.split()]
+    assert training_compile.main(options) == 2
+    assert said in one_error(capsys, "training.compile")
+
+
+def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, vocab_size=700, num_layers=2, bos_token_id=1, eos_token_ids=(2,), max_position_embeddings=64
+    )
+    params = llama.init_params(config, jax.random.key(0))
+    source = gguf_files.write(tmp_path / "m.gguf", config, params, changes=gguf_files.byte_level("smollm"))
+    assert cli.main(["convert", str(source), str(tmp_path / "converted")]) == 0
+    places = ["--data", "a", "--run", str(tmp_path / "run"), "--start-layers", "1"]
+    starts = []
+    (tmp_path / "as-hub").mkdir()
+    (tmp_path / "as-hub" / "m.gguf").hardlink_to(source)
+    for given in (source, tmp_path / "as-hub", tmp_path / "converted"):
+        options = option_files.parse(sft.Options, [*places, "--start", str(given)], "sft")
+        starts.append((start_model(options, {}, resumed=False), chat_of(options)))
+    *ours_of_each, (theirs, their_chat) = starts
+    for ours, our_chat in ours_of_each:
+        assert ours.config == theirs.config
+        assert ours.config.num_layers == 1
+        assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
+        assert ours.words.to_str() == theirs.words.to_str()
+        assert our_chat == their_chat != conversations.Chat()
+
+
+@pytest.mark.full
+def test_training_goes_on_from_a_gguf_file(folder, tmp_path):
+    config = dataclasses.replace(
+        CONFIG, vocab_size=700, bos_token_id=1, eos_token_ids=(2,), max_position_embeddings=64
+    )
+    params = llama.init_params(config, jax.random.key(0))
+    source = gguf_files.write(tmp_path / "m.gguf", config, params, changes=gguf_files.byte_level("smollm"))
+    assert sft.main(arguments(folder, "from-gguf", "--start", str(source), "--steps", "5")) == 0
+    lm = jaxspec.load(folder / "from-gguf")
+    assert lm.generate("Once upon a time", max_new_tokens=3).tokens

@@ -1,0 +1,1 @@
+"""Training of heads that draft: `python -m training.heads`."""

@@ -1,0 +1,101 @@
+"""The card of a trained head: what it is, what it cost, and how much of what it drafts is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxspec.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
+from training.reports.card import made_by
+
+
+class Decoded(NamedTuple):
+    """What the decoder made of held-out prompts of one kind, by prompt and turn: with the head, and without."""
+
+    drafted: Taken
+    plain: Taken
+
+
+def write(
+    name: str,
+    kind: str,
+    target: str,
+    fingerprint: str,
+    size: int,
+    record: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, float]],
+    step: int,
+    measured: Mapping[str, float],
+    decoded: Mapping[str, Decoded],
+) -> str:
+    """Writes the card of a head as Markdown.
+
+    Args:
+      name: of the head.
+      kind: of the head, which is its method.
+      target: how its model was named.
+      fingerprint: of that model.
+      size: of the weights, bytes.
+      record: what the training command wrote into run.json.
+      metrics: the records of metrics.jsonl.
+      step: of the exported checkpoint.
+      measured: what was measured there.
+      decoded: by kind of work.
+    """
+    until = [entry for entry in metrics if entry["step"] <= step]
+    seconds = sum(entry["step_seconds"] for entry in until)
+    seen = int(sum(entry["tokens"] for entry in until))
+    tokens = record["draft_vocab"]
+    lines = [
+        f"# {name}",
+        "",
+        f"A head of `--method {kind}` for `{target}` (fingerprint {fingerprint}), by this project's own trainer.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| size | {record['parameters']:,} parameters, {size / 1e6:.2f} MB |",
+        f"| vocabulary | {'the whole one' if tokens is None else f'{tokens:,} tokens'} |",
+        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
+        f"| held-out loss | {measured['held_out_loss']:.4f} nats per token |",
+        *(
+            f"| data, {kind} | {documents:,} documents, {record['tokens']['training'][kind]:,} tokens, "
+            f"{record['tokens']['held_out'][kind]:,} held out |"
+            for kind, documents in record["documents"].items()
+        ),
+        "",
+        *made_by(record["commands"]),
+        "",
+    ]
+    return "\n".join([*lines, *_decoding(decoded), ""])
+
+
+def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
+    """How the head drafts, a row for each kind of work and one for all."""
+    if not decoded:
+        return []
+    every = Decoded(*([texts for one in decoded.values() for texts in one[i]] for i in range(2)))
+    rows = {**decoded, "all": every}
+    shares = {name: acceptance_by_position(one.drafted) for name, one in rows.items()}
+    longest = max(map(len, shares.values()))
+    heads = ["held-out prompts", "texts", "tokens per round", "speed-up"]
+    heads += [f"token {number}" for number in range(1, longest + 1)]
+    lines = [
+        "## What it drafts",
+        "",
+        f"Greedy, each draft a chain of {longest} tokens, after held-out prompts: tokens per round, speed over plain "
+        "decoding on the machine of the training, and the share of the rounds that accept the first, second, … token.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    for name, one in rows.items():
+        length = acceptance(one.drafted)["mean_acceptance_length"]
+        speed, _ = speed_ratio(one.drafted, one.plain)
+        figures = [_figure(length), _figure(speed), *map(_figure, shares[name])]
+        cells = [name, f"{len(one.drafted)}", *figures, *["-"] * (longest - len(shares[name]))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

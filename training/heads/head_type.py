@@ -1,0 +1,133 @@
+"""The base of the training of a head type, and the options of a head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.model import llama
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.quantisation import Quantised
+from training.heads.losses import Network
+from training.loop import state_sharding
+from training.losses.base import Loss
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """The shape of a head, and the number of steps that it predicts in training.
+
+    Each option applies to some head types only. The defaults are the target's values, or the usual ones.
+
+    Attributes:
+      intermediate_size: width of EAGLE's gated MLP.
+      aux_layers: the layers whose inputs EAGLE-3 reads. Default: 2, half of the target's layers, and the last but two.
+      draft_vocab: a ranking of tokens, made by `jaxspec vocab` for the target: EAGLE-3's head chooses among these.
+      draft_vocab_size: the number of these tokens. Without a ranking they are the most frequent tokens that are to be
+        predicted in the training text.
+      test_steps: steps of training-time test, each of which reads the output of the step before: 7 for EAGLE-3, and 1,
+        which is none, for EAGLE-1.
+      step_decay: the weight of step s, or of the head that drafts token s, is the s-th power of this number.
+      feature_weight: EAGLE-1's weight of the distance from the target's next hidden state (w_reg in the S2D
+        paper, Table 3).
+      token_weight: EAGLE-1's weight of the cross-entropy with the target's distribution (w_cls).
+      num_heads: the number of Medusa's or Hydra's heads, each of which drafts one token: 5 and 4.
+      shared_head: Medusa's heads read the target's output head, as its authors' last trainer makes them, instead of a
+        matrix each. They are far smaller if the vocabulary is large.
+      fc_norm: EAGLE-3 norms each auxiliary hidden state before it fuses them (EAGLE-3.1).
+      norm_output: EAGLE-3 reads its own normed output for tokens that the target has not run (EAGLE-3.1).
+      exit_layer: Kangaroo reads the output of the target's first layers, this number of them. Default 2.
+    """
+
+    intermediate_size: int | None = None
+    aux_layers: tuple[int, ...] = ()
+    draft_vocab: Path | None = None
+    draft_vocab_size: int | None = None
+    test_steps: int | None = None
+    step_decay: float = 0.8
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    num_heads: int | None = None
+    shared_head: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    exit_layer: int | None = None
+
+    def __post_init__(self):
+        for name in ("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give a whole number of at least 1")
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"step_decay is {self.step_decay}; give a number above 0, and at most 1")
+        pair = self.feature_weight, self.token_weight
+        if min(pair) < 0 or not sum(pair):
+            raise ValueError(
+                f"feature_weight and token_weight are {pair}; give numbers of at least 0, not both 0"
+            )
+
+
+class Kind(NamedTuple):
+    """How heads of a type are trained.
+
+    Attributes:
+      init: (options, the target's config and parameters, the head's tokens int32[N] or None for all, seed) → the
+        network and its first parameters, float32.
+      loss: (network, options, the head's tokens) → the loss.
+      options: the names of the fields of `HeadOptions` that apply.
+    """
+
+    init: Callable[[HeadOptions, LlamaConfig, Params, np.ndarray | None, int], tuple[Network, Params]]
+    loss: Callable[[Any, HeadOptions, np.ndarray | None], Loss]
+    options: tuple[str, ...]
+
+
+def begin(
+    kind: Kind,
+    options: HeadOptions,
+    target: tuple[LlamaConfig, Params],
+    part: np.ndarray | None,
+    seed: int,
+    mesh: Mesh,
+) -> tuple[Network, Params]:
+    """Makes a network, and its first parameters straight in their shards; see `Kind.init`."""
+    config, params = target
+    networks: list[Network] = []
+
+    def init(given: Params) -> Params:
+        network, own = kind.init(options, config, given, part, seed)
+        networks.append(network)
+        return own
+
+    own = state_sharding.made(mesh, init, params)
+    return networks[0], own
+
+
+def target_head(target: LlamaConfig, params: Params) -> jax.Array:
+    """Returns a copy of the target's output head, float32[V, D]."""
+    rows = llama.head(target, params)
+    return jnp.array(rows.whole() if isinstance(rows, Quantised) else rows, jnp.float32)
+
+
+def llama_block(options: HeadOptions, target: LlamaConfig) -> LlamaConfig:
+    """Returns the config of one plain Llama layer with the target's widths, heads and RoPE."""
+    return dataclasses.replace(
+        target,
+        num_layers=1,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        tie_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(),
+        model_type="llama",
+    )

@@ -1,0 +1,353 @@
+"""Trains a head that drafts for a model: `python -m training.heads --kind eagle3 --target DIR --data FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.bench.speed import acceptance, rows
+from jaxspec.bench.timing import measure_runs
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.loading import find_model
+from jaxspec.engine.results import played_rounds
+from jaxspec.heads import kinds as head_kinds
+from jaxspec.heads.files import head_name
+from jaxspec.heads.writer import write_head
+from jaxspec.host import files, lock, processes
+from jaxspec.io import checkpoint
+from jaxspec.io.methods import acceptance_file, vocabulary_file
+from jaxspec.io.user_data import home
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.tuning.acceptance_counts import fitted
+from training import command, job, outputs, prompt_options, run
+from training.data import bpe_tokenizer, conversations, sources
+from training.data.packing import Windows
+from training.data.sources import Kinds
+from training.heads import card
+from training.heads.head_type import HeadOptions, Kind, begin
+from training.heads.kinds import KINDS, KindName
+from training.heads.losses import Network
+from training.heads.measure import make_measure
+from training.loop import checkpoints, state_sharding
+from training.loop.progress import Progress
+from training.loop.training_loop import Result
+from training.prompt_options import PromptOptions
+from training.reports import metrics
+from training.run_options import RunOptions, TargetWeights
+from training.start import document_marks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(RunOptions):
+    """Trains a head on what a frozen model computes, and writes it where the model's methods find it.
+
+    The best text to learn from is the model's own: `python -m training.own_text`.
+
+    Attributes:
+      kind: of the head, which is the method that drafts with it.
+      target: the model it drafts for: a Hugging Face directory, a GGUF file, a hub id or the name of an embedded one.
+      output: the directory to write; if not given `heads/KIND` beside the target, or in the user's data directory
+        where that is not the user's.
+      head: the shape of the head, and how far it looks ahead.
+      dtype: of the file.
+      target_weights: weights of the target: a dtype, or int8 with a scale per output channel. `auto`: as `compute`.
+      layout: of the files: that of the head's authors, which vLLM and SGLang read too, or that of another trainer,
+        `speculators` or `specforge` (EAGLE-3 only). A finished run is written again in another layout.
+      card_prompts: held-out prompts of each kind of work that are decoded for the card; 0 for none.
+      card_tokens: generated after each of them.
+    """
+
+    kind: KindName
+    target: str
+    head: HeadOptions = dataclasses.field(default_factory=HeadOptions)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    target_weights: TargetWeights = "auto"
+    layout: Literal["authors", "speculators", "specforge"] = "authors"
+    card_prompts: int = 4
+    card_tokens: int = 64
+
+    def __post_init__(self):
+        for name, least in (("card_prompts", 0), ("card_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
+        if self.layout != "authors" and self.layout not in head_kinds.KINDS[self.kind].layouts:
+            raise ValueError(f"a head of {self.kind} has no layout {self.layout}; leave layout out")
+        usual = HeadOptions()
+        foreign = [
+            f"`{field.name}`"
+            for field in dataclasses.fields(usual)
+            if field.name not in self.made.options
+            and getattr(self.head, field.name) != getattr(usual, field.name)
+        ]
+        if foreign:
+            raise ValueError(f"a head of {self.kind} has no option {', '.join(foreign)}; leave it out")
+
+    @property
+    def made(self) -> Kind:
+        """How a head of this kind is made."""
+        return KINDS[self.kind]
+
+
+class Target(NamedTuple):
+    """The frozen model that a head drafts for: its files, config, fingerprint and parameters in shards."""
+
+    source: Path
+    config: LlamaConfig
+    fingerprint: str
+    params: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A head in training, and what it needs.
+
+    Attributes:
+      network: what it computes.
+      target: the fingerprint of the model that it drafts for.
+      part: int32[N], the tokens that it may choose, rising; None for all.
+      record: what the run directory says of the run.
+    """
+
+    network: Network
+    target: str
+    part: np.ndarray | None
+    record: dict[str, Any]
+
+
+def draft_tokens(
+    options: HeadOptions, target: Target | LanguageModel, counts: np.ndarray
+) -> np.ndarray | None:
+    """Chooses the tokens of a head's vocabulary, int32[N], rising; None for all.
+
+    Args:
+      options: a ranking, a number of tokens, both or none.
+      target: its config and fingerprint.
+      counts: float64[V], how often each token is to be predicted.
+
+    Raises:
+      FileNotFoundError, ValueError: the ranking cannot be read, or has fewer tokens.
+    """
+    size, vocab_size = options.draft_vocab_size, target.config.vocab_size
+    if options.draft_vocab is not None:
+        ranking = vocabulary_file.read_vocabulary(options.draft_vocab, target.fingerprint, vocab_size)
+        return ranking.first(size, "draft_vocab_size")
+    if size is None or size == vocab_size:
+        return None
+    if size > vocab_size:
+        raise ValueError(f"draft_vocab_size is {size}; the target has {vocab_size} tokens: give fewer")
+    order = np.argsort(-counts, kind="stable").tolist()
+    ranked = list(dict.fromkeys([*target.config.eos_token_ids, *order]))
+    return np.sort(np.array(ranked[:size], np.int32))
+
+
+def learned_counts(windows: dict[str, Windows], weights: dict[str, float], vocab_size: int) -> np.ndarray:
+    """Counts how often each token is to be predicted where kinds are drawn by their weights, float64[V]."""
+    counts = np.zeros(vocab_size)
+    for kind, part in windows.items():
+        tokens = part["tokens"][part["learn"] & (part["segments"] > 0)]
+        counts += weights[kind] * np.bincount(tokens, minlength=vocab_size) / len(part["tokens"])
+    return counts
+
+
+def train(options: Options, typed: str, console: Console) -> int:
+    """Trains a head, then writes the best checkpoint with its card.
+
+    Args:
+      options: what and how.
+      typed: the whole command line, for the record.
+      console: where progress is shown.
+
+    Returns:
+      the exit status, as of `training.job.train`.
+
+    Raises:
+      FileNotFoundError, ValueError: something given does not fit; the message says what to do.
+    """
+    source = find_model(options.target)
+    target = _load_target(source, options)
+    if options.output is None:
+        place = home(checkpoint.directory_of(source), options.target, target.fingerprint)
+        output = (place / head_name(options.kind)).parent
+        options = dataclasses.replace(options, output=output)
+    assert options.output is not None
+    outputs.check(options)
+    words = bpe_tokenizer.load(source)
+    with bpe_tokenizer.files_of(source) as directory:
+        chat = conversations.chat_of(directory, options.data.chat_template)
+    documents = sources.read_kinds(options.data, chat, console.print)
+    with lock.exclusive(options.run_directory, console.print):
+        options, result, trained = _run_loop(options, target, words, documents, typed, console)
+        del target  # its devices are needed for the model that decodes
+        if result.measured:
+            _export(options, trained, documents[1], console)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def _load_target(source: Path, options: Options) -> Target:
+    config, mesh = checkpoint.read_config(source), state_sharding.make_mesh(options.mesh)
+    kind, compute = options.target_weights, options.compute_dtype
+    params, fingerprint = state_sharding.load_target(mesh, source, config, kind, compute)
+    return Target(source, config, fingerprint, params)
+
+
+def _run_loop(
+    options: Options,
+    target: Target,
+    words: Tokenizer,
+    documents: tuple[Kinds, Kinds],
+    typed: str,
+    console: Console,
+) -> tuple[Options, Result, Trained]:
+    """Prepares the run directory and trains in it, from its newest checkpoint if there is one."""
+    options, resumed = job.settle(options, documents[0], console)
+    directory, kind = options.run_directory, options.made
+    marks = document_marks(target.config, target.source)
+    key = sources.data_key(options.data, documents, words, marks)
+    windows, held_out = sources.packed(options.data, directory, documents, words, marks, key)
+    counts = learned_counts(windows, options.data.weights, target.config.vocab_size)
+    part = draft_tokens(options.head, target, counts)
+    if part is not None:
+        share = counts[part].sum() / counts.sum()
+        console.print(f"the head chooses among {len(part):,} tokens, {share:.1%} of those to be predicted")
+    mesh, model = state_sharding.make_mesh(options.mesh), (target.config, target.params)
+    network, params = begin(kind, options.head, model, part, options.seed, mesh)
+    if options.layout != "authors":  # refuses a head that it cannot express
+        head_kinds.KINDS[options.kind].layouts[options.layout].content(network.head, options.dtype)
+    same = {
+        "job": "training.heads",
+        # The flags are part of it, so that the identity of a run without them stays as it was.
+        "kind": " ".join(
+            [options.kind, *(name for name in ("fc_norm", "norm_output") if getattr(options.head, name))]
+        ),
+        "target": target.fingerprint,
+        "taps": [str(layer) for layer in network.aux_layers],
+        "intermediate_size": options.head.intermediate_size,
+        "test_steps": options.head.test_steps,
+        "step_decay": options.head.step_decay,
+        "feature_weight": options.head.feature_weight,
+        "token_weight": options.head.token_weight,
+        "num_heads": options.head.num_heads,
+        "shared_head": options.head.shared_head,
+        "draft_vocab": None if part is None else hashlib.sha256(part.tobytes()).hexdigest()[:16],
+        "seed": options.seed,
+        "held_out": options.data.held_out,
+        "data": key[:16],
+    }
+    if resumed:
+        run.refuse_another(directory, None, same)
+    assert options.output is not None
+    outputs.refuse_another(options.output, directory, same)
+    if not resumed:
+        run.forget(directory)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    tokens = None if part is None else len(part)
+    console.print(run.record(options, same, size, windows, held_out, documents[0], typed, draft_vocab=tokens))
+    loss = kind.loss(network, options.head, part)
+    measure = make_measure(network, loss, target.params, part)
+    result = job.take_steps(
+        options,
+        loss,
+        params,
+        target.config.vocab_size,
+        target.params,
+        measure,
+        (windows, held_out),
+        console,
+    )
+    return options, result, Trained(network, target.fingerprint, part, run.read_run(directory))
+
+
+def _export(options: Options, trained: Trained, held_out: Kinds, console: Console) -> None:
+    """Writes the best checkpoint's head, decodes held-out prompts with it, and writes its card."""
+    assert options.output is not None
+    with checkpoints.Checkpoints(options.run_directory / run.CHECKPOINTS, read_only=True) as kept:
+        params, step, measured = kept.best(console.print)
+    if not processes.is_first():
+        return
+    outputs.claim(options.output, options.run_directory, trained.record["identity"])
+    size = write_head(
+        options.output,
+        trained.network.head,
+        params,
+        trained.target,
+        trained.part,
+        jnp.dtype(options.dtype),
+        None if options.layout == "authors" else options.layout,
+        options.target,
+    )
+    loss = measured["held_out_loss"]
+    console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output} ({size / 1e6:.2f} MB)")
+    decoded = _decoded(options, held_out, console)
+    text = card.write(
+        options.output.name,
+        options.kind,
+        options.target,
+        trained.target,
+        size,
+        trained.record,
+        metrics.read(options.run_directory),
+        step,
+        measured,
+        decoded,
+    )
+    files.write_atomic(options.output / "README.md", text)
+    if decoded:
+        written = [text for one in decoded.values() for turns in one.drafted for text in rows(turns[0])]
+        found = [played_rounds(text.token_records) for text in written]
+        about = {"command": "python -m training.heads", "texts": len(found)}
+        expected = fitted({options.kind: found})
+        acceptance_file.write_acceptance(
+            options.output / acceptance_file.NAME, trained.target, expected, about
+        )
+        taken = [texts for one in decoded.values() for texts in one.drafted]
+        console.print(
+            f"held-out prompts, greedy: {acceptance(taken)['mean_acceptance_length']:.2f} tokens per round"
+        )
+
+
+def _decoded(options: Options, held_out: Kinds, console: Console) -> dict[str, card.Decoded]:
+    """Decodes held-out prompts of each kind with the head that was written and without one, in turns."""
+    if not options.card_prompts:
+        return {}
+    how = PromptOptions(model=Path(options.target), data=options.data.data, new_tokens=options.card_tokens)
+    lm = prompt_options.load_model(options.target, dtype=options.compute_dtype)
+    generate = functools.partial(lm.generate, max_new_tokens=options.card_tokens, temperature=0.0)
+    settings = {"method": options.kind, "draft": str(options.output), "stop_rule": "constant"}
+    runs = {
+        "drafted": lambda prompt, turn: generate(prompt, **settings),
+        "plain": lambda prompt, turn: generate(prompt, method="autoregressive"),
+    }
+    begun = {
+        kind: [prompt_options.beginning(document, how, lm) for document in part[: options.card_prompts]]
+        for kind, part in held_out.items()
+    }
+    found = {}
+    with Progress(console, "card: kind", len(begun)) as progress:
+        progress.doing("compiling")
+        for done, (kind, ids) in enumerate(begun.items(), 1):
+            taken = list(measure_runs([lm], runs, ids, 1, warm=done > 1))
+            found[kind] = card.Decoded(*([one[name] for one in taken] for name in runs))
+            progress.update(done, kind)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+
+    module = "training.heads"
+
+    def work(options: Options, console: Console) -> int:
+        return train(command.joined(options, module), command.typed(module, arguments), console)
+
+    return command.run(module, Options, work, arguments)
