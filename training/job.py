@@ -80,11 +80,11 @@ def train(
     with lock.exclusive(directory, console.print):
         # Nothing of the training remains on the devices when the export reads the best checkpoint.
         result, exits = _run_loop(options, objective, documents, module, typed, console)
-        if options.output is not None and result.measured:
+        if options.output is not None and result.exports:
             # Every process reads its part of the checkpoint; the first one writes.
             best, best_loss = export.export(directory, options.output, options.samples, console.print)
             console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
-        if options.plot and processes.is_first():
+        if options.plot and result.exports and processes.is_first():
             drawn = curves.draw(directory)
             why = "" if exits else " (acceptance is measured where there are exits)"
             console.print("drew " + ", ".join(map(str, drawn)) + why)

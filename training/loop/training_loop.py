@@ -85,7 +85,8 @@ class Result:
       seconds: duration of training in this process.
       signal: number of the signal that interrupted the run; None if none did.
       saved_s: seconds from the signal until the last checkpoint was written; None without a signal.
-      measured: whether a checkpoint has measurements, so that the best one can be exported.
+      exports: whether the best checkpoint is exported now: one has measurements, and the run did not end by SIGTERM,
+        which announces the end of the machine.
     """
 
     step: int
@@ -93,7 +94,7 @@ class Result:
     seconds: float
     signal: int | None = None
     saved_s: float | None = None
-    measured: bool = True
+    exports: bool = True
 
 
 @dataclasses.dataclass
@@ -188,7 +189,8 @@ class Loop:
                 saved_s = None if stop.at is None else time.monotonic() - stop.at
         finally:
             log.close()
-        return Result(step, reason, self._seconds(), stop.received, saved_s, self.checkpoints.measured())
+        exports = stop.received != signal.SIGTERM and self.checkpoints.measured()
+        return Result(step, reason, self._seconds(), stop.received, saved_s, exports)
 
     def _stopping(self, progress: Progress) -> None:
         """Reports a signal before the current step is finished."""
