@@ -121,7 +121,8 @@ def _run_loop(
     content = config_json.config_json(begun.config, "float32", aim.trained_for)
     files.write_json(directory / "config.json", content)
     parameters, exits = llama.num_params(begun.config), list(aim.exits)
-    console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, exits=exits))
+    more = {"exits": exits, "places": begun.mesh.shape["data"]}
+    console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, **more))
     trained = take_steps(
         options,
         aim.loss,
@@ -143,6 +144,8 @@ def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[Any
     resumed = checkpoints.has_checkpoint(directory / run.CHECKPOINTS)
     characters = sum(len(document.text) for part in documents.values() for document in part)
     earlier = chosen_earlier(directory / run.OPTIONS_FILE) if resumed else {}
+    if resumed and (directory / run.RUN_FILE).is_file():
+        earlier["places"] = run.read_run(directory).get("places")
     further = start.further_model(options)
     unusual = None if further is None or resumed else options.unusual()
     options, chosen = options.settled(characters, earlier, further)

@@ -254,12 +254,16 @@ def test_a_resumed_run_divides_the_same_rows_over_other_devices():
         return options.data.batch, options.optimizer.accumulate
 
     one, eight = of(1, {}), of(8, {})
-    earlier = {"window": 2048, "batch": one[0], "accumulate": one[1]}
+    earlier = {"window": 2048, "batch": one[0], "accumulate": one[1], "places": 1}
     assert (one, eight) == ((1, 128), (8, 16))
     assert (of(1, earlier), of(8, earlier)) == (one, eight)
-    assert of(1, {**earlier, "batch": 8, "accumulate": 16}) == one
+    assert of(1, {**earlier, "batch": 8, "accumulate": 16, "places": 8}) == one
     assert of(3, earlier) == one  # is refused later, because three devices do not divide the rows
     assert of(8, earlier, "--batch", "16") == (16, 128)  # what is given stays
+    # A run that began with other defaults goes on with them on as many devices.
+    other = {**earlier, "batch": 4, "accumulate": 32}
+    assert of(1, other) == of(1, {**other, "places": None}) == (4, 32)
+    assert of(8, {**other, "places": None}) == eight
 
 
 def test_from_scratch_nothing_depends_on_a_start():
