@@ -30,6 +30,7 @@ from training.loop.progress import Pace, Progress
 from training.loop.signals import StopSignal
 from training.loop.step import TrainState
 from training.losses.base import Batch
+from training.reports import evaluation
 from training.reports.metrics import Metrics
 
 # (state, batch on the devices) -> (state, metrics); the input state is donated
@@ -292,8 +293,12 @@ class Loop:
         with _clear_errors(self.checkpoints, "a checkpoint"):
             self.checkpoints.save(step, state, self.batches.get_state(), held_out)
         self._pace.pause(time.monotonic() - begin)
-        shown = f"  held-out {held_out['held_out_loss']:.4f}" if held_out is not None else ""
-        return f"loss {record['loss']:.4f}{shown}"
+        shown = f"loss {record['loss']:.4f}"
+        if held_out is None:
+            return shown
+        return _joined(
+            shown, f"held-out {held_out['held_out_loss']:.4f}", evaluation.acceptance_in_words(held_out)
+        )
 
     def _write(self, log: Metrics, step: int, record: dict[str, float]) -> None:
         with _clear_errors(self.checkpoints, "metrics"):
