@@ -711,6 +711,10 @@ def test_help_of_generate_is_short_and_names_every_method(run):
             ["generate", "--method", "ngram", "--plan=x"],
             "method ngram has no option --plan; it is an option of draft",
         ),
+        (
+            ["generate", "--method", "ngram", "--explain"],
+            "--explain reports the choices of method auto, not ngram; jaxspec compare measures its speed",
+        ),
         (["generate", "--method", "layrskip"], "unknown method 'layrskip'; perhaps you meant layerskip; "),
         (
             ["generate", "--method", "asd", "--alpah", "1"],
