@@ -134,6 +134,7 @@ class Expected(NamedTuple):
       round_ms: the time of a round, milliseconds; None before the first measurement, when only ratios are estimated.
       speedup: the speed-up over plain decoding.
       ready: whether its programs were compiled.
+      assumed: whether the acceptance is an assumption, because no text has shown any yet.
 
     Examples:
       >>> Expected("ngram", 4, 0.5, 11.0, 1.2, True).name
@@ -146,6 +147,7 @@ class Expected(NamedTuple):
     round_ms: float | None
     speedup: float
     ready: bool
+    assumed: bool = False
 
 
 class Chosen(NamedTuple):
