@@ -82,7 +82,8 @@ class ApiRequest:
       model: the name of the model; None if not given.
       prompts: texts or token ids, of a completion; () for a chat.
       messages: the conversation of a chat.
-      options: those keyword arguments of `LanguageModel.generate` that are given, the method and its options included.
+      options: those keyword arguments of `LanguageModel.generate` that are given, without `n`.
+      method, method_options: the method's name and options; None if not given.
       n: the number of texts per prompt.
       stream: whether the response is a stream of chunks.
       include_usage: whether the stream ends with a chunk that has the usage.
@@ -96,6 +97,8 @@ class ApiRequest:
     prompts: Sequence[str | Sequence[int]] = ()
     messages: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    method: str | None = None
+    method_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -131,8 +134,8 @@ def request_of(url: str, body: Any) -> ApiRequest:
     Examples:
       >>> method = {"name": "ngram", "ngram_max": 3}
       >>> request = request_of("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "method": method})
-      >>> request.prompts, request.options
-      (['Hi'], {'max_new_tokens': 4, 'method': 'ngram', 'ngram_max': 3})
+      >>> request.prompts, request.options, request.method, request.method_options
+      (['Hi'], {'max_new_tokens': 4}, 'ngram', {'ngram_max': 3})
     """
     if url not in _FIELDS:
         raise BadField(f"the url is {shown(url)}; give {COMPLETIONS} or {CHAT}", "url")
@@ -148,7 +151,8 @@ def request_of(url: str, body: Any) -> ApiRequest:
     options = {name: given[name] for name in _SAME if name in given and name != "n"}
     if options.get("top_k") == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
-    options |= _budget(given) | _stops(given) | _method(given.get("method"))
+    options |= _budget(given) | _stops(given)
+    method, method_options = _method(given.get("method"))
     if logprobs:
         options["logprobs"] = True
     if "chat_template_kwargs" in given:
@@ -163,6 +167,8 @@ def request_of(url: str, body: Any) -> ApiRequest:
         () if chat else _prompts(given),
         _messages(given) if chat else (),
         options,
+        method,
+        method_options,
         copies,
         stream,
         _include_usage(given.get("stream_options"), stream),
@@ -250,17 +256,15 @@ def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _method(method: Any) -> dict[str, Any]:
-    if method is None:
-        return {}
-    named = {"name": method} if isinstance(method, str) else method
-    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+def _method(method: Any) -> tuple[str | None, dict[str, Any]]:
+    if method is None or isinstance(method, str):
+        return method, {}
+    if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
         raise BadField(
             f"method is {shown(method)}; give a name, or an object with `name` and the method's options",
             "method",
         )
-    options = {name: value for name, value in named.items() if name != "name"}
-    return {"method": named["name"]} | options
+    return method["name"], {name: value for name, value in method.items() if name != "name"}
 
 
 def _include_usage(options: Any, stream: bool) -> bool:
@@ -315,12 +319,12 @@ def bad_field(error: ValueError, request: ApiRequest) -> BadField:
     for ours, theirs in _PYTHON.items():
         message = re.sub(rf"\b{ours}\b", theirs, message)
     first = re.match(r"(?:unknown |the )?(\w+)", message)
-    named = first[1] if first else ""
-    if named not in _FIELDS[request.url]:
-        own = [name for name in request.options if re.search(rf"\b{re.escape(name)}\b", message)]
-        is_prompt = named in ("token", "conversation") or message.startswith("the prompt")
-        named = ("messages" if request.is_chat else "prompt") if is_prompt else "method" if own else ""
-    return BadField(message, named or None)
+    named: str | None = first[1] if first else None
+    if named in ("prompt", "conversation", "token") or "of the prompt" in message:
+        named = "messages" if request.is_chat else "prompt"
+    elif named not in _FIELDS[request.url]:
+        named = "method" if request.method is not None and named in request.method_options else None
+    return BadField(message, named)
 
 
 def error_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
