@@ -239,8 +239,8 @@ class Batch:
             prompt, messages = None, [{"role": "user", "content": prompt}]
         if messages is not None:
             messages = self._with_system(messages)
-        if messages is None and not isinstance(prompt, str):
-            options.pop("chat_template_kwargs", None)  # of no use for token ids
+        if messages is None and "chat" not in given:
+            options.pop("chat_template_kwargs", None)  # of no use without a template
         return options | given | {"prompt": prompt, "messages": messages}
 
     def _with_system(self, messages: Any) -> Any:

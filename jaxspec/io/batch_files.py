@@ -117,7 +117,7 @@ def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
 
 
 def _lines(path: Path, shard: Shard) -> Iterator[Line]:
-    seen: set[bytes] = set()
+    seen: dict[bytes, int] = {}
     end = 0
     with path.open("rb") as file:
         while data := file.readline(_MAX_BYTES):
@@ -134,9 +134,10 @@ def _lines(path: Path, shard: Shard) -> Iterator[Line]:
             digest = hashlib.sha256(same).digest()[:16]
             if int.from_bytes(digest) % shard.count != shard.index:
                 continue
-            while digest in seen:
-                digest = hashlib.sha256(digest).digest()[:16]
-            seen.add(digest)
+            before = seen.get(digest, 0)
+            seen[digest] = before + 1
+            if before:
+                digest = hashlib.sha256(digest + before.to_bytes(8)).digest()[:16]
             yield Line(digest, content if error is None else None, error, end)
 
 
