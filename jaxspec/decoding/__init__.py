@@ -12,7 +12,7 @@ All functions are pure and independent of the method; `engine` compiles them and
 
 from jaxspec.decoding.prefilling import aux_drafter_of, catch_up, end_prefill, feed, prefill, start_prefill
 from jaxspec.decoding.rounds import decode_round, run_rounds
-from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, grow, insert
+from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, grow, insert, widen
 
 __all__ = [
     "Caches",
@@ -31,4 +31,5 @@ __all__ = [
     "prefill",
     "run_rounds",
     "start_prefill",
+    "widen",
 ]
