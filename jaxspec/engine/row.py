@@ -68,7 +68,7 @@ class Row:
             decode_compile_ms=blocked_ms - self._first[1],
             static_plans=variants,
             num_prompt_tokens=len(self._request.prompt),
-            num_reused_tokens=self._request.start,
+            num_reused_tokens=update.num_reused_tokens,
         )
         if not (stopped or update.done):
             return Piece(update.index, gained, tokens, statistics, None, self._tokens, self._new_text)
