@@ -185,6 +185,20 @@ class Policy:
         self._missed: dict[str, float] = {}
         self._unready: list[str] = []
 
+    def widen(self, batch: int) -> None:
+        """Adds rows without a text, up to `batch`."""
+        new = batch - self._batch
+        counts = beliefs.no_counts(new, len(self.names), self.counts.accept.shape[2])
+        self.counts = Counts(
+            np.concatenate([self.counts.accept, counts.accept]),
+            np.concatenate([self.counts.draft, counts.draft]),
+        )
+        self._given, self._tokens, self._lost = (
+            np.pad(numbers, (0, new)) for numbers in (self._given, self._tokens, self._lost)
+        )
+        self._lookups += [None] * new
+        self._batch, self._left = batch, 0
+
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         """Starts a new text in a row. `tokens` are its prompt and its first token."""
         self._left = 0

@@ -21,7 +21,18 @@ from jaxspec.decoding.prefilling import (
     start_prefill,
 )
 from jaxspec.decoding.rounds import decode_round, run_rounds
-from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, grow, insert, take
+from jaxspec.decoding.rows import (
+    Caches,
+    DecodeState,
+    Emitted,
+    Parts,
+    Request,
+    Stats,
+    grow,
+    insert,
+    take,
+    widen,
+)
 from jaxspec.decoding.scoring import score
 
 __all__ = [
@@ -44,4 +55,5 @@ __all__ = [
     "score",
     "start_prefill",
     "take",
+    "widen",
 ]

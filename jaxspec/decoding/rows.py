@@ -200,6 +200,20 @@ def grow(state: Any, capacity: int) -> Any:
     return dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, extra))))
 
 
+def widen(state: DecodeState, batch: int) -> DecodeState:
+    """Returns a state of `batch` rows, static; the new rows are done."""
+
+    def enlarge(node: Any) -> Any:
+        if isinstance(node, KVCache):
+            return kv.widen(node, batch)
+        # Copies of the last row, whose numbers are valid.
+        return node[jnp.minimum(jnp.arange(batch), len(node) - 1)]
+
+    wider: DecodeState = jax.tree.map(enlarge, state, is_leaf=lambda node: isinstance(node, KVCache))
+    new = jnp.arange(batch) >= len(state.length)
+    return dataclasses.replace(wider, done=wider.done | new, length=jnp.where(new, 1, wider.length))
+
+
 def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Returns buffer [B, N] with values[b, :count[b]] written at buffer[b, start[b]:]."""
     batch, width = values.shape

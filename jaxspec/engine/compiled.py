@@ -248,6 +248,12 @@ def grow(state: State, *, capacity: int, mesh: Mesh | None) -> State:
     return constrained(mesh, grown)
 
 
+@functools.partial(jax.jit, static_argnames=("batch", "mesh"))
+def widen(state: DecodeState, *, batch: int, mesh: Mesh | None) -> DecodeState:
+    """See `decoding.widen`."""
+    return constrained(mesh, decoding.widen(state, batch))
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """The compiled loop of one model, with the arguments that all calls for a batch share.

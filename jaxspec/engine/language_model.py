@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,7 +47,6 @@ from jaxspec.engine.requests import (
     Stops,
     batch_of,
     check_text,
-    drawn_apart,
     is_text_or_ids,
     needs_sampling,
     requests_of,
@@ -58,10 +56,9 @@ from jaxspec.engine.requests import (
     warn_of_no_effect,
 )
 from jaxspec.engine.results import Piece, Result, Score
-from jaxspec.engine.row import Row
+from jaxspec.engine.row import Texts
 from jaxspec.engine.session import Session
 from jaxspec.engine.strategies import for_drafter
-from jaxspec.engine.text import row_text
 from jaxspec.host import processes
 from jaxspec.host.arguments import flag, num_bytes, whole
 from jaxspec.host.messages import shown
@@ -73,7 +70,7 @@ from jaxspec.io.methods.method_files import Sampled, distribution_name
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import LoadedModel, Method, Resources, registry
-from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
+from jaxspec.methods.acceptors import LOSSY, build_acceptor
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
 from jaxspec.model.config import LlamaConfig
@@ -635,9 +632,13 @@ class LanguageModel:
         session, stops, single = self._read_session(
             prompts, messages, attention_mask, method, options, prefix
         )
-        lossy = options.acceptor in LOSSY and session.strategy.drafter.num_draft_tokens > 0
         watched = stops.strings or session.strategy.recorded
-        return session, self._run(session, stops, STREAM_ROUNDS if watched else rounds, lossy), single
+        texts = self._texts(session, options)
+        return session, self._run(texts, stops, STREAM_ROUNDS if watched else rounds), single
+
+    def _texts(self, session: Session, options: GenerationOptions) -> Texts:
+        lossy = options.acceptor in LOSSY and session.strategy.drafter.num_draft_tokens > 0
+        return Texts(session, self.tokenizer, lossy)
 
     def _read_session(
         self,
@@ -649,7 +650,19 @@ class LanguageModel:
         prefix: Prefix | None = None,
     ) -> tuple[Session, Stops, bool]:
         """Checks the arguments of `generate`; returns the session, its stops, and whether there is a single prompt."""
-        ignore_eos, logprobs = flag("ignore_eos", options.ignore_eos), flag("logprobs", options.logprobs)
+        requests, stops, single = self._read_requests(prompts, messages, attention_mask, options)
+        return self._session(requests, method, options, prefix), stops, single
+
+    def _read_requests(
+        self, prompts: Any, messages: Any, attention_mask: Any, options: GenerationOptions
+    ) -> tuple[list[RowRequest], Stops, bool]:
+        """Checks the arguments of `generate`, except the method.
+
+        Returns:
+          The requests, their stops, and whether there is a single prompt.
+        """
+        ignore_eos = flag("ignore_eos", options.ignore_eos)
+        flag("logprobs", options.logprobs)
         chat = flag("chat", options.chat)
         chat_template_kwargs = template_variables(options.chat_template_kwargs)
         prompts = unpadded(prompts, attention_mask, self._pad_ids)
@@ -660,8 +673,8 @@ class LanguageModel:
             raise ValueError(f"{self.name} has no tokenizer; stop strings need one")
         if chat_template_kwargs and all(is_text_or_ids(one) and not isinstance(one, str) for one in batch):
             raise ValueError(_NO_TEMPLATE)
-        rows, copies = whole("max_batch", options.max_batch), whole("n", options.n)
-        for name, number in {"max_batch": rows, "n": copies}.items():
+        copies = whole("n", options.n)
+        for name, number in {"max_batch": whole("max_batch", options.max_batch), "n": copies}.items():
             if number < 1:
                 raise ValueError(f"{name} is {number}; give at least 1")
         given = {name: getattr(options, name) for name in _DISTRIBUTION}
@@ -682,26 +695,25 @@ class LanguageModel:
             name="prompts" if messages is None else "messages",
         )
         warn_of_no_effect(requests, given)
-        session = self._session(requests, method, options.acceptor, rows, logprobs, prefix)
-        return session, stops, single and copies == 1
+        return requests, stops, single and copies == 1
 
     def _session(
         self,
         requests: Sequence[RowRequest],
         method: AnyMethod,
-        acceptor: AcceptorName | None,
-        max_batch: int,
-        log_probs: bool,
+        options: GenerationOptions,
         prefix: Prefix | None = None,
+        elastic: bool = False,
     ) -> Session:
-        """Returns the session of a batch, at most `max_batch` rows at a time; one with `prefix` has a single row."""
+        """Returns the session of a batch; one with `prefix` has a single row. `elastic`: see `Session`."""
+        acceptor, max_batch = options.acceptor, whole("max_batch", options.max_batch)
         distributions = tuple(distribution_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         if acceptor is None and isinstance(method, Auto):
             # The choices depend on measured times, and must not change the text of a seed.
             acceptor = "coupled"
         accept = build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._parts(method, distributions, self.directory)
-        loop = self._loop(log_probs)
+        loop = self._loop(bool(options.logprobs))
         strategy = (
             self._alternatives.strategy(
                 method, loop, drafter, distributions, self.step_costs, requests, max_batch
@@ -713,7 +725,6 @@ class LanguageModel:
             method.name if isinstance(method, Method) else type(drafter).__name__
         )
         self._check_memory(requests, max_batch, strategy.drafter.reach)
-        requests = drawn_apart(requests) if strategy.mixes_rows and not accept.coupled else requests
         if prefix is not None:
             start = prefix.start(requests[0].prompt, strategy.drafter, self.config)
             requests, prefix = [dataclasses.replace(requests[0], start=start)], prefix if start else None
@@ -726,6 +737,7 @@ class LanguageModel:
             max_batch=max_batch,
             prefix=prefix,
             prefixes=self.prefixes,
+            elastic=elastic,
         )
 
     def drafter(
@@ -888,40 +900,17 @@ class LanguageModel:
             )
         return drafter, Weights(self.params, params)
 
-    def _run(self, session: Session, stops: Stops, rounds: int, lossy: bool) -> Iterator[Piece]:
-        """Runs a session to its end, and yields the pieces of its texts.
-
-        `rounds`: between two host polls; `lossy`: whether texts that are drawn at random are, see `Result`.
-        """
-        variants = self.executables.variants
+    def _run(self, texts: Texts, stops: Stops, rounds: int) -> Iterator[Piece]:
+        """Runs a session to its end, and yields the pieces of its texts; `rounds`: between two host polls."""
+        session = texts.session
         processes.check_same(
             self.mesh, "the prompts, or options of the texts,", repr((session.requests, stops, rounds))
         )
-        began, waited = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
-        rows = [
-            Row(
-                request,
-                functools.partial(row_text, self.tokenizer, request.prompt, *stops),
-                began,
-                lossy=lossy and request.temperature > 0,
-            )
-            for request in session.requests
-        ]
-        ended = False
+        began = texts.now()
+        for index, request in enumerate(session.requests):
+            texts.begin(index, request, stops, began)
         while not session.done:
-            updates = session.step(rounds)
-            now, blocked_ms = processes.agreed(self.mesh, time.perf_counter(), self.executables.blocked_ms)
-            for update in updates:
-                counts = self.executables.variants - variants
-                gamma = functools.partial(session.gamma, update.row)
-                blocked = blocked_ms - waited
-                piece = rows[update.index].take(update, now, blocked, counts, gamma, session.strategy)
-                if piece.result is not None and not update.done:
-                    session.halt(update.index)
-                if session.done and not ended:
-                    session.strategy.end()
-                    ended = True
-                yield piece
+            yield from texts.step(rounds)
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,44 +23,58 @@ _NUMBERS = {
 _ALWAYS = 2**31 - 1
 
 
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Makes the penalties for rows of a batch, always with the same tree structure and shapes.
 
-    Args:
-      requests: all requests of the batch.
+    Attributes:
+      numbers: the fields of `Penalties` with a number per row that are used.
+      num_banned: the most banned tokens of a request.
+      words: the most banned words of a request, and the most tokens of such a word.
+      longest_ngram: the longest n-gram that must not repeat.
     """
 
-    def __init__(self, requests: Sequence[RowRequest]) -> None:
-        self._numbers = [
+    numbers: tuple[str, ...]
+    num_banned: int
+    words: tuple[int, int]
+    longest_ngram: int
+
+    @classmethod
+    def for_all(cls, requests: Sequence[RowRequest]) -> Settings:
+        """Returns the settings with which each of these requests can share a batch."""
+        numbers = tuple(
             name
             for name, (field, neutral) in _NUMBERS.items()
             if any(getattr(request, field) != neutral for request in requests)
-        ]
-        self._num_banned = max(len(_banned(request)) for request in requests)
-        words = [word for request in requests for word in request.rules.longer_words]
-        self._words = (
-            max(len(request.rules.longer_words) for request in requests),
-            max(map(len, words), default=0),
         )
-        self._longest_ngram = max(request.rules.no_repeat_ngram_size for request in requests)
+        words = [word for request in requests for word in request.rules.longer_words]
+        return cls(
+            numbers,
+            max(len(_banned(request)) for request in requests),
+            (
+                max(len(request.rules.longer_words) for request in requests),
+                max(map(len, words), default=0),
+            ),
+            max(request.rules.no_repeat_ngram_size for request in requests),
+        )
 
     def of(self, requests: Sequence[RowRequest]) -> Penalties | None:
         """Returns the penalties with one row for each of these requests; None if no request of the batch has any."""
-        if not (self._numbers or self._num_banned or self._words[0] or self._longest_ngram):
+        if not (self.numbers or self.num_banned or self.words[0] or self.longest_ngram):
             return None
         arrays: dict[str, Any] = {
             name: np.array([getattr(request, _NUMBERS[name][0]) for request in requests], np.float32)
-            for name in self._numbers
+            for name in self.numbers
         }
-        if self._num_banned:
-            banned = _filled(requests, _banned, (self._num_banned, 2))
+        if self.num_banned:
+            banned = _filled(requests, _banned, (self.num_banned, 2))
             arrays |= {"banned": banned[..., 0], "until": banned[..., 1]}
-        if self._words[0]:
-            arrays["words"] = _filled(requests, lambda request: request.rules.longer_words, self._words)
-        if self._longest_ngram:
+        if self.words[0]:
+            arrays["words"] = _filled(requests, lambda request: request.rules.longer_words, self.words)
+        if self.longest_ngram:
             arrays["ngram"] = np.array([request.rules.no_repeat_ngram_size for request in requests], np.int32)
         arrays["begin"] = np.array([len(request.prompt) for request in requests], np.int32)
-        return Penalties(**arrays, longest_ngram=self._longest_ngram)
+        return Penalties(**arrays, longest_ngram=self.longest_ngram)
 
 
 def _banned(request: RowRequest) -> list[tuple[int, int]]:

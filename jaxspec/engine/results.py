@@ -108,6 +108,7 @@ class Statistics:
       decode_compile_ms: the part of `decode_ms` spent waiting for compilation.
       num_prompt_tokens: tokens of the prompt.
       num_reused_tokens: those of them that were not fed, because the caches of an earlier text held them.
+      queue_ms: the part of `elapsed_ms` before it got a row.
       static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
 
     Examples:
@@ -131,6 +132,7 @@ class Statistics:
     decode_compile_ms: float = 0.0
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
+    queue_ms: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float | None:

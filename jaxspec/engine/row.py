@@ -1,20 +1,88 @@
-"""Builds the pieces and the result of one text from its row's updates."""
+"""Runs a session and builds the pieces and results of its texts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxspec.decoding import Stats
 from jaxspec.engine.executables import VariantCounts
-from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.requests import RowRequest, Stops
 from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
-from jaxspec.engine.session import Update
+from jaxspec.engine.session import Session, Update
 from jaxspec.engine.strategies import Strategy
-from jaxspec.engine.text import RowText
+from jaxspec.engine.text import RowText, row_text
+from jaxspec.host import processes
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
+
+
+class Moment(NamedTuple):
+    """A time, and the counts of the compiled programs until then.
+
+    Attributes:
+      seconds: by `time.perf_counter`.
+      blocked_ms: see `Executables.blocked_ms`.
+      variants: see `Executables.variants`.
+    """
+
+    seconds: float
+    blocked_ms: float
+    variants: VariantCounts
+
+
+class Texts:
+    """The texts of a session.
+
+    Args:
+      session: the session; its requests begin here with `begin`.
+      tokenizer: None for texts without characters.
+      lossy: whether texts that are drawn at random are, see `Result`.
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer | None, lossy: bool) -> None:
+        self.session, self._tokenizer, self._lossy = session, tokenizer, lossy
+        self._rows: dict[int, Row] = {}
+
+    def now(self) -> Moment:
+        """Returns the present, the same in all processes of the session's mesh."""
+        loop = self.session.loop
+        times = processes.agreed(loop.mesh, time.perf_counter(), loop.executables.blocked_ms)
+        return Moment(*times, loop.executables.variants)
+
+    def begin(self, index: int, request: RowRequest, stops: Stops, began: Moment) -> None:
+        """Begins the text of the session's request `index`."""
+        new_text = functools.partial(row_text, self._tokenizer, request.prompt, *stops)
+        self._rows[index] = Row(request, new_text, began, lossy=self._lossy and request.temperature > 0)
+
+    def cancel(self, index: int) -> None:
+        """Ends a text before the next step, without a piece."""
+        del self._rows[index]
+        self.session.halt(index)
+        self._end()
+
+    def step(self, rounds: int) -> list[Piece]:
+        """Runs one host poll of at most `rounds` rounds, and returns the new pieces. Ended texts are forgotten."""
+        updates = self.session.step(rounds)
+        now, pieces = self.now(), []
+        for update in updates:
+            gamma = functools.partial(self.session.gamma, update.row)
+            piece = self._rows[update.index].take(update, now, gamma, self.session.strategy)
+            pieces.append(piece)
+            if piece.result is not None:
+                del self._rows[update.index]
+                if not update.done:
+                    self.session.halt(update.index)
+        self._end()
+        return pieces
+
+    def _end(self) -> None:
+        if self.session.done:
+            self.session.end()
 
 
 class Row:
@@ -23,34 +91,33 @@ class Row:
     Args:
       request: the row's request.
       new_text: returns a converter of the row's tokens to text, at the beginning of the text.
-      began: the start of its batch, by `time.perf_counter`.
+      began: the start of its batch, or its arrival.
       lossy: see `Result`.
     """
 
     def __init__(
-        self, request: RowRequest, new_text: Callable[[], RowText], began: float, lossy: bool = False
+        self, request: RowRequest, new_text: Callable[[], RowText], began: Moment, lossy: bool = False
     ) -> None:
         self._request, self._new_text, self._began, self._lossy = request, new_text, began, lossy
         self._text = new_text()
-        self._first: tuple[float, float] | None = None
+        self._first: Moment | None = None
         self._tokens: list[Token] = []
 
     def take(
         self,
         update: Update,
-        now: float,
-        blocked_ms: float,
-        variants: VariantCounts,
+        now: Moment,
         gamma: Callable[[], float | None],
         strategy: Strategy,
     ) -> Piece:
         """Converts one update to one piece; the last piece contains the result.
 
-        `now`: the time, by the same clock as `began`; `blocked_ms`: the batch's waiting time for compilation since it
-        began; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected` and `Result.choices`.
+        `now`: the time; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected` and
+        `Result.choices`.
         """
+        began = self._began
         if self._first is None:
-            self._first = (now, blocked_ms)
+            self._first = now
         gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)
         tokens = update.tokens[:used]
         self._tokens += tokens
@@ -62,13 +129,14 @@ class Row:
             num_tokens=len(self._tokens),
             acceptance_histogram=(*histogram, *(0,) * (width - len(histogram))),
             **counts,
-            elapsed_ms=1e3 * (now - self._began),
-            decode_ms=1e3 * (now - self._first[0]),
-            compile_ms=blocked_ms,
-            decode_compile_ms=blocked_ms - self._first[1],
-            static_plans=variants,
+            elapsed_ms=1e3 * (now.seconds - began.seconds),
+            decode_ms=1e3 * (now.seconds - self._first.seconds),
+            compile_ms=now.blocked_ms - began.blocked_ms,
+            decode_compile_ms=now.blocked_ms - self._first.blocked_ms,
+            static_plans=now.variants - began.variants,
             num_prompt_tokens=len(self._request.prompt),
             num_reused_tokens=update.num_reused_tokens,
+            queue_ms=max(1e3 * (update.began - began.seconds), 0.0),
         )
         if not (stopped or update.done):
             return Piece(update.index, gained, tokens, statistics, None, self._tokens, self._new_text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.penalty_rows import Settings
 from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
-from jaxspec.engine.requests import RowRequest, filters_used, needs_sampling
+from jaxspec.engine.requests import RowRequest, drawn_apart, filters_used, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.model.prefill import Prefilling
@@ -28,8 +29,34 @@ from jaxspec.protocol import Acceptor, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.stopping import GammaState
 
-# A request and its index.
-_Held = tuple[int, RowRequest]
+
+class Shapes(NamedTuple):
+    """The properties of requests on which the programs of their batch depend, in addition to the method.
+
+    Attributes:
+      filters: see `filters_used`; None if all texts are greedy.
+      settings: makes the penalties.
+      num_eos: the number of end tokens per row, a power of two.
+    """
+
+    filters: tuple[str, ...] | None
+    settings: Settings
+    num_eos: int
+
+    @classmethod
+    def of(cls, requests: Sequence[RowRequest]) -> Shapes:
+        """Returns the shapes with which each of these requests can share a batch."""
+        num_eos = buckets.bucket(max(1, *(len(request.eos_ids) for request in requests)), 1)
+        filters = filters_used(requests) if needs_sampling(requests) else None
+        return cls(filters, Settings.for_all(requests), num_eos)
+
+
+class _Held(NamedTuple):
+    """A request, its index, and the time at which it got a row."""
+
+    index: int
+    request: RowRequest
+    began: float = 0.0
 
 
 @dataclasses.dataclass
@@ -37,12 +64,12 @@ class _Refill:
     """Requests whose long prompts are fed in chunks, between the rounds of the other rows.
 
     Attributes:
-      rows: the requests, by the number of their row.
+      rows: the requests, by the number of their row; None for one that has been halted.
       arguments, static: the arguments of `compiled.prefill`.
       fed: the state after the first `next_chunk` of `num_chunks` chunks.
     """
 
-    rows: dict[int, _Held]
+    rows: dict[int, _Held | None]
     arguments: tuple[Weights, Parts, decoding.Request]
     static: dict[str, Any]
     fed: Prefilling
@@ -61,6 +88,7 @@ class Update:
       done: whether the row has ended.
       broken: whether it has ended because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
+      began: the time at which it got its row, by `time.perf_counter`.
       num_reused_tokens: prompt tokens that were not fed.
     """
 
@@ -70,6 +98,7 @@ class Update:
     done: bool
     broken: bool
     stats: decoding.Stats
+    began: float
     num_reused_tokens: int = 0
 
 
@@ -85,9 +114,12 @@ class Session:
       max_batch: the most rows at a time.
       prefix: a text whose caches hold the tokens before `start` of the only request; they are used up.
       prefixes: keeps caches of texts, from which requests that begin with the same tokens continue. None for none.
+      elastic: whether requests arrive with `add`, while others run. `requests` are then only examples of them, of the
+        same `Shapes`. The batch begins with the power of two of rows that the present requests need, and gets more
+        rows when requests wait.
 
     Attributes:
-      strategy, requests: as given.
+      strategy, requests, loop: as given.
     """
 
     def __init__(
@@ -101,14 +133,19 @@ class Session:
         max_batch: int = 8,
         prefix: Prefix | None = None,
         prefixes: PrefixStore | None = None,
+        elastic: bool = False,
     ) -> None:
-        self._loop, self._executables, self._params = loop, loop.executables, params
+        self.loop, self._executables, self._params = loop, loop.executables, params
         self.strategy, self._drafter, self._acceptor = strategy, strategy.drafter, loop.put(acceptor)
-        self.requests = requests
-        self._filters = filters_used(requests) if needs_sampling(requests) else None
-        self._settings = Settings(requests)
-        self._num_eos = max(1, *(len(request.eos_ids) for request in requests))
-        self._waiting = deque(enumerate(requests))
+        # Whether no two rows may draw the same random numbers.
+        self.draws_apart = strategy.mixes_rows and not acceptor.coupled
+        self.requests = drawn_apart(requests) if self.draws_apart else requests
+        self._shapes = Shapes.of(requests)
+        self._elastic = elastic
+        self._waiting: deque[_Held] = deque()
+        if not elastic:
+            for index, request in enumerate(self.requests):
+                self.add(index, request)
         # The request of each row; None once it has ended.
         self._rows: list[_Held | None] = []
         # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
@@ -127,6 +164,15 @@ class Session:
         return not (self._waiting or self._refills) and all(row is None for row in self._rows)
 
     @property
+    def num_waiting(self) -> int:
+        """The number of requests without a row."""
+        return len(self._waiting)
+
+    def add(self, index: int, request: RowRequest) -> None:
+        """Adds a request, which gets a row when one is free; its `Update`s have this index."""
+        self._waiting.append(_Held(index, request))
+
+    @property
     def capacity(self) -> int:
         """The number of token slots per row; 0 before the first step."""
         return self._state.capacity if self._state is not None else 0
@@ -135,7 +181,7 @@ class Session:
         """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
         if self._prefixes is not None:
             self._prefixes = PrefixStore(0)  # the texts are not real
-        first = [request for _, request in list(self._waiting)[: self._max_batch]]
+        first = [held.request for held in list(self._waiting)[: self._max_batch]]
         self._parts = self._parts_of(first)
         arguments, static = self._first_arguments(first)
         self.step(1)
@@ -144,17 +190,32 @@ class Session:
             self.step(1)  # method auto prepares the programs of its candidates between rounds
         state = self._state
         assert state is not None
-        while self._loop.mesh is None and buckets.must_grow(longest, self._drafter.reach, state.capacity):
+        while self.loop.mesh is None and buckets.must_grow(longest, self._drafter.reach, state.capacity):
             state = self._prepare_next(state)
         self._executables.wait()
 
     def halt(self, index: int) -> None:
-        """Ends a request before the next step, such as after a stop string."""
+        """Ends a request before the next step, such as after a stop string; its row is free then."""
         for row, held in enumerate(self._rows):
-            if held is not None and held[0] == index:
+            if held is not None and held.index == index:
                 self._keep(row)
                 self._halt[row] = True
                 self._rows[row] = None
+        for refill in self._refills:
+            for row, held in refill.rows.items():
+                if held is not None and held.index == index:
+                    refill.rows[row] = None
+        self._refills = deque(refill for refill in self._refills if any(refill.rows.values()))
+        self._waiting = deque(held for held in self._waiting if held.index != index)
+        self._found.pop(index, None)
+
+    def end(self) -> None:
+        """Takes note that all requests have ended. If more may come, the caches are freed."""
+        if self._state is None:
+            return
+        self.strategy.end()
+        if self._elastic:
+            self._state, self._rows = None, []
 
     def prefix(self) -> Prefix | None:
         """Returns the text of the only row as it is now, for a later text; the session can no longer run then.
@@ -187,25 +248,60 @@ class Session:
         drafter with its own cache fills that cache in one call after the last chunk.
         """
         if self._state is None:
-            first = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
-            return self._begin(first)
+            return self._begin(self._first())
         updates = self._refill() or self._feed()
         if updates or all(held is None for held in self._rows):
             return updates
         return self._decode(max_rounds)
 
-    def _begin(self, first: list[_Held]) -> list[Update]:
-        self._feed_shared([request for _, request in first])
-        first = [self._continued(held) for held in first]
+    def _next(self, fed: list[RowRequest]) -> _Held | None:
+        """Takes the next waiting request, with the text that it continues; None if there is none.
+
+        A request waits if its beginning is being fed for one of `fed`: it will continue from the caches of that one.
+        """
+        held = next((held for held in self._waiting if not self._awaits(held.request, fed)), None)
+        if held is None:
+            return None
+        self._waiting.remove(held)
+        fed.append(held.request)
+        return self._continued(held._replace(began=time.perf_counter()))
+
+    def _first(self) -> list[_Held | None]:
+        """Returns the requests with which the batch begins; None for an empty row."""
+        count = min(self._max_batch, len(self._waiting))
+        if not self._elastic:
+            self._feed_shared([held.request for held in list(self._waiting)[:count]])
+            return [self._next([]) for _ in range(count)]
+        # Long prompts wait for the next step, which feeds them in chunks.
+        first: list[_Held | None] = []
+        long: list[_Held] = []
+        fed: list[RowRequest] = []
+        while len(fed) < count and (held := self._next(fed)) is not None:
+            (long if self._is_long(held) else first).append(held)
+        self._waiting.extendleft(reversed(long))
+        return first + [None] * (self._width(count) - len(first))
+
+    def _is_long(self, held: _Held) -> bool:
+        return buckets.is_long(held.request, self.loop.platform)
+
+    def _width(self, count: int) -> int:
+        """Returns the number of rows for `count` requests that run together."""
+        smallest = 1 if self.loop.mesh is None else self.loop.mesh.shape.get("data", 1)
+        return max(min(buckets.bucket(count, smallest), self._max_batch), count)
+
+    def _begin(self, first: list[_Held | None]) -> list[Update]:
         self._rows = list(first)
         self._lengths = np.zeros(len(first), np.int64)
         self._halt = np.zeros(len(first), bool)
-        requests = [request for _, request in first]
+        # An empty row ends with its first token.
+        example = self.requests[0]
+        empty = dataclasses.replace(example, prompt=example.prompt[:1], max_new_tokens=1)
+        requests = [empty if held is None else held.request for held in first]
         self._parts = self._parts_of(requests)
         arguments, static = self._first_arguments(requests)
-        arguments += self._caches([index for index, _ in first], requests, arguments[2])
+        arguments += self._caches([held and held.index for held in first], requests, arguments[2])
         if (
-            self._loop.mesh is None
+            self.loop.mesh is None
             and any(request.max_new_tokens > 1 for request in requests)
             and not self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
         ):
@@ -213,10 +309,10 @@ class Session:
             state, _ = self._executables.shapes(compiled.prefill, *arguments, **static)
             self._prepare_rounds(state)
         self._state, emitted = self.strategy.begin(*arguments, **static)
-        updates = self._updates(emitted, range(len(first)), begins=True)
+        updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
         if any(row is not None for row in self._rows):
             # The loop is compiled before the first token is returned, so that the text continues without a pause.
-            rounds, static = self._loop.rounds(self._params, self._parts, self._state, 0, self._halt)
+            rounds, static = self.loop.rounds(self._params, self._parts, self._state, 0, self._halt)
             self._executables.compiled(compiled.run_rounds, *rounds, **static)
         return updates
 
@@ -230,7 +326,7 @@ class Session:
             return own
         for capacity in buckets.capacities_from(needed):
             arguments, static = self._prefill_arguments(requests, capacity, self._parts)
-            for chunk_size in buckets.chunk_sizes_from(static["chunk_size"], self._loop.platform):
+            for chunk_size in buckets.chunk_sizes_from(static["chunk_size"], self.loop.platform):
                 static = static | {"chunk_size": min(chunk_size, capacity)}
                 if self._executables.key(compiled.prefill, *arguments, **static) in self._executables.warmed:
                     return arguments, static
@@ -238,13 +334,26 @@ class Session:
 
     def _refill(self) -> list[Update]:
         """Assigns waiting requests to free rows. All short prompts are prefilled in one call."""
-        taken = {row for refill in self._refills for row in refill.rows}
+        taken = {row for refill in self._refills for row, held in refill.rows.items() if held is not None}
         free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
-        given = self._given(free)
-        short: dict[int, _Held] = {}
-        long: dict[int, _Held] = {}
+        if self._elastic and len(self._waiting) > len(free):
+            before = len(self._rows)
+            wanted = min(before - len(free) + len(self._waiting), self._max_batch)
+            if (width := self._width(wanted)) > before:
+                self._widen(width)
+                free += range(before, width)
+        requests = [
+            held.request for refill in self._refills for held in refill.rows.values() if held is not None
+        ]
+        given: dict[int, _Held] = {}
+        for row in free:
+            if (one := self._next(requests)) is None:
+                break
+            given[row] = one
+        short: dict[int, _Held | None] = {}
+        long: dict[int, _Held | None] = {}
         for row, held in given.items():
-            (long if buckets.is_long(held[1], self._loop.platform) else short)[row] = held
+            (long if self._is_long(held) else short)[row] = held
         if long:
             arguments, static = self._refill_arguments(long)
             names = ("config", "merged", "mesh")
@@ -256,7 +365,7 @@ class Session:
                 *arguments[3:],
                 **{name: static[name] for name in names},
             )
-            longest = max(request.num_fed for _, request in long.values())
+            longest = max(held.request.num_fed for held in long.values() if held is not None)
             refill = _Refill(long, arguments[:3], static, fed, -(-longest // static["chunk_size"]))
             self._refills.append(refill)
         if not short:
@@ -264,37 +373,20 @@ class Session:
         arguments, static = self._refill_arguments(short)
         return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
 
-    def _given(self, free: Sequence[int]) -> dict[int, _Held]:
-        """Takes the next waiting requests for these rows.
-
-        A request waits if its beginning is being fed for another one: it will continue from the caches of that one.
-        """
-        fed = [request for refill in self._refills for _, request in refill.rows.values()]
-        given: dict[int, _Held] = {}
-        for row in free:
-            held = next((held for held in self._waiting if not self._awaits(held[1], fed)), None)
-            if held is None:
-                break
-            self._waiting.remove(held)
-            fed.append(held[1])
-            given[row] = self._continued(held)
-        return given
-
     # Reuse of prefixes
 
     def _continued(self, held: _Held) -> _Held:
         """Returns a request with the position from which it has to be fed, and notes the text that it continues."""
-        index, request = held
-        if self._prefixes is None or index in self._found:
+        if self._prefixes is None or held.index in self._found:
             return held
-        prefix, start = self._find(request.prompt)
+        prefix, start = self._find(held.request.prompt)
         if prefix is not None:
-            self._found[index] = prefix
-        return index, dataclasses.replace(request, start=start)
+            self._found[held.index] = prefix
+        return held._replace(request=dataclasses.replace(held.request, start=start))
 
     def _find(self, prompt: Sequence[int]) -> tuple[Prefix | None, int]:
         assert self._prefixes is not None
-        return self._prefixes.find(prompt, self._drafter, self._owner, self._loop.config)
+        return self._prefixes.find(prompt, self._drafter, self._owner, self.loop.config)
 
     def _awaits(self, request: RowRequest, fed: Sequence[RowRequest]) -> bool:
         """Whether the prompt begins with enough tokens that are now being fed for other requests."""
@@ -322,7 +414,7 @@ class Session:
             ):
                 return
             alone = dataclasses.replace(requests[shared[0]], prompt=tokens, max_new_tokens=1)
-            _, alone = self._continued((-1, alone))
+            alone = self._continued(_Held(-1, alone)).request
             capacity = buckets.start_capacity([alone], self._drafter.reach)
             arguments, static = self._prefill_arguments([alone], capacity, self._parts_of([alone]))
             arguments += self._caches([-1], [alone], arguments[2])
@@ -332,20 +424,20 @@ class Session:
 
     def _empty(self, batch: int, capacity: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.empty_caches`."""
-        mesh = self._loop.mesh
-        static = {"config": self._loop.config, "capacity": capacity, "merged": mesh is None, "mesh": mesh}
-        return (self._params, self._drafter, self._loop.put(np.ones(batch, np.int32))), static
+        mesh = self.loop.mesh
+        static = {"config": self.loop.config, "capacity": capacity, "merged": mesh is None, "mesh": mesh}
+        return (self._params, self._drafter, self.loop.put(np.ones(batch, np.int32))), static
 
     def _caches(
-        self, indices: Sequence[int], requests: Sequence[RowRequest], request: decoding.Request
+        self, indices: Sequence[int | None], requests: Sequence[RowRequest], request: decoding.Request
     ) -> tuple[Caches, ...]:
         """Returns the caches from which a prefill continues, as its last argument; () if all rows begin at 0.
 
         With a store they are also passed if all rows begin at 0, so that there is only one program.
         """
-        found = [self._found.pop(index, None) for index in indices]
+        found = [None if index is None else self._found.pop(index, None) for index in indices]
         batch, capacity = request.tokens.shape
-        mesh = self._loop.mesh
+        mesh = self.loop.mesh
         used_up = next((prefix.caches for prefix in found if prefix is not None and not prefix.kept), None)
         if used_up is not None:
             if capacity > used_up.cache.capacity:
@@ -358,7 +450,7 @@ class Session:
         caches = self._executables.call(compiled.empty_caches, *arguments, **static)
         for row, prefix in enumerate(found):
             if prefix is not None:
-                numbers = self._loop.put((np.int32(row), np.int32(0)))
+                numbers = self.loop.put((np.int32(row), np.int32(0)))
                 whole = prefix.caches.absorbed is not None
                 own = caches if whole else Caches(caches.cache)
                 own = self._executables.call(
@@ -380,8 +472,8 @@ class Session:
         assert self._prefixes is not None
         if self._prefixes.wants(tokens, self._owner, self._num_bytes(len(tokens))):
             slots = min(buckets.bucket(len(tokens) - 1), caches.cache.capacity)
-            number = self._loop.put(np.int32(row))
-            kept = self._executables.call(compiled.take, caches, number, slots=slots, mesh=self._loop.mesh)
+            number = self.loop.put(np.int32(row))
+            kept = self._executables.call(compiled.take, caches, number, slots=slots, mesh=self.loop.mesh)
             self._prefixes.add(Prefix(tokens, kept, owner=self._owner))
 
     def _feed(self) -> list[Update]:
@@ -393,7 +485,7 @@ class Session:
         shared = {name: refill.static[name] for name in ("config", "chunk_size", "mesh")}
         first = refill.next_chunk
         refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
-        numbers = self._loop.put((np.int32(first), np.int32(refill.next_chunk)))
+        numbers = self.loop.put((np.int32(first), np.int32(refill.next_chunk)))
         aux_drafter = decoding.aux_drafter_of(parts)
         refill.fed = self._executables.call(
             compiled.feed, params, request, refill.fed, *numbers, aux_drafter, **shared
@@ -406,16 +498,16 @@ class Session:
         return self._insert(
             refill.rows,
             *self._executables.call(
-                compiled.end_prefill, *arguments, **shared, log_probs=self._loop.log_probs
+                compiled.end_prefill, *arguments, **shared, log_probs=self.loop.log_probs
             ),
         )
 
-    def _refill_arguments(self, rows: dict[int, _Held]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
         The number of requests is padded to a power of two with prompts of one token, to limit the number of programs.
         """
-        requests = [request for _, request in rows.values()]
+        requests = [held.request for held in rows.values() if held is not None]
         needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
@@ -423,40 +515,59 @@ class Session:
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
-        caches = self._caches([index for index, _ in rows.values()], requests, arguments[2])
+        caches = self._caches([held and held.index for held in rows.values()], requests, arguments[2])
         return (*arguments, *caches), static
 
-    def _insert(self, rows: dict[int, _Held], others: DecodeState, emitted: Emitted) -> list[Update]:
+    def _insert(self, rows: dict[int, _Held | None], others: DecodeState, emitted: Emitted) -> list[Update]:
         """Inserts the first rows of the prefilled state `others` into the batch, at the rows given."""
         if others.capacity < self.capacity:  # the batch has grown since the prefill began
             others = self._executables.call(
-                compiled.grow, others, capacity=self.capacity, mesh=self._loop.mesh
+                compiled.grow, others, capacity=self.capacity, mesh=self.loop.mesh
             )
         for which, (row, held) in enumerate(rows.items()):
-            numbers = self._loop.put((np.int32(row), np.int32(which)))
+            if held is None:
+                continue
+            numbers = self.loop.put((np.int32(row), np.int32(which)))
             self._state = self._executables.call(
-                compiled.insert, self._state, numbers[0], others, numbers[1], mesh=self._loop.mesh
+                compiled.insert, self._state, numbers[0], others, numbers[1], mesh=self.loop.mesh
             )
             self._rows[row] = held
             self._halt[row] = False
-        # Ended rows need some sampling parameters too; their tokens are discarded.
-        some = next(iter(rows.values()))
-        self._parts = self._parts_of([(held or some)[1] for held in self._rows])
+        self._use_parts()
         self.strategy.changed()
-        return self._updates(emitted, list(rows), begins=True)
+        # A row that was halted may have another request by now.
+        kept = [(which, row) for which, (row, held) in enumerate(rows.items()) if held is not None]
+        return self._updates(emitted, kept, begins=True)
+
+    def _use_parts(self) -> None:
+        # Ended rows need some sampling parameters too; their tokens are discarded.
+        some = self.requests[0]
+        self._parts = self._parts_of([some if held is None else held.request for held in self._rows])
+
+    def _widen(self, batch: int) -> None:
+        """Adds free rows, up to `batch` in all."""
+        self._state = self._executables.call(compiled.widen, self._state, batch=batch, mesh=self.loop.mesh)
+        new = batch - len(self._rows)
+        self._rows += [None] * new
+        self._lengths = np.pad(self._lengths, (0, new), constant_values=1)
+        self._halt = np.pad(self._halt, (0, new), constant_values=True)
+        self._use_parts()
+        self.strategy.widened(batch)
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
         longest, reach = int(self._lengths.max()), self._drafter.reach
         if buckets.must_grow(longest, reach, self.capacity):
             self._grow(2 * self.capacity)
-        elif self._loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
+        elif self.loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next(self._state)
-        limits = [len(held[1].prompt) + held[1].max_new_tokens if held else 0 for held in self._rows]
+        limits = [
+            len(held.request.prompt) + held.request.max_new_tokens if held else 0 for held in self._rows
+        ]
         remaining = np.maximum(np.array(limits) - self._lengths, 0)
         turn = Turn(max_rounds, self._halt, self._lengths.copy(), remaining)
         self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
-        updates = self._updates(emitted, range(len(self._rows)))
+        updates = self._updates(emitted, list(enumerate(range(len(self._rows)))))
         gained: list[list[Token]] = [[] for _ in self._rows]
         for update in updates:
             gained[update.row] = update.tokens
@@ -470,7 +581,7 @@ class Session:
         batch = len(requests)
         longest = max(request.num_fed for request in requests)
         tokens = np.zeros((batch, capacity), np.int32)
-        eos_ids = np.full((batch, self._num_eos), -1, np.int32)
+        eos_ids = np.full((batch, self._shapes.num_eos), -1, np.int32)
         for row, request in enumerate(requests):
             tokens[row, : len(request.prompt)] = request.prompt
             eos_ids[row, : len(request.eos_ids)] = request.eos_ids
@@ -486,18 +597,18 @@ class Session:
         }
         if self._prefixes is not None or any(request.start for request in requests):
             arrays["start"] = np.array([request.start for request in requests], np.int32)
-        static = self._loop.prefill_static(longest, capacity)
-        return (self._params, parts, decoding.Request(**self._loop.put(arrays))), static
+        static = self.loop.prefill_static(longest, capacity)
+        return (self._params, parts, decoding.Request(**self.loop.put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
         self._state = self._executables.call(
-            compiled.grow, self._state, capacity=capacity, mesh=self._loop.mesh
+            compiled.grow, self._state, capacity=capacity, mesh=self.loop.mesh
         )
         self.strategy.changed()
 
     def _unfinished(self) -> list[RowRequest]:
         return [
-            held[1]
+            held.request
             for held in (*self._rows, *self._waiting, *(h for r in self._refills for h in r.rows.values()))
             if held is not None
         ]
@@ -513,36 +624,42 @@ class Session:
     def _prepare_rounds(self, state: Any) -> None:
         """Compiles the loop in the background for a state of these shapes."""
         numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
-        static = self._loop.rounds_static(self._drafter)
+        static = self.loop.rounds_static(self._drafter)
         self._executables.prepare(compiled.run_rounds, self._params, self._parts, state, *numbers, **static)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        distribution, penalties = self._loop.put(
-            (distribution_of(requests, self._filters), self._settings.of(requests))
+        distribution, penalties = self.loop.put(
+            (distribution_of(requests, self._shapes.filters), self._shapes.settings.of(requests))
         )
         return Parts(
             self._drafter,
             self._acceptor,
             distribution,
-            one_width=self._loop.platform != "cpu",
+            one_width=self.loop.platform != "cpu",
             penalties=penalties,
         )
 
-    def _updates(self, emitted: Emitted, rows: Sequence[int], begins: bool = False) -> list[Update]:
-        """Reads the emitted tokens of some rows; `begins`: whether they come from a prefill."""
+    def _updates(
+        self, emitted: Emitted, rows: Sequence[tuple[int, int]], begins: bool = False
+    ) -> list[Update]:
+        """Reads the emitted tokens of some rows.
+
+        `rows`: their numbers in `emitted` and in the batch; `begins`: whether the tokens come from a prefill.
+        """
         host = fetched(emitted)
-        self._lengths[list(rows)] = host.length[: len(rows)]
         updates = []
-        for at, row in enumerate(rows):
+        for at, row in rows:
+            self._lengths[row] = host.length[at]
             held = self._rows[row]
             if held is None:
                 continue
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
             tokens = _tokens_of(host, at)
             if begins:
-                self.strategy.begin_row(row, [*held[1].prompt, *(token.id for token in tokens)])
+                self.strategy.begin_row(row, [*held.request.prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
-            updates.append(Update(held[0], row, tokens, done, broken, stats, held[1].start))
+            reused = held.request.start
+            updates.append(Update(held.index, row, tokens, done, broken, stats, held.began, reused))
             if (begins or done) and not broken:
                 self._keep(row)
             if done:

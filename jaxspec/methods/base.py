@@ -99,6 +99,11 @@ class Method:
             object.__setattr__(self, field.name, _taken(field, value, hints[field.name]))
 
     @property
+    def by_distribution(self) -> bool:
+        """Whether `build` reads `Resources.distributions`; texts of other distributions then have another drafter."""
+        return False
+
+    @property
     def given(self) -> dict[str, Any]:
         """The options that differ from their defaults, by name."""
         return {

@@ -56,6 +56,11 @@ class LayerSkip(ChainMethod):
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
         return Drafting(target.config, exit_layer, rule, length), self.params(target, resources)
 
+    @property
+    def by_distribution(self) -> bool:
+        """Whether a probe is read, which belongs to one sampling distribution."""
+        return "probe" in self.rules
+
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
         """Returns the method for each exit that the model was trained for; others are rarely accepted."""

@@ -288,6 +288,17 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     return dataclasses.replace(cache, layers=[(pad(keys), pad(values)) for keys, values in cache.layers])
 
 
+def widen(cache: KVCache, batch: int) -> KVCache:
+    """Returns the same cache with `batch` rows; the new ones are empty."""
+    rows = len(cache.rope_length)
+
+    def pad(buffer: jax.Array) -> jax.Array:
+        extra = buffer.shape[0] // rows * (batch - rows)
+        return jnp.pad(buffer, [(0, extra)] + [(0, 0)] * (buffer.ndim - 1))
+
+    return jax.tree.map(pad, cache)
+
+
 def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | int = 0) -> KVCache:
     """Replaces row `row` by row `which` of `others`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,6 +11,9 @@ from jaxspec.choosing.policy import MOST_ROUNDS, ROUNDS, Choice, Policy
 from jaxspec.choosing.prices import OFF
 from jaxspec.engine.results import Chosen, Expected
 from jaxspec.io.methods.choice_file import ChoiceFile, Entry
+
+# The most choices that are kept, which bounds the memory of a batch that requests keep joining.
+MOST_CHOICES = 4096
 
 
 class Record:
@@ -22,7 +26,7 @@ class Record:
     Attributes:
       policy: as given.
       choice: the last choice.
-      chosen: the choices so far, one for each decision of the policy.
+      chosen: the last choices, at most `MOST_CHOICES`, one for each decision of the policy.
       expected: the expectations before the first choice, the best first; () unless `explain` was called.
     """
 
@@ -32,7 +36,7 @@ class Record:
         self.choice = Choice(OFF, 0, 0)
         # The number of rounds so far, and the round of the last choice.
         self._round, self._chosen_at = 0, 0
-        self.chosen: list[Chosen] = []
+        self.chosen: deque[Chosen] = deque(maxlen=MOST_CHOICES)
         self.expected: tuple[Expected, ...] = ()
 
     def begin(

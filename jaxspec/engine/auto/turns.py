@@ -200,6 +200,10 @@ class Switching(Strategy):
     def changed(self) -> None:
         self._at, self._held = 0, None
 
+    def widened(self, batch: int) -> None:
+        self.changed()
+        self._record.policy.widen(batch)
+
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         self._remember([row])
         self._record.policy.begin_row(row, tokens)

@@ -1,0 +1,246 @@
+"""Runs requests of one model as they arrive: rows are refilled, and requests of different methods take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxspec.engine.conversation import STREAM_ROUNDS
+from jaxspec.engine.generation_options import GenerationOptions
+from jaxspec.engine.jax_settings import needed
+from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.results import Piece, Result
+from jaxspec.engine.row import Texts
+from jaxspec.engine.session import Shapes
+from jaxspec.host import processes
+from jaxspec.host.arguments import whole
+from jaxspec.io.methods.method_files import distribution_name
+from jaxspec.methods import Method
+from jaxspec.methods.auto import Auto
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import AnyMethod, LanguageModel
+
+# The groups without requests whose drafters are kept for later requests.
+IDLE_GROUPS = 16
+
+
+class Event(NamedTuple):
+    """The progress of one request in one step.
+
+    Attributes:
+      id: the result of `Scheduler.add`.
+      piece: the new text and tokens; its `index` is `id`. None if the request ended with an error.
+      error: the error of the step, such as too little memory, which ended all requests of the group; else None.
+    """
+
+    id: int
+    piece: Piece | None
+    error: Exception | None = None
+
+    @property
+    def result(self) -> Result | None:
+        """The complete result, in the last event of a request; else None."""
+        return None if self.piece is None else self.piece.result
+
+    @property
+    def ended(self) -> bool:
+        """Whether this is the last event of the request."""
+        return self.error is not None or self.result is not None
+
+
+@dataclasses.dataclass
+class _Group:
+    """Requests that share compiled programs.
+
+    Attributes:
+      texts: their texts and their session.
+      method: kept, because the key of the group may contain its `id`.
+      ids: the requests that have not ended.
+      drawn: the random streams in use, if no two rows may draw the same numbers; else None.
+    """
+
+    texts: Texts
+    method: AnyMethod
+    ids: dict[int, RowRequest] = dataclasses.field(default_factory=dict)
+    drawn: set[tuple[int, int]] | None = None
+
+
+class Scheduler:
+    """Runs requests of one model as they arrive. It is used from one thread.
+
+    Requests that need the same compiled programs form a group, which shares a batch: the same method with its options,
+    greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities. Each step
+    runs one group; groups with requests take turns. The batch of a group begins with the power of two of rows that its
+    requests need, and gets more when requests wait. When its last request ends, its caches are freed.
+
+    Greedy text does not depend on the other requests. Sampled text with a seed is the same on the same programs.
+
+    Args:
+      lm: the model.
+      max_batch: the maximum number of rows of a group.
+      max_rounds: the maximum number of rounds of a step.
+
+    Raises:
+      ValueError: a number is below 1.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> scheduler = Scheduler(language_model())
+      >>> number = scheduler.add("ab", max_new_tokens=6, method="ngram")
+      >>> text = ""
+      >>> while not scheduler.idle:
+      ...     for event in scheduler.step():
+      ...         text += event.piece.text
+      >>> text
+      'ab adeab a'
+    """
+
+    def __init__(self, lm: LanguageModel, *, max_batch: int = 8, max_rounds: int = STREAM_ROUNDS) -> None:
+        for name, number in {"max_batch": max_batch, "max_rounds": max_rounds}.items():
+            if whole(name, number) < 1:
+                raise ValueError(f"{name} is {number}; give at least 1")
+        self._lm, self._max_batch, self._max_rounds = lm, max_batch, max_rounds
+        # In order of their last step: the next group to run comes first.
+        self._groups: OrderedDict[Any, _Group] = OrderedDict()
+        self._group_of: dict[int, _Group] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests without a row."""
+        return sum(group.texts.session.num_waiting for group in self._groups.values())
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests with a row."""
+        return len(self._group_of) - self.num_waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._group_of
+
+    def add(
+        self,
+        prompt: Any = None,
+        *,
+        messages: Any = None,
+        method: AnyMethod | None = None,
+        stream: int = 0,
+        **options: Any,
+    ) -> int:
+        """Adds one request.
+
+        Args:
+          prompt: a text, token ids or messages.
+          messages: a conversation, instead of `prompt`.
+          method: as in `LanguageModel.generate`.
+          stream: the number of the random stream: requests with the same prompt, the same `seed` and the streams
+            0 … n − 1 have the texts of `LanguageModel.generate` with this `n`.
+          **options: the other options of `LanguageModel.generate`, without `n` and `max_batch`.
+
+        Returns:
+          The id of the request in its events.
+
+        Raises:
+          ValueError, FileNotFoundError: as `LanguageModel.generate`; or several prompts are given.
+        """
+        for name, instead in {
+            "n": "add each text with its own `stream`",
+            "max_batch": "give it to Scheduler",
+        }.items():
+            if name in options:
+                raise ValueError(f"a request has no option {name}; {instead}")
+        lm = self._lm
+        with needed():
+            made, common = lm._read(method, None, options)
+            if isinstance(made, Auto) and made.choices is not None:
+                raise ValueError("choices belongs to the prompts of one call; use LanguageModel.generate")
+            common = dataclasses.replace(common, max_batch=self._max_batch)
+            requests, stops, single = lm._read_requests(prompt, messages, None, common)
+            if not single:
+                raise ValueError(f"got {len(requests)} prompts; add them one by one")
+            if whole("stream", stream) < 0:
+                raise ValueError(f"stream is {stream}; give at least 0")
+            request = dataclasses.replace(requests[0], stream=stream)
+            group = self._group(made, common, request)
+        processes.check_same(lm.mesh, "a request", repr((request, stops, common)))
+        number = next(self._numbers)
+        if group.drawn is not None:
+            free = itertools.count(request.stream)
+            stream = next(one for one in free if (request.seed, one) not in group.drawn)
+            request = dataclasses.replace(request, stream=stream)
+            group.drawn.add((request.seed, stream))
+        group.ids[number] = request
+        self._group_of[number] = group
+        group.texts.begin(number, request, stops, group.texts.now())
+        group.texts.session.add(number, request)
+        return number
+
+    def cancel(self, id: int) -> None:
+        """Ends a request without further events; its row is free before the next step. Ended requests are ignored."""
+        if id in self._group_of:
+            self._group_of[id].texts.cancel(id)
+            self._forget(id)
+
+    def step(self) -> list[Event]:
+        """Runs one host poll of one group, and returns its new texts; [] if there is no request or nothing new."""
+        for key, group in self._groups.items():
+            if group.ids:
+                self._groups.move_to_end(key)
+                return self._step(key, group)
+        return []
+
+    def _step(self, key: Any, group: _Group) -> list[Event]:
+        try:
+            pieces = group.texts.step(self._max_rounds)
+        except Exception as error:
+            # The caches of the group may be gone; the other groups go on.
+            del self._groups[key]
+            ended = [Event(number, None, error) for number in group.ids]
+            for number in list(group.ids):
+                self._forget(number)
+            return ended
+        for piece in pieces:
+            if piece.result is not None:
+                self._forget(piece.index)
+        return [Event(piece.index, piece) for piece in pieces]
+
+    def _forget(self, number: int) -> None:
+        group = self._group_of.pop(number)
+        request = group.ids.pop(number)
+        if group.drawn is not None:
+            group.drawn.remove((request.seed, request.stream))
+
+    def _group(self, method: AnyMethod, options: GenerationOptions, request: RowRequest) -> _Group:
+        """Returns the group of a request, a new one if necessary."""
+        numbers = request.temperature, request.top_k, request.top_p, request.min_p
+        by_distribution = isinstance(method, Method) and method.by_distribution
+        key = (
+            _key(method),
+            options.acceptor,
+            bool(options.logprobs),
+            Shapes.of([request]),
+            distribution_name(*numbers) if by_distribution else None,
+        )
+        if key not in self._groups:
+            idle = [one for one, group in self._groups.items() if not group.ids]
+            for one in idle[: len(idle) - IDLE_GROUPS + 1]:
+                del self._groups[one]
+            session = self._lm._session([request], method, options, elastic=True)
+            self._groups[key] = _Group(self._lm._texts(session, options), method)
+            if session.draws_apart:
+                self._groups[key].drawn = set()
+        return self._groups[key]
+
+
+def _key(method: AnyMethod) -> Any:
+    """Returns the method, or its id if it cannot be hashed."""
+    try:
+        hash(method)
+    except TypeError:
+        return id(method)
+    return method

@@ -1,0 +1,254 @@
+"""The scheduler: each text is the one that the request has alone, whatever arrives, waits or is cancelled beside it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.engine import buckets
+from jaxspec.engine.scheduler import IDLE_GROUPS, Scheduler
+from jaxspec.engine.session import Session
+from tests import tiny
+
+SHORT = ((5,), (7, 1, 7, 1, 7, 1, 7, 2), (3, 4), (1, 2, 3), (9, 8, 7))
+LONG = tuple(int(token) for token in np.random.default_rng(0).integers(1, 10, 100))
+BUDGET = 14
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """A host poll processes 16 positions of a long prompt."""
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
+
+
+def add(scheduler, prompt, **options):
+    return scheduler.add(list(prompt), **{"max_new_tokens": BUDGET, "ignore_eos": True} | options)
+
+
+def run(scheduler, steps=None):
+    """Returns the events of some steps, or of all."""
+    events = []
+    while not scheduler.idle and steps != 0:
+        events += scheduler.step()
+        steps = None if steps is None else steps - 1
+    assert all(event.error is None for event in events)
+    return events
+
+
+def tokens_of(events):
+    """Returns the tokens by request. Its last event has the result, and no other."""
+    found: dict[int, list[int]] = {}
+    ended = set()
+    for event in events:
+        assert event.id == event.piece.index and event.id not in ended
+        found.setdefault(event.id, []).extend(event.piece.tokens)
+        if event.result is not None:
+            assert event.result.tokens == found[event.id]
+            ended.add(event.id)
+    return found
+
+
+@pytest.mark.representatives("ngram", "asd", "draft-model", "auto")
+@pytest.mark.parametrize("method", [*tiny.METHODS, "auto"])
+def test_a_text_does_not_depend_on_its_neighbours(lm, method):
+    """Requests arrive one by one, more than there are rows; a long prompt comes first, later another."""
+    options = {"method": "auto"} if method == "auto" else tiny.options(method)
+    scheduler = Scheduler(lm, max_batch=4, max_rounds=2)
+    prompts, events, ids = [LONG, *SHORT, LONG[:40], *SHORT], [], []
+    for prompt in prompts:
+        ids.append(add(scheduler, prompt, **options))
+        events += run(scheduler, steps=1)
+    assert scheduler.num_running == 4 and scheduler.num_waiting > 0
+    texts = tokens_of(events + run(scheduler))
+    assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in prompts]
+
+
+def test_auto_drafts_while_the_batch_gets_wider():
+    lm = tiny.language_model()
+    prompt = (7, 1, 7, 1, 7, 1, 7, 2)
+    options = {"method": "auto", "among": "ngram", "max_new_tokens": 60}
+    for _ in range(6):
+        scheduler, events = Scheduler(lm), []
+        with lm.compiled_early():
+            for _ in range(3):
+                add(scheduler, prompt, **options)
+                events += run(scheduler, steps=2)
+                lm.executables.wait()
+            events += run(scheduler)
+            lm.executables.wait()
+        assert set(map(tuple, tokens_of(events).values())) == {tuple(tiny.greedy(prompt, 60))}
+        if all("ngram" in event.result.drafted_by for event in events if event.result is not None):
+            return
+    pytest.fail("auto never drafted")
+
+
+def test_requests_share_a_batch_if_their_programs_are_the_same(lm):
+    scheduler = Scheduler(lm)
+    sessions = lambda: [group.texts.session for group in scheduler._groups.values() if group.ids]
+    drawn = {"temperature": 0.7, "top_p": 0.9}
+    ids = {
+        add(scheduler, SHORT[0], **{"method": "ngram", **one}): one
+        for one in (
+            {},
+            {"max_new_tokens": 3},
+            {"method": "autoregressive"},
+            {"num_draft_tokens": 3},
+            {"logprobs": True},
+            drawn,
+            drawn | {"temperature": 1.3, "seed": 4},
+            {"temperature": 0.7},
+            {"presence_penalty": 1.0},
+            {"stop_token_ids": 3},
+        )
+    }
+    assert len(sessions()) == 7
+    results = {event.id: event.result for event in run(scheduler) if event.result is not None}
+    assert results.keys() == ids.keys()
+    alone = {
+        number: lm.generate(
+            [[*SHORT[0]]],
+            method=one.pop("method", "ngram"),
+            **{"max_new_tokens": BUDGET, "ignore_eos": True, "seed": 0} | one,
+        )[0]
+        for number, one in ids.items()
+    }
+    assert {number: one.tokens for number, one in results.items()} == {
+        number: one.tokens for number, one in alone.items()
+    }
+
+
+def test_seeds_and_copies(lm):
+    """A request with a seed draws as it does alone; its copies draw as those of `n`."""
+    options = {"temperature": 1.0, "method": "ngram", "max_new_tokens": BUDGET, "ignore_eos": True}
+    scheduler = Scheduler(lm)
+    ids = [scheduler.add("ab", stream=copy, seed=3, **options) for copy in range(3)]
+    other = scheduler.add("cd", seed=4, **options)
+    texts = tokens_of(run(scheduler))
+    assert [texts[number] for number in ids] == [
+        one.tokens for one in lm.generate("ab", n=3, seed=3, **options)
+    ]
+    assert texts[other] == lm.generate("cd", seed=4, **options).tokens
+    assert len({tuple(texts[number]) for number in ids}) == 3
+
+
+def test_rows_with_a_shared_mask_never_draw_the_same_numbers(lm):
+    drafter, _ = tiny.drafter_of("asd-shared", "confidence", lm.config)
+    scheduler = Scheduler(lm)
+    options = {"temperature": 1.0, "method": drafter}
+    ids = [add(scheduler, SHORT[0], seed=3, **options) for _ in range(2)]
+    texts = tokens_of(run(scheduler))
+    assert texts[ids[0]] != texts[ids[1]]
+    again = tokens_of(
+        [*run(scheduler), *([] if add(scheduler, SHORT[0], seed=3, **options) else []), *run(scheduler)]
+    )
+    assert list(again.values()) == [texts[ids[0]]]
+
+
+def test_a_cancelled_request_frees_its_row(lm):
+    """Requests that run, whose prompt is being fed, and that wait."""
+    scheduler = Scheduler(lm, max_batch=2, max_rounds=1)
+    first = add(scheduler, SHORT[0])
+    events = run(scheduler, steps=1)
+    fed = add(scheduler, LONG)
+    events += run(scheduler, steps=2)
+    waiting, last = add(scheduler, SHORT[1]), add(scheduler, SHORT[2])
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 2)
+    for number in (fed, waiting):
+        scheduler.cancel(number)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert last in {event.id for event in scheduler.step()}  # it has the row of `fed`
+    replaced = add(scheduler, LONG[:40])
+    scheduler.cancel(first)
+    scheduler.cancel(first)
+    texts = tokens_of(run(scheduler))
+    assert texts.keys() == {last, replaced}
+    assert texts[replaced] == tiny.greedy(LONG[:40], BUDGET)
+    only = add(scheduler, SHORT[0])
+    scheduler.step()
+    scheduler.cancel(only)
+    assert scheduler.idle and scheduler.step() == []
+    assert all(group.texts.session.capacity == 0 for group in scheduler._groups.values())
+
+
+def test_nothing_is_kept_of_ended_requests(lm):
+    """After each wave the caches are freed; groups that nobody uses are forgotten."""
+    scheduler = Scheduler(lm, max_batch=2)
+    for wave in range(IDLE_GROUPS + 4):
+        for prompt in SHORT[:3]:
+            add(
+                scheduler,
+                prompt,
+                method="autoregressive",
+                max_new_tokens=2,
+                stop_token_ids=[*range(1 << wave % 4)],
+                logprobs=wave % 2 == 0,
+                acceptor="greedy" if wave % 3 else None,
+            )
+        run(scheduler)
+        assert scheduler.idle and not scheduler.num_running
+        for group in scheduler._groups.values():
+            assert not group.ids and not group.texts._rows and group.texts.session.capacity == 0
+    assert len(scheduler._groups) <= IDLE_GROUPS
+    held = sum(array.nbytes for array in jax.live_arrays())
+    for prompt in SHORT * 4:
+        add(scheduler, prompt)
+    run(scheduler)
+    assert sum(array.nbytes for array in jax.live_arrays()) <= held
+
+
+def test_stops_and_statistics(lm):
+    scheduler = Scheduler(lm, max_batch=1)
+    whole = lm.generate("ab", max_new_tokens=6)
+    stopped = scheduler.add("ab", max_new_tokens=6, stop=" ad")
+    waited = scheduler.add("ab", max_new_tokens=6)
+    results = {event.id: event.result for event in run(scheduler) if event.result is not None}
+    assert (results[stopped].text, results[stopped].finish_reason) == (whole.text.split(" ad")[0], "stop")
+    assert results[waited].text == whole.text
+    first, second = (results[number].statistics for number in (stopped, waited))
+    assert 0 <= first.queue_ms < second.queue_ms <= second.elapsed_ms - second.decode_ms
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"n": 2}, "a request has no option n; add each text with its own `stream`"),
+        ({"max_batch": 2}, "no option max_batch"),
+        ({"stream": -1}, "stream is -1"),
+        ({"prompt": ["ab", "cd"]}, "got 2 prompts; add them one by one"),
+        ({"method": "auto", "choices": "file"}, "choices belongs to"),
+        ({"max_new_tokens": 10**6}, "exceed the model's context"),
+        ({"method": "medusa"}, "medusa"),
+    ],
+)
+def test_a_bad_request_is_refused_at_once(lm, given, message):
+    scheduler = Scheduler(lm)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        scheduler.add(**{"prompt": "ab"} | given)
+    assert scheduler.idle
+    with pytest.raises(ValueError, match="max_batch is 0"):
+        Scheduler(lm, max_batch=0)
+
+
+def test_an_error_ends_the_requests_of_its_group_only(lm, monkeypatch):
+    scheduler = Scheduler(lm)
+    wrong = [add(scheduler, prompt, method="ngram") for prompt in SHORT[:2]]
+    right = add(scheduler, SHORT[2], method="autoregressive")
+    before = Session.step
+
+    def step(session, rounds):
+        if session.strategy.name == "ngram":
+            raise MemoryError("no memory")
+        return before(session, rounds)
+
+    monkeypatch.setattr(Session, "step", step)
+    events = scheduler.step()
+    assert [(event.id, event.ended, str(event.error)) for event in events] == [
+        (number, True, "no memory") for number in wrong
+    ]
+    assert tokens_of(run(scheduler))[right] == tiny.greedy(SHORT[2], BUDGET)
+    monkeypatch.undo()
+    again = add(scheduler, SHORT[0], method="ngram")
+    assert tokens_of(run(scheduler))[again] == tiny.greedy(SHORT[0], BUDGET)
