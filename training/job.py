@@ -80,11 +80,11 @@ def train(
     with lock.exclusive(directory, console.print):
         # Nothing of the training remains on the devices when the export reads the best checkpoint.
         result, exits = _run_loop(options, objective, documents, module, typed, console)
-        if options.output is not None and result.measured:
+        if options.output is not None and result.exports:
             # Every process reads its part of the checkpoint; the first one writes.
             best, best_loss = export.export(directory, options.output, options.samples, console.print)
             console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
-        if options.plot and processes.is_first():
+        if options.plot and result.exports and processes.is_first():
             drawn = curves.draw(directory)
             why = "" if exits else " (acceptance is measured where there are exits)"
             console.print("drew " + ", ".join(map(str, drawn)) + why)
@@ -121,7 +121,8 @@ def _run_loop(
     content = config_json.config_json(begun.config, "float32", aim.trained_for)
     files.write_json(directory / "config.json", content)
     parameters, exits = llama.num_params(begun.config), list(aim.exits)
-    console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, exits=exits))
+    more = {"exits": exits, "places": begun.mesh.shape["data"]}
+    console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, **more))
     trained = take_steps(
         options,
         aim.loss,
@@ -143,6 +144,8 @@ def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[Any
     resumed = checkpoints.has_checkpoint(directory / run.CHECKPOINTS)
     characters = sum(len(document.text) for part in documents.values() for document in part)
     earlier = chosen_earlier(directory / run.OPTIONS_FILE) if resumed else {}
+    if resumed and (directory / run.RUN_FILE).is_file():
+        earlier["places"] = run.read_run(directory).get("places")
     further = start.further_model(options)
     unusual = None if further is None or resumed else options.unusual()
     options, chosen = options.settled(characters, earlier, further)

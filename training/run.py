@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.host import files
-from jaxspec.host.messages import shown
+from jaxspec.host.messages import counted, shown
 from jaxspec.io.hf import config_json
 from jaxspec.io.methods import method_files
 from jaxspec.model.config import LlamaConfig
 from training.data.packing import Windows
 from training.data.sources import Kinds
-from training.loop.progress import counted
 from training.option_files import plain, to_yaml
 from training.run_options import SCRATCH, JobOptions, RunOptions
 from training.start import Objective, Start
@@ -145,7 +144,7 @@ def record(
     files.write_atomic(run / RUN_FILE, json.dumps(content, indent=2) + "\n")
     return (
         f"{parameters:,} parameters, {sum(tokens['training'].values()):,} training and "
-        f"{sum(tokens['held_out'].values()):,} held-out tokens of {counted(len(windows), 'kind', 'kinds')}, "
+        f"{sum(tokens['held_out'].values()):,} held-out tokens of {counted(len(windows), 'kind')}, "
         f"run in {run}"
     )
 

@@ -119,7 +119,8 @@ class RunOptions:
 
         Args:
           characters: number of characters of the training text.
-          earlier: the numbers chosen when the run began, by option name; empty for a new run.
+          earlier: the numbers chosen when the run began, by option name, and `places`, the number of devices that
+            divided its rows (missing or None if it did not record it); empty for a new run.
           further: the given model that is trained; None for a model from scratch or a head.
         """
         epochs, usual = self.loop.epochs, FROM_SCRATCH
@@ -136,8 +137,9 @@ class RunOptions:
         repeated = open_ones - ({"steps", "every"} if epochs is not None else set())
         given |= {name: value for name, value in earlier.items() if name in repeated}
         if further is not None and repeated & earlier.keys() >= {"batch", "accumulate"}:
-            rows = earlier["batch"] * earlier["accumulate"]
-            given |= sizing.divided(rows, given["window"], further.places)
+            places, batch = earlier.get("places") or further.places, earlier["batch"]
+            if places != further.places or batch % places:
+                given |= sizing.divided(batch * earlier["accumulate"], given["window"], further.places)
         sizes = sizing.choose(characters, "model" in self.sized, given, epochs, further)
         # The chosen steps stand for the epochs from now on.
         numbers: dict[str, Any] = {name: sizes[name] for name in open_ones} | {"epochs": None}

@@ -86,7 +86,7 @@ def warm_up(
             for number, (name, run) in enumerate(runs.items(), 1):
                 on_progress(f"compiling {name}, {number} of {len(runs)}")
                 run(prompt, 0)
-        on_progress("compiling in the background")
+        on_progress("finishing the warm-up")
         for lm in models:
             lm.executables.wait()
 

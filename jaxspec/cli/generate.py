@@ -231,12 +231,13 @@ def explained(result: Result) -> str:
     Examples:
       >>> from jaxspec.engine.results import Chosen, Expected, Result, Statistics
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
-      >>> expected = (Expected("ngram", 4, 0.5, 11.0, 1.2, True), Expected("off", 0, None, 9.0, 1.0, True))
+      >>> ngram = Expected("ngram", 4, 0.5, 11.0, 1.2, True, assumed=True)
+      >>> expected = (ngram, Expected("off", 0, None, 9.0, 1.0, True))
       >>> chosen = (Chosen(0, "off", 0, 8, 8, 72.0, 80.0), Chosen(8, "ngram", 4, 8, 16, 90.0, 80.0))
       >>> print(explained(Result("Hi", [], "length", statistics, expected=expected, choices=chosen)))
-      candidate     drafts  acceptance  ms/round  speed-up  programs
-      ngram              4        0.50     11.00      1.20  ready
-      off                0           –      9.00      1.00  ready
+      candidate     drafts    acceptance  ms/round  speed-up  programs
+      ngram              4  assumed 0.50     11.00      1.20  ready
+      off                0             –      9.00      1.00  ready
       of those that are ready ngram was expected to be the fastest: 1.20 times plain decoding's speed
       <BLANKLINE>
       round     chosen        drafts  rounds  tokens  ms expected  ms taken
@@ -247,11 +248,12 @@ def explained(result: Result) -> str:
     width = max([12, *map(len, names)])
     lines = []
     if result.expected:  # of choices that a file says, nothing
-        lines.append(f"{'candidate':<{width}}  drafts  acceptance  ms/round  speed-up  programs")
+        lines.append(f"{'candidate':<{width}}  drafts    acceptance  ms/round  speed-up  programs")
     for one in result.expected:
         ready = "ready" if one.ready else "not compiled"
+        accepted = ("assumed " if one.assumed else "") + _number(one.acceptance, 2)
         lines.append(
-            f"{one.name:<{width}}  {one.length:>6}  {_number(one.acceptance, 2):>10}  {_number(one.round_ms, 2):>8}  "
+            f"{one.name:<{width}}  {one.length:>6}  {accepted:>12}  {_number(one.round_ms, 2):>8}  "
             f"{one.speedup:>8.2f}  {ready}"
         )
     if any(one.round_ms is None for one in result.expected):

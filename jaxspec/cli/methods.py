@@ -73,6 +73,11 @@ def with_options(command: type, words: Sequence[str]) -> type:
     made = dataclasses.make_dataclass(
         command.__name__, fields, bases=(command,), frozen=True, namespace={"__doc__": doc}
     )
+    if "explain" in given and not hasattr(options, "explain"):
+        raise ValueError(
+            f"--explain reports the choices of method auto, not {method.name}; jaxspec compare measures its speed, "
+            "jaxspec inspect the agreement of early exits, and docs/choose_a_method.md says when it pays"
+        )
     having = names()
     foreign = {
         name: _last(given[name]) for name in given if name in having.keys() - option_names(made).keys()

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 _OFTEN = 0.8
 # A text with fewer draft tokens is not judged. Guessed costs can be wrong, so they must predict a larger loss.
 _ENOUGH, _BY_GUESS = 32, 0.8
+# A speed-up from here on is no loss: a few timings differ by as much.
+_NO_LOSS = 0.95
 
 
 def warn_slower(name: str, speedup: float, more: str = "") -> None:
-    """Prints one line if a method was slower than plain decoding."""
-    if speedup < 1:
+    """Prints one line if a method was clearly slower than plain decoding."""
+    if speedup < _NO_LOSS:
         print(
             f"jaxspec: warning: {name} is slower here than plain decoding ({speedup:.2f}×{more})",
             file=sys.stderr,
@@ -70,7 +72,7 @@ def slower(lm: LanguageModel, method: Method) -> str | None:
     if cost is None or lm.step_costs is None:
         return None
     predicted = predicted_speedup(_OFTEN, cost, lm.step_costs, cost.widths[-1] - 1)
-    if predicted.speedup >= 1:
+    if predicted.speedup >= _NO_LOSS:
         return None
     return (
         f"method {method.name} is expected to reach {predicted.speedup:.2f} times plain decoding's speed here, where "

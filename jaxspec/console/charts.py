@@ -6,12 +6,13 @@ The text is never scaled: a chart has the width of a small screen, and a page pl
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from html import escape
 
 from jaxspec.console.tables import wrapped
+from jaxspec.console.terminal import without_controls
 
 # Distinguishable by colour-blind readers (Okabe and Ito); the first, grey, is for plain decoding.
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
@@ -59,7 +60,7 @@ class Curve:
     """One series of `curves`.
 
     Attributes:
-      points: (x, y); the line is interrupted where y is NaN.
+      points: (x, y); the line is interrupted where one is not finite.
       faint: whether the line is thin.
       joined: whether lines join the points; otherwise each has a dot.
     """
@@ -83,8 +84,8 @@ def bars(
     """Horizontal bars with their values, and intervals as whiskers.
 
     Args:
-      values: by name; None for no bar.
-      intervals: (low, high) by name, or None.
+      values: by name; no bar for None or a value that is not finite.
+      intervals: (low, high) by name; no whiskers for None or an end that is not finite.
       title: title of the chart.
       label: meaning of the values.
       notes: a word behind the value, by name.
@@ -96,7 +97,8 @@ def bars(
       >>> str(bars({"ngram": 1.5}, {"ngram": (1.2, 1.8)}, title="code", label="speed-up")).count("<rect")
       1
     """
-    ends = [end for pair in intervals.values() if pair for end in pair]
+    spans = {name: pair for name, pair in intervals.items() if pair and all(map(math.isfinite, pair))}
+    ends = [end for pair in spans.values() for end in pair]
     axis = _Axis(
         [*(value for value in values.values() if value is not None), *ends, line or 0.0, most or 0.0], 4
     )
@@ -111,13 +113,13 @@ def bars(
         middle = y + height / 2
         first = middle - _LINE * (len(words) - 1) / 2 + 4
         rows += [_text(0, first + _LINE * at, word) for at, word in enumerate(words)]
-        if value is not None:
+        if value is not None and math.isfinite(value):
             length = axis.share(value) * (right - left)
-            pair = intervals.get(name)
+            pair = spans.get(name)
             told = f"{name}: {value:.2f}" + (f", {pair[0]:.2f} to {pair[1]:.2f}" if pair else "")
             rows.append(
                 f'<rect x="{left:.1f}" y="{middle - 7:.1f}" width="{length:.1f}" height="14" '
-                f'fill="{colour(number)}"><title>{escape(told)}</title></rect>'
+                f'fill="{colour(number)}"><title>{_escaped(told)}</title></rect>'
             )
             if pair:
                 low, high = (left + axis.share(end) * (right - left) for end in pair)
@@ -130,7 +132,7 @@ def bars(
         x = left + axis.share(tick) * (right - left)
         parts.append(f'<path d="M{x:.1f} {top}V{y}" class="grid"/>')
         rows.append(_text(x, y + 13, axis.text(tick), "note", "middle"))
-    if line is not None:
+    if line is not None and math.isfinite(line):
         rows.append(f'<path d="M{left + axis.share(line) * (right - left):.1f} {top}V{y}" class="line"/>')
     return Chart(WIDTH, y + 20, "".join([*parts, *rows]))
 
@@ -165,7 +167,7 @@ def curves(
       2
     """
     shown = {name: colour(number) for number, name in enumerate(series, 1)} | dict(colours or {})
-    points = [one for curve in series.values() for one in curve.points if math.isfinite(one[1])]
+    points = [one for curve in series.values() for one in curve.points if all(map(math.isfinite, one))]
     parts, top = _headed(title, below)
     legend, top = _legend({name: shown[name] for name in series}, top)
     parts += [*legend, _text(0, top + 12, y, "note")]
@@ -190,7 +192,7 @@ def curves(
         start, end = (place(one, one) for one in ends)
         parts.append(f'<path d="M{start[0]:.1f} {start[1]:.1f}L{end[0]:.1f} {end[1]:.1f}" class="line"/>')
     for name, curve in series.items():
-        for finite, group in itertools.groupby(curve.points, lambda one: math.isfinite(one[1])):
+        for finite, group in itertools.groupby(curve.points, lambda one: all(map(math.isfinite, one))):
             if finite:
                 parts += _drawn(name, curve, shown[name], [(one, place(*one)) for one in group])
     return Chart(WIDTH, lower + 40, "".join(parts))
@@ -211,7 +213,7 @@ def heat_map(
 
     Args:
       rows: values by row, for tooltips.
-      shares: colours by row: 0 … 1.
+      shares: colours by row: 0 … 1; NaN for grey.
       texts: texts of the cells, by row.
       framed: the columns, from 0, of the cells with a frame, by row.
       title: title of the chart.
@@ -240,9 +242,9 @@ def heat_map(
                 ink, x = "#fff" if dark else "#000", left + (number - first) * cell
                 parts.append(
                     f'<rect x="{x}" y="{y}" width="{cell}" height="{height}" fill="{fill}">'
-                    f"<title>{escape(f'{name}, {columns} {number + 1}: {values[number]:.4f}')}</title></rect>"
+                    f"<title>{_escaped(f'{name}, {columns} {number + 1}: {values[number]:.4f}')}</title></rect>"
                     f'<text x="{x + cell / 2}" y="{y + 17}" text-anchor="middle" style="fill: {ink}">'
-                    f"{escape(texts[name][number])}</text>"
+                    f"{_escaped(texts[name][number])}</text>"
                 )
                 if number in framed.get(name, ()):
                     box = f"M{x + 2.5} {y + 2.5}h{cell - 5}v{height - 5}h{5 - cell}z"
@@ -354,7 +356,7 @@ def _drawn(
         parts.append(f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="{width}"/>')
     if not curve.joined or (len(points) <= 40 and not curve.faint) or len(points) == 1:
         for (_, value), (px, py) in points:
-            told = f"<title>{escape(f'{name}: {value:.3g}')}</title>"
+            told = f"<title>{_escaped(f'{name}: {value:.3g}')}</title>"
             parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{ink}">{told}</circle>')
     return parts
 
@@ -386,12 +388,19 @@ def _wrapped(text: str, width: float) -> list[str]:
     return wrapped(text, int(width / _CHARACTER))
 
 
+def _escaped(text: str) -> str:
+    """Returns a text for an SVG element; control characters, which XML does not allow, become escapes."""
+    return html.escape(without_controls(text))
+
+
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{_escaped(text)}</text>'
 
 
 def _shade(share: float) -> tuple[str, bool]:
     """The colour of a share, and whether it is dark."""
+    if math.isnan(share):
+        return COLOURS[0], False
     place = min(max(share, 0.0), 1.0) * (len(_SHADES) - 1)
     lower = min(int(place), len(_SHADES) - 2)
     red, green, blue = (

@@ -206,8 +206,7 @@ def _missing(block: list[str]) -> list[str]:
 def _registry(changeable: bool) -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.struct_rule(functools.partial(_dataclass_rule, changeable=changeable))
-    if not changeable:
-        registry.primitive_rule(_optional_rule)
+    registry.primitive_rule(functools.partial(_optional_rule, changeable=changeable))
     registry.primitive_rule(_number_rule)
     return registry
 
@@ -277,8 +276,8 @@ def _types(hint: Any) -> Iterator[Any]:
         yield from _types(part)
 
 
-def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Reads `X | None` as X, because None means that the option is not given."""
+def _optional_rule(info: PrimitiveTypeInfo, changeable: bool) -> PrimitiveConstructorSpec[Any] | None:
+    """Reads `X | None` as X, because None means that the option is not given; if `changeable`, also the word None."""
     members = typing.get_args(info.type)
     if (
         info.type_origin not in (types.UnionType, typing.Union)
@@ -290,7 +289,13 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, info.markers))
     if not isinstance(spec, PrimitiveConstructorSpec):
         return None
-    of_inner, shown = spec.is_instance, spec.str_from_instance
+    read, of_inner, shown = spec.instance_from_str, spec.is_instance, spec.str_from_instance
+    if changeable:
+        spec = dataclasses.replace(
+            spec,
+            instance_from_str=lambda words: None if words == ["None"] else read(words),
+            choices=None if spec.choices is None else (*spec.choices, "None"),
+        )
     return dataclasses.replace(
         spec,
         is_instance=lambda value: value is None or of_inner(value),

@@ -10,8 +10,9 @@ from typing import TextIO
 from jaxspec.host import progress
 
 DIM, ACCEPTED = "2", "32"
-# C0 except tab and newline, DEL, C1, and the characters that embed, override or isolate the direction of a text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# C0 except tab and newline, DEL, C1, the characters that embed, override or isolate the direction of a text, and code
+# points that are no characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def shows_colour(stream: TextIO) -> bool:
@@ -25,7 +26,17 @@ def printable(text: str, stream: TextIO) -> str:
     They could move the cursor, change the title or reverse the order of the text. Newlines and tabs remain, and a
     stream that is not a terminal gets the text unchanged.
     """
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text) if stream.isatty() else text
+    return without_controls(text) if stream.isatty() else text
+
+
+def without_controls(text: str) -> str:
+    """Returns a text with control characters as escapes; newlines and tabs remain.
+
+    Examples:
+      >>> without_controls("a\\x1b[2J")
+      'a\\\\x1b[2J'
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def painted(text: str, code: str) -> str:

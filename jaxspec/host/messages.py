@@ -27,6 +27,16 @@ def shown(value: Any) -> str:
     return _shortened(" ".join(_SHORT.repr(value).split()), _MAX_VALUE)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, which has a plural in -s.
+
+    Examples:
+      >>> counted(1, "kind"), counted(1200, "kind")
+      ('1 kind', '1,200 kinds')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def fitted(text: str) -> str:
     """Returns a message as one line of at most 300 printable characters.
 

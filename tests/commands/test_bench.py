@@ -114,7 +114,7 @@ def test_a_comparison():
     assert lm.calls[5][2] == given | {"method": methods.Autoregressive()}
     assert lm.calls[6][2] == given | {"method": methods.NGram(num_draft_tokens=4)}
     compiling = ["compiling autoregressive, 1 of 2", "compiling ngram, 2 of 2"]
-    assert told[:4] == [*compiling, "compiling in the background", "measuring autoregressive, turn 1 of 3"]
+    assert told[:4] == [*compiling, "finishing the warm-up", "measuring autoregressive, turn 1 of 3"]
 
 
 def texts(*turns: tuple[int, float]) -> list[Result]:

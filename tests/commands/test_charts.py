@@ -71,6 +71,37 @@ def test_a_curve_is_interrupted_where_there_is_no_value():
     assert (drawn.count("<polyline"), drawn.count("<circle")) == (2, 3)
 
 
+HOSTILE = "a\x00\x1b[2J\x0b\u202e\ud800\ufffe<b>"
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_have_no_mark(wrong):
+    chart = bars(
+        {"x": 1.0, "y": wrong, "z": 1.0}, {"x": (0.5, wrong)}, title="t", label="y", line=wrong, most=wrong
+    )
+    assert str(chart) == str(bars({"x": 1.0, "y": None, "z": 1.0}, {}, title="t", label="y"))
+    points = [(1, 1.0), (2, 2.0), (wrong, 3.0), (4, wrong), (5, 2.0)]
+    drawn = str(curves({"a": Curve(points)}, x="x", y="y", title="t", most=wrong))
+    ElementTree.fromstring(drawn)
+    assert (drawn.count("<polyline"), drawn.count("<circle")) == (2, 3)
+    cells = {"MLP": [wrong, 0.5]}
+    drawn = str(heat_map(cells, cells, {"MLP": ["a", "b"]}, {}, title="t", below="", columns="layer"))
+    ElementTree.fromstring(drawn)
+    assert drawn.count("<rect") == 2
+
+
+def test_labels_with_control_characters_are_escaped():
+    cells = {HOSTILE: [0.5]}
+    names = {"title": HOSTILE, "below": HOSTILE}
+    for chart in (
+        bars({HOSTILE: 1.0}, {}, title=HOSTILE, label=HOSTILE, notes={HOSTILE: HOSTILE}),
+        curves({HOSTILE: Curve([(1, 1.0)]), "b": Curve([])}, x=HOSTILE, y=HOSTILE, **names),
+        heat_map(cells, cells, {HOSTILE: [HOSTILE]}, {}, columns=HOSTILE, **names),
+    ):
+        ElementTree.fromstring(str(chart).encode())
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202e]|<b>", str(chart))
+
+
 @pytest.mark.parametrize("log", [False, True])
 def test_higher_values_are_higher(log):
     drawn = str(curves({"a": Curve([(1, 0.2), (2, 0.5), (3, 5.0)])}, x="x", y="y", title="t", log=log))

@@ -284,7 +284,7 @@ def test_compare(run, model):
     expected = jaxspec.load(model).generate(PROMPT, max_new_tokens=8).text
     assert plain["text"] == ngram["text"] == expected
     assert plain["first_token_ms"] > 0
-    assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 1)
+    assert ("slower here than plain decoding" in err) == (ngram["speedup"] < 0.95)
 
 
 def test_compare_prints_a_table(run, model, monkeypatch):
@@ -298,7 +298,8 @@ def test_compare_prints_a_table(run, model, monkeypatch):
         asked.update(methods=list(methods), **rest)
         slow = entry | {"method": "adaspeed-probe", "speedup": 0.5, "tokens_per_second": 1234.5}
         slow |= {"first_token_ms": 1234.5, "mean_acceptance_length_drafting": 3.456}
-        return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow]}
+        near = slow | {"method": "layerskip", "speedup": 0.96}  # a few timings differ by as much
+        return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow, near]}
 
     monkeypatch.setattr("jaxspec.bench.comparison.compare", compare)
     status, out, err = run("compare", PROMPT, "--model", model)
@@ -709,6 +710,10 @@ def test_help_of_generate_is_short_and_names_every_method(run):
         (
             ["generate", "--method", "ngram", "--plan=x"],
             "method ngram has no option --plan; it is an option of draft",
+        ),
+        (
+            ["generate", "--method", "ngram", "--explain"],
+            "--explain reports the choices of method auto, not ngram; jaxspec compare measures its speed",
         ),
         (["generate", "--method", "layrskip"], "unknown method 'layrskip'; perhaps you meant layerskip; "),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,19 @@ def test_training_answers_the_first_signal_at_once_and_ends_at_the_second(monkey
     assert stop.received == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_training_releases_what_the_line_about_a_signal_refers_to():
+    loop = type("Loop", (), {"say": lambda self: None})()
+    kept = weakref.ref(loop)
+    gc.disable()
+    try:
+        with StopSignal(say=loop.say):
+            pass
+        del loop
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 # A full disk

@@ -177,7 +177,7 @@ def test_a_comparison_names_what_compiles(monkeypatch):
         "compiling autoregressive, 1 of 3",
         "compiling auto, 2 of 3",
         "compiling suffix, 3 of 3",
-        "compiling in the background",
+        "finishing the warm-up",
     ]
     assert set(later) == {"the programs of ngram, a candidate of auto"}
 

@@ -50,7 +50,9 @@ def run(script: str, monkeypatch) -> dict:
 def test_the_code_of_the_extend_page_runs(capsys, monkeypatch):
     script = code("extend.md").replace("check_drafter(Repeat(period=2), report=print)", CHECK)
     names = run(script, monkeypatch)
-    assert "check_greedy_text, greedy acceptor" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "check_greedy_text, greedy acceptor" in said
+    assert "Repeat passed 7 checks with the acceptors greedy" in said
     method = names["RepeatMethod"]
     monkeypatch.setattr(registry, "built_in", lambda: {"repeat": method})
     assert registry.make("repeat", {"period": 6}) == method(period=6)

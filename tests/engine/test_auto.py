@@ -594,6 +594,9 @@ def test_what_is_guessed_is_no_milliseconds(model):
     assert [one.acceptance is None for one in result.expected] == [
         one.name == "off" for one in result.expected
     ]
+    # No text has shown yet how many drafts are accepted.
+    assert [one.assumed for one in result.expected] == [one.name != "off" for one in result.expected]
+    assert "  assumed 0.50  " in explained(result)
     assert result.choices[0].expected_ms is None
     assert "no time was measured yet: costs are guessed; jaxspec profile --costs measures them" in explained(
         result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import signal
 import typing
@@ -385,7 +386,9 @@ def test_an_interrupted_run_leaves_a_head(folder, monkeypatch, capsys):
     monkeypatch.setattr(Metrics, "write", interrupting)
     given = arguments(folder, "interrupted", "--steps", "12", "--card-prompts", "0", kind="eagle")
     assert command.main(given) == 130
-    assert "interrupted after step 3; the same command goes on from there" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "interrupted after step 3; the same command goes on from there" in said
+    assert re.search(r"step 3/12  loss \S+  held-out \S+  mean acceptance length \d\.\d\d  ", said)
     lm = jaxspec.load(folder)
     assert heads.read_head(folder / "interrupted", lm.config).config.kind == "eagle"
     # The run of a directory has one head type, target, shape and text.

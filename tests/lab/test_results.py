@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from benchmarks.papers import asd_counts, command, rules, s2d_runs
+from benchmarks.papers import asd_counts, baselines, command, rules, s2d_runs
 from jaxspec.cli import bench, compare, main, profile
 from jaxspec.cli.methods import parse_run
+from jaxspec.cli.options import ModelOptions
 
 PAGES = ("results.md", "measurements.md", "laboratory.md")
 # In bash, a printed command prints its words; loops and variables of the page are expanded.
@@ -125,3 +128,38 @@ def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
         few = ["--limit", "1", "--max-new-tokens", "4", "--output", str(tmp_path / str(number)), "--json"]
         assert command.main([*words, *few]) == 0
         assert json.loads(capsys.readouterr().out)["claims"]
+
+
+@pytest.mark.full
+def test_the_commands_of_the_measurements_run(tmp_path, monkeypatch, capsys):
+    """Those that measure the embedded models and need no file; each method once, because it compiles for seconds."""
+    monkeypatch.setattr(ModelOptions, "load", functools.cache(ModelOptions.load))
+    monkeypatch.setattr(baselines, "CONSTANTS", (2,))
+    embedded = {model.name for model in (results.DOCS.parent / "checkpoints").iterdir()}
+    methods, ran = set(), []
+    for number, (program, *words) in enumerate(printed("measurements.md", tmp_path)):
+        if words[:2] == ["-m", "benchmarks.papers"]:
+            run, words = command.main, words[2:]
+        elif (program, words[0]) == ("jaxspec", "bench"):
+            run = main
+        else:
+            continue
+        name, *options = words
+        pairs = list(zip(options[::2], options[1::2], strict=True))
+        given = dict(pairs)
+        if given["--model"] not in embedded or "--prompt-file" in given:
+            continue
+        runs = [pair for pair in pairs if pair[0] == "--run"]
+        new = {method: pair for pair in runs if (method := pair[1].split()[0]) not in methods}
+        methods |= new.keys()
+        few = {"--limit": "1", "--repeats": "1", "--max-new-tokens": "4"}
+        few = given | few | {"--output": str(tmp_path / str(number))}
+        few.pop("--run", None)
+        tiny = [*few.items(), *(new.values() or runs[:1])]
+        status = run([name, *itertools.chain(*tiny), "--json"])
+        said = capsys.readouterr()
+        assert status == 0, (words, said.err)
+        assert json.loads(said.out)
+        ran.append(name)
+    assert set(ran) == {"bench", "sampling"}
+    assert len(methods) > 8

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,19 @@ def installed(tmp_path_factory) -> Path:
     (site / "my_package").mkdir()
     (site / "my_package" / "__init__.py").write_text("")
     (site / "my_package" / "repeat.py").write_text(drafter + "\n\n" + method)
-    (entry,) = blocks("extend.md", "toml")
-    group, line = entry.strip().splitlines()
-    assert group == '[project.entry-points."jaxspec.methods"]'
+    (project,) = map(tomllib.loads, blocks("extend.md", "toml"))
+    about, ours = project["project"], tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert about["dependencies"] == [ours["name"]]
+    assert about["requires-python"] == ours["requires-python"]
+    assert site.joinpath(about["name"].replace("-", "_")).is_dir()  # which hatchling packs without being told
     metadata = site / "my_package-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[jaxspec.methods]\n{line.replace(chr(34), '')}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
+    )
+    entries = about["entry-points"]["jaxspec.methods"]
+    lines = [f"{name} = {where}" for name, where in entries.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[jaxspec.methods]", *lines, ""]))
     return site
 
 

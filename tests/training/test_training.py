@@ -115,7 +115,7 @@ def test_split_depends_on_the_origin_alone():
     assert {one.text for one in packing.split(shuffled, 5)[1]} == {one.text for one in held_out}
     made_of_them = [formats.Document((formats.Span("task"),), story) for story in STORIES]
     assert {one.origin for one in packing.split(made_of_them, 5)[1]} == {one.text for one in held_out}
-    with pytest.raises(ValueError, match=r"1 documents of 1 origins; .* <\|endoftext\|> separates documents"):
+    with pytest.raises(ValueError, match=r"1 document of 1 origin; .* <\|endoftext\|> separates documents"):
         packing.split(stories[:1], 5)
 
 

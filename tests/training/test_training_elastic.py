@@ -215,10 +215,14 @@ def test_sigterm_saves_without_measuring(folder, signalled, monkeypatch, capsys)
 
 
 @pytest.mark.full
-def test_sigterm_exports_what_was_measured_before(folder, signalled, capsys):
+def test_sigterm_exports_nothing_even_if_a_checkpoint_was_measured_before(folder, signalled, capsys):
     signalled(6, signal.SIGTERM)
-    assert sft.main(arguments(folder, "late", "--steps", "12")) == 128 + signal.SIGTERM
-    assert "wrote step 5, held-out loss " in capsys.readouterr().err
+    assert sft.main([*arguments(folder, "late", "--steps", "12"), "--plot"]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert "(checkpoint written " in said
+    assert "wrote step" not in said
+    assert "drew" not in said
+    assert not (folder / "late").exists()
     assert best_of(folder, "late")[1] == 5
 
 

@@ -17,7 +17,7 @@ from tests.training.test_training_run import STORIES, arguments, metrics
 from training import job, layerskip, option_files, sft, soft
 from training.data import bpe_tokenizer, conversations, packing, reading, sizing, sources
 from training.data.sizing import AUTO
-from training.loop.progress import FIRST_S, MAX_S, Pace, Progress, counted
+from training.loop.progress import FIRST_S, MAX_S, Pace, Progress
 from training.reports import curves
 from training.start import start_model
 
@@ -83,11 +83,10 @@ def test_the_pace_is_of_the_latest_steps_and_unknown_without_any():
     assert pace.tokens_per_second is None
 
 
-def test_times_and_numbers_are_said_as_people_say_them():
+def test_times_are_said_as_people_say_them():
     assert [duration(s) for s in (0.1, 40, 59.6, 150, 5000, 7200)] == [
         *("1 s", "40 s", "1 min", "2 min", "83 min", "2.0 h")
     ]
-    assert [counted(n, "kind", "kinds") for n in (0, 1, 1200)] == ["0 kinds", "1 kind", "1,200 kinds"]
 
 
 @pytest.fixture(scope="module")
@@ -255,12 +254,16 @@ def test_a_resumed_run_divides_the_same_rows_over_other_devices():
         return options.data.batch, options.optimizer.accumulate
 
     one, eight = of(1, {}), of(8, {})
-    earlier = {"window": 2048, "batch": one[0], "accumulate": one[1]}
+    earlier = {"window": 2048, "batch": one[0], "accumulate": one[1], "places": 1}
     assert (one, eight) == ((1, 128), (8, 16))
     assert (of(1, earlier), of(8, earlier)) == (one, eight)
-    assert of(1, {**earlier, "batch": 8, "accumulate": 16}) == one
+    assert of(1, {**earlier, "batch": 8, "accumulate": 16, "places": 8}) == one
     assert of(3, earlier) == one  # is refused later, because three devices do not divide the rows
     assert of(8, earlier, "--batch", "16") == (16, 128)  # what is given stays
+    # A run that began with other defaults goes on with them on as many devices.
+    other = {**earlier, "batch": 4, "accumulate": 32}
+    assert of(1, other) == of(1, {**other, "places": None}) == (4, 32)
+    assert of(8, {**other, "places": None}) == eight
 
 
 def test_from_scratch_nothing_depends_on_a_start():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -25,9 +27,10 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
 from training import compile as training_compile
-from training import export, layerskip, option_files, own_text, plots, probe, sft, soft, throughput
+from training import depth, export, layerskip, option_files, own_text, plots, probe, sft, soft, throughput
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
+from training.heads import train as heads
 from training.loop import checkpoints, state_sharding, step
 from training.losses import base
 from training.reports import card, curves, evaluation
@@ -719,6 +722,25 @@ def test_the_command_line_is_refused_in_one_line(capsys):
     for command in (export, plots, throughput, training_compile):
         assert command.main(["--nonsense"]) == 2
         assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
+
+
+@pytest.mark.parametrize(
+    "command", [sft, soft, layerskip, heads, own_text, probe, depth, plots, throughput, training_compile]
+)
+def test_the_help_has_the_types_of_values_without_none(command, capsys):
+    assert command.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "usage: python -m training." in said
+    assert not re.search(r"\{None|None\}", said)
+
+
+def test_the_word_none_resets_an_option():
+    read = functools.partial(option_files.parse, sft.Options, prog="x")
+    given = ["--data", "a", "--run", "r", "--start", "m"]
+    some = ["--minutes", "3", "--start-layers", "2", "--remat-policy", "dots_saveable", "--output", "b"]
+    none = ["--minutes", "None", "--start-layers", "None", "--remat-policy", "None", "--output", "None"]
+    assert read([*given, *some]).remat_policy == "dots_saveable"
+    assert read([*given, *some, *none]) == read(given)
 
 
 @pytest.mark.parametrize(

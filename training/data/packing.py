@@ -23,6 +23,7 @@ import grain.python as grain
 import numpy as np
 
 from jaxspec.host import files, processes
+from jaxspec.host.messages import counted
 from jaxspec.io.archives import refuse_larger
 from training.data.formats import Document
 from training.data.spool import Spool
@@ -62,8 +63,8 @@ def split(documents: Sequence[Document], one_in: int) -> tuple[Spool[Document], 
     origins = sorted(set(hashes))
     if len(origins) < 2:
         raise ValueError(
-            f"the data has {len(documents)} documents of {len(origins)} origins; training needs two, of which one is "
-            "held out to measure on: in a text file <|endoftext|> separates documents"
+            f"the data has {counted(len(documents), 'document')} of {counted(len(origins), 'origin')}; training needs "
+            "two, of which one is held out to measure on: in a text file <|endoftext|> separates documents"
         )
     held_out = {origin for origin in origins if origin % one_in == 0} or {origins[0]}
     if len(held_out) == len(origins):

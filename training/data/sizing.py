@@ -34,7 +34,7 @@ Sized = Annotated[
     int,
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="INT|auto",
+        metavar="N|auto",
         instance_from_str=_read,
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],

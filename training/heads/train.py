@@ -189,7 +189,7 @@ def train(options: Options, typed: str, console: Console) -> int:
     with lock.exclusive(options.run_directory, console.print):
         options, result, trained = _run_loop(options, target, words, documents, typed, console)
         del target  # its devices are needed for the model that decodes
-        if result.measured:
+        if result.exports:
             _export(options, trained, documents[1], console)
     return 0 if result.signal is None else 128 + result.signal
 

@@ -110,8 +110,3 @@ class Pace:
         if not self._steps:
             return None
         return steps * sum(one for _, one in self._steps) / len(self._steps) + pauses * self._pause
-
-
-def counted(number: int, one: str, many: str) -> str:
-    """Formats a number with its noun: `1 kind`, `3 kinds`."""
-    return f"{number:,} {one if number == 1 else many}"

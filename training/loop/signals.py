@@ -26,12 +26,14 @@ class StopSignal:
     def __init__(self, program: str = "training", say: Callable[[], None] = lambda: None) -> None:
         self.received: int | None = None
         self.at: float | None = None
-        self._say = say
-        self._watch = interrupts.Watch(
-            self._first, lambda number: interrupts.leave_at_once(program, 128 + number)
-        )
+        self._program, self._say = program, say
 
     def __enter__(self) -> StopSignal:
+        # Watch and StopSignal refer to each other only in the context. Otherwise the arrays to which `say` leads, such
+        # as a target's parameters, would stay on the devices until Python collects the cycle.
+        self._watch = interrupts.Watch(
+            self._first, lambda number: interrupts.leave_at_once(self._program, 128 + number)
+        )
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in self._before:
             signal.signal(number, self._receive)
@@ -47,5 +49,6 @@ class StopSignal:
 
     def __exit__(self, *error: Any) -> None:
         self._watch.__exit__()
+        del self._watch
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -30,6 +30,7 @@ from training.loop.progress import Pace, Progress
 from training.loop.signals import StopSignal
 from training.loop.step import TrainState
 from training.losses.base import Batch
+from training.reports import evaluation
 from training.reports.metrics import Metrics
 
 # (state, batch on the devices) -> (state, metrics); the input state is donated
@@ -85,7 +86,8 @@ class Result:
       seconds: duration of training in this process.
       signal: number of the signal that interrupted the run; None if none did.
       saved_s: seconds from the signal until the last checkpoint was written; None without a signal.
-      measured: whether a checkpoint has measurements, so that the best one can be exported.
+      exports: whether the best checkpoint is exported now: one has measurements, and the run did not end by SIGTERM,
+        which announces the end of the machine.
     """
 
     step: int
@@ -93,7 +95,7 @@ class Result:
     seconds: float
     signal: int | None = None
     saved_s: float | None = None
-    measured: bool = True
+    exports: bool = True
 
 
 @dataclasses.dataclass
@@ -188,7 +190,8 @@ class Loop:
                 saved_s = None if stop.at is None else time.monotonic() - stop.at
         finally:
             log.close()
-        return Result(step, reason, self._seconds(), stop.received, saved_s, self.checkpoints.measured())
+        exports = stop.received != signal.SIGTERM and self.checkpoints.measured()
+        return Result(step, reason, self._seconds(), stop.received, saved_s, exports)
 
     def _stopping(self, progress: Progress) -> None:
         """Reports a signal before the current step is finished."""
@@ -290,8 +293,12 @@ class Loop:
         with _clear_errors(self.checkpoints, "a checkpoint"):
             self.checkpoints.save(step, state, self.batches.get_state(), held_out)
         self._pace.pause(time.monotonic() - begin)
-        shown = f"  held-out {held_out['held_out_loss']:.4f}" if held_out is not None else ""
-        return f"loss {record['loss']:.4f}{shown}"
+        shown = f"loss {record['loss']:.4f}"
+        if held_out is None:
+            return shown
+        return _joined(
+            shown, f"held-out {held_out['held_out_loss']:.4f}", evaluation.acceptance_in_words(held_out)
+        )
 
     def _write(self, log: Metrics, step: int, record: dict[str, float]) -> None:
         with _clear_errors(self.checkpoints, "metrics"):

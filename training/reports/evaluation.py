@@ -145,6 +145,23 @@ def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
     return all_kinds
 
 
+def acceptance_in_words(measured: Mapping[str, float]) -> str:
+    """Returns the mean acceptance lengths of a measurement over all task types, for a line of a log; "" without any.
+
+    Examples:
+      >>> acceptance_in_words({"mean_acceptance_length/2": 1.5, "mean_acceptance_length/2/qa": 1.4})
+      'mean acceptance length 1.50 at exit 2'
+    """
+    name = "mean_acceptance_length"
+    lengths = [f"{measured[name]:.2f}"] if name in measured else []
+    if not lengths:
+        ends = {
+            key.removeprefix(f"{name}/"): value for key, value in measured.items() if key.startswith(name)
+        }
+        lengths = [f"{value:.2f} at exit {end}" for end, value in ends.items() if end.isdecimal()]
+    return f"mean acceptance length {', '.join(lengths)}" if lengths else ""
+
+
 def of_rounds(agrees: Sequence[jax.Array], rounds: jax.Array, by_position: str, length: str) -> Sums:
     """Returns the acceptance of rounds: by position, and the mean number of tokens of a round.
 

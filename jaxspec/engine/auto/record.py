@@ -98,6 +98,7 @@ class Record:
             Expected(
                 *(name, length, first if at else None, took if timed else None, speed),
                 ready=at == OFF or ready(at),
+                assumed=at != OFF and at not in self.policy.informed,
             )
             for at, (name, speed, length, first, took) in enumerate(rows)
         ]

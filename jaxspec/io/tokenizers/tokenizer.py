@@ -228,7 +228,8 @@ class Tokenizer:
         chat = self.chat
         if chat is None:
             raise ValueError(
-                f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}"
+                f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}, or give a "
+                "model that was trained to chat, such as model=smollm2"
             )
         go_on = bool(messages) and messages[-1].get("role") == "assistant"
         text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
