@@ -21,11 +21,12 @@ from jaxspec.bench import prompts
 from jaxspec.bench.speed import ratio_of_counts
 from jaxspec.bench.timing import warm_up
 from jaxspec.cli.options import ModelOptions
+from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.progress import OnProgress
 
-PLAIN = "autoregressive"
+PLAIN: MethodName = "autoregressive"
 # A workload: prompts, and the number of tokens to generate after each.
 Work = Sequence[tuple[Sequence[int], int]]
 # Runs a workload; the number of the turn is not used.
@@ -77,8 +78,8 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     report: dict[str, Any] = {"speculation": {}}
     names = [PLAIN, *(name.strip() for name in options.methods.split(","))]
     for weights in options.weights.split(","):
-        own = weights if weights != "as-is" else options.model.weights
-        lm = dataclasses.replace(options.model, weights=own).load()
+        own: dict[str, Any] = {} if weights == "as-is" else {"weights": weights}
+        lm = dataclasses.replace(options.model, **own).load()
         report |= {"model": lm.name, "device": lm.device_kind}
         texts = [lm.encode(text) for text in prompts.sample(8)]
         if "refilled_over_fixed" not in report:
@@ -129,13 +130,13 @@ def _mixed(options: Options, texts: Sequence[Sequence[int]], seed: int) -> Work:
     rng = np.random.default_rng(seed)
     size = options.requests * options.refilled
     lengths = np.exp(rng.uniform(np.log(options.shortest), np.log(options.longest), size)).astype(int)
-    return [(texts[rng.integers(len(texts))], int(length)) for length in lengths]
+    return [(texts[int(rng.integers(len(texts)))], int(length)) for length in lengths]
 
 
 def _equal(options: Options, texts: Sequence[Sequence[int]], rows: int, seed: int) -> Work:
     """Returns one request for each row, with texts of one length."""
     rng = np.random.default_rng(seed)
-    return [(texts[index], options.max_new_tokens) for index in rng.integers(len(texts), size=rows)]
+    return [(texts[index], options.max_new_tokens) for index in rng.integers(len(texts), size=rows).tolist()]
 
 
 def _useful(work: Work, rows: int) -> float:

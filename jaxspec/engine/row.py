@@ -51,8 +51,8 @@ class Texts:
     def now(self) -> Moment:
         """Returns the present, the same in all processes of the session's mesh."""
         loop = self.session.loop
-        times = processes.agreed(loop.mesh, time.perf_counter(), loop.executables.blocked_ms)
-        return Moment(*times, loop.executables.variants)
+        seconds, blocked_ms = processes.agreed(loop.mesh, time.perf_counter(), loop.executables.blocked_ms)
+        return Moment(seconds, blocked_ms, loop.executables.variants)
 
     def begin(self, index: int, request: RowRequest, stops: Stops, began: Moment) -> None:
         """Begins the text of the session's request `index`."""

@@ -51,7 +51,8 @@ class Shapes(NamedTuple):
         return cls(filters, Settings.for_all(requests), num_eos)
 
 
-class _Held(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Held:
     """A request, its index, and the time at which it got a row."""
 
     index: int
@@ -264,7 +265,7 @@ class Session:
             return None
         self._waiting.remove(held)
         fed.append(held.request)
-        return self._continued(held._replace(began=time.perf_counter()))
+        return self._continued(dataclasses.replace(held, began=time.perf_counter()))
 
     def _first(self) -> list[_Held | None]:
         """Returns the requests with which the batch begins; None for an empty row."""
@@ -382,7 +383,7 @@ class Session:
         prefix, start = self._find(held.request.prompt)
         if prefix is not None:
             self._found[held.index] = prefix
-        return held._replace(request=dataclasses.replace(held.request, start=start))
+        return dataclasses.replace(held, request=dataclasses.replace(held.request, start=start))
 
     def _find(self, prompt: Sequence[int]) -> tuple[Prefix | None, int]:
         assert self._prefixes is not None

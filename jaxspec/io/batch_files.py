@@ -27,10 +27,10 @@ _RESULT = re.compile(rb'\{"(?:key": "|id": "batch_req_)([0-9a-f]{8})-([0-9a-f]{3
 
 
 class Shard(NamedTuple):
-    """The part of the prompts that this process answers: those whose hash modulo `count` is `index`."""
+    """The part of the prompts that this process answers: those whose hash modulo `total` is `number`."""
 
-    index: int = 0
-    count: int = 1
+    number: int = 0
+    total: int = 1
 
     def path(self, output: Path) -> Path:
         """Returns the file of this part's results: `output` with the shard before its suffix, if there are several.
@@ -39,9 +39,9 @@ class Shard(NamedTuple):
           >>> Shard(2, 8).path(Path("results.jsonl")).name
           'results-2-of-8.jsonl'
         """
-        if self.count == 1:
+        if self.total == 1:
             return output
-        return output.with_name(f"{output.stem}-{self.index}-of-{self.count}{output.suffix}")
+        return output.with_name(f"{output.stem}-{self.number}-of-{self.total}{output.suffix}")
 
 
 ALL = Shard()
@@ -66,7 +66,7 @@ def shard_of(text: str | None, environment: Mapping[str, str]) -> Shard:
 
     Examples:
       >>> shard_of("auto", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
-      Shard(index=3, count=8)
+      Shard(number=3, total=8)
     """
     if text is None:
         return Shard()
@@ -84,7 +84,7 @@ def shard_of(text: str | None, environment: Mapping[str, str]) -> Shard:
             )
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", given)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard(1, 1)
-    if shard.index >= shard.count:
+    if shard.number >= shard.total:
         raise ValueError(f"shard is {shown(given)}; give index/count, such as 0/8, with an index from 0")
     return shard
 
@@ -132,7 +132,7 @@ def _lines(path: Path, shard: Shard) -> Iterator[Line]:
             # Spaces and the order of the keys do not matter.
             same = data.strip() if content is None else json.dumps(content, sort_keys=True).encode()
             digest = hashlib.sha256(same).digest()[:16]
-            if int.from_bytes(digest) % shard.count != shard.index:
+            if int.from_bytes(digest) % shard.total != shard.number:
                 continue
             before = seen.get(digest, 0)
             seen[digest] = before + 1

@@ -296,7 +296,8 @@ def widen(cache: KVCache, batch: int) -> KVCache:
         extra = buffer.shape[0] // rows * (batch - rows)
         return jnp.pad(buffer, [(0, extra)] + [(0, 0)] * (buffer.ndim - 1))
 
-    return jax.tree.map(pad, cache)
+    wider: KVCache = jax.tree.map(pad, cache)
+    return wider
 
 
 def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | int = 0) -> KVCache:
