@@ -1,0 +1,502 @@
+"""Reads requests of OpenAI's API for completions and chat completions, and builds its responses.
+
+The names of further fields (`top_k`, `min_tokens`, `ignore_eos`, …) and of `metrics` are those of vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.host.arguments import flag, listed, whole
+from jaxspec.host.messages import fitted, shown
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Token budgets of requests without `max_tokens`: OpenAI's for completions, that of `jaxspec chat` for chats.
+_BUDGETS = {COMPLETIONS: 16, CHAT: 512}
+# Numbers and flags that have the same name and meaning as options of `LanguageModel.generate`.
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "acceptor"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_SHARED = (
+    *(*_SAME, "model", "method", "stop", "stop_token_ids", "max_tokens", "min_tokens"),
+    *("stream", "stream_options", "logprobs", "user"),
+)
+_FIELDS = {
+    COMPLETIONS: (*_SHARED, "prompt", "echo"),
+    CHAT: (*_SHARED, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+}
+# Fields of the API that are not supported, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "prompt_logprobs": (),
+}
+# With these, the generated token may differ from the most likely one.
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
+_MAX_STOPS = 16
+_PYTHON = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt"}
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
+# JSON has no infinity; the number is vLLM's.
+_MIN_LOG_PROB = -9999.0
+
+
+class BadField(ValueError):
+    """A field of a request is unknown, not supported, or has a wrong value.
+
+    Attributes:
+      param: the name of the field; None if the body as a whole is wrong.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(fitted(message))
+        self.param = param
+
+
+@dataclasses.dataclass(frozen=True)
+class ApiRequest:
+    """A request of the API.
+
+    Attributes:
+      url: `COMPLETIONS` or `CHAT`.
+      model: the name of the model; None if not given.
+      prompts: texts or token ids, of a completion; () for a chat.
+      messages: the conversation of a chat.
+      options: those keyword arguments of `LanguageModel.generate` that are given, without `n`.
+      method, method_options: the method's name and options; None if not given.
+      n: the number of texts per prompt.
+      stream: whether the response is a stream of chunks.
+      include_usage: whether the stream ends with a chunk that has the usage.
+      echo: whether each text begins with its prompt.
+      logprobs: whether the response has log-probabilities.
+      top_logprobs: how many most likely tokens it has for each token, 0 or 1.
+    """
+
+    url: str
+    model: str | None = None
+    prompts: Sequence[str | Sequence[int]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    method: str | None = None
+    method_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat completion."""
+        return self.url == CHAT
+
+    @property
+    def default_budget(self) -> int:
+        """The token budget if `options` has no `max_new_tokens`; the context may leave less."""
+        return _BUDGETS[self.url]
+
+
+def request_of(url: str, body: Any) -> ApiRequest:
+    """Returns the request in a body.
+
+    Beside OpenAI's fields there are those of vLLM, and `method`: a name, or an object with `name` and the options of
+    the method. A field that is null counts as absent.
+
+    Args:
+      url: `/v1/completions` or `/v1/chat/completions`.
+      body: the value of the JSON body.
+
+    Raises:
+      BadField: a field is unknown, not supported, missing, or has a value of a wrong type. Numbers are checked by
+        `LanguageModel.generate`.
+
+    Examples:
+      >>> method = {"name": "ngram", "ngram_max": 3}
+      >>> request = request_of("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "method": method})
+      >>> request.prompts, request.options, request.method, request.method_options
+      (['Hi'], {'max_new_tokens': 4}, 'ngram', {'ngram_max': 3})
+    """
+    if url not in _FIELDS:
+        raise BadField(f"the url is {shown(url)}; give {COMPLETIONS} or {CHAT}", "url")
+    if not isinstance(body, Mapping):
+        raise BadField(f"the body is {shown(body)}; give a JSON object")
+    _check_names(body, _FIELDS[url])
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in _SAME:
+        if listed(given.get(name)) is not None or isinstance(given.get(name), Mapping):
+            raise BadField(f"{name} is {shown(given[name])}; give one value", name)
+    chat = url == CHAT
+    logprobs, top_logprobs = _log_probs(given, chat)
+    options = {name: given[name] for name in _SAME if name in given and name != "n"}
+    if options.get("top_k") == -1:  # vLLM's value for all tokens
+        options["top_k"] = 0
+    options |= _budget(given) | _stops(given)
+    method, method_options = _method(given.get("method"))
+    if logprobs:
+        options["logprobs"] = True
+    if "chat_template_kwargs" in given:
+        options["chat_template_kwargs"] = _typed(given, "chat_template_kwargs", Mapping, "a JSON object")
+    copies = _checked("n", whole, given.get("n", 1))
+    if copies < 1:
+        raise BadField(f"n is {copies}; give at least 1", "n")
+    stream = _checked("stream", flag, given.get("stream", False))
+    return ApiRequest(
+        url,
+        _typed(given, "model", str, "a name"),
+        () if chat else _prompts(given),
+        _messages(given) if chat else (),
+        options,
+        method,
+        method_options,
+        copies,
+        stream,
+        _include_usage(given.get("stream_options"), stream),
+        _checked("echo", flag, given.get("echo", False)),
+        logprobs,
+        top_logprobs,
+    )
+
+
+def _check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
+    for name, value in body.items():
+        if name in known:
+            continue
+        if name not in _UNSUPPORTED:
+            near = difflib.get_close_matches(name, [*known, *_PYTHON], n=1)
+            meant = f"; perhaps you meant {_PYTHON.get(near[0], near[0])}" if near else ""
+            raise BadField(f"unknown field {shown(name)}{meant}", name)
+        if value is not None and value not in _UNSUPPORTED[name]:
+            raise BadField(f"{name} is not supported; leave it out", name)
+
+
+def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
+    try:
+        return check(name, value)
+    except ValueError as error:
+        raise BadField(str(error), name) from None
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: type, wanted: str) -> Any:
+    value = given.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadField(f"{name} is {shown(value)}; give {wanted}", name)
+    return value
+
+
+def _prompts(given: Mapping[str, Any]) -> list[str | list[int]]:
+    wanted = "give a text, token ids, or a list of texts or of lists of token ids"
+    prompt = given.get("prompt")
+    if prompt is None:
+        raise BadField(f"prompt is missing; {wanted}", "prompt")
+
+    def is_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(type(one) is int for one in value)
+
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and is_ids(prompt)) else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise BadField(f"prompt is {shown(prompt)}; {wanted}", "prompt")
+    for one in prompts:
+        if not isinstance(one, str) and not is_ids(one):
+            raise BadField(f"prompt has {shown(one)}; {wanted}", "prompt")
+    return prompts
+
+
+def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    messages = given.get("messages")
+    if (
+        not isinstance(messages, list)
+        or not all(isinstance(one, Mapping) for one in messages)
+        or not messages
+    ):
+        said = "missing" if messages is None else shown(messages)
+        raise BadField(f"messages is {said}; give a list of messages with `role` and `content`", "messages")
+    return messages
+
+
+def _budget(given: Mapping[str, Any]) -> dict[str, Any]:
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    found: dict[str, int] = {}
+    for ours, name in (*(("max_new_tokens", name) for name in names), ("min_new_tokens", "min_tokens")):
+        if name in given:
+            number = _checked(name, whole, given[name])
+            if found.setdefault(ours, number) != number:
+                raise BadField(
+                    f"max_tokens is {number} and max_completion_tokens is {found[ours]}; give one of them",
+                    name,
+                )
+    return found
+
+
+def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: given[name] for name in ("stop", "stop_token_ids") if name in given}
+    for name, value in found.items():
+        if len(listed(value) or ()) > _MAX_STOPS:
+            raise BadField(f"{name} has {len(value)} values; give at most {_MAX_STOPS}", name)
+    return found
+
+
+def _method(method: Any) -> tuple[str | None, dict[str, Any]]:
+    if method is None or isinstance(method, str):
+        return method, {}
+    if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
+        raise BadField(
+            f"method is {shown(method)}; give a name, or an object with `name` and the method's options",
+            "method",
+        )
+    return method["name"], {name: value for name, value in method.items() if name != "name"}
+
+
+def _include_usage(options: Any, stream: bool) -> bool:
+    if options is None:
+        return False
+    if not isinstance(options, Mapping):
+        raise BadField(
+            f"stream_options is {shown(options)}; give an object with include_usage", "stream_options"
+        )
+    if not stream:
+        raise BadField("stream_options needs stream: true", "stream_options")
+    for name in options:
+        if name != "include_usage":
+            raise BadField(
+                f"unknown field {shown(name)} of stream_options; give include_usage", "stream_options"
+            )
+    return bool(_checked("stream_options", flag, options.get("include_usage", False)))
+
+
+def _log_probs(given: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+    """Returns whether log-probabilities are requested, and the number of most likely tokens."""
+    name = "top_logprobs" if chat else "logprobs"
+    if chat:
+        requested = _checked("logprobs", flag, given.get("logprobs", False))
+        if name in given and not requested:
+            raise BadField("top_logprobs needs logprobs: true", name)
+    else:
+        requested = name in given
+    count = _checked(name, whole, given.get(name, 0)) if requested else 0
+    if count not in (0, 1):
+        raise BadField(
+            f"{name} is {count}; only the tokens of the text have log-probabilities: give 0 or 1", name
+        )
+    if count and (given.get("temperature") != 0 or any(one in given for one in _CHANGES)):
+        raise BadField(
+            f"{name} is 1, and only greedy text has the most likely tokens: give temperature 0, no penalties, "
+            f"min_tokens or ignore_eos, or {name} 0",
+            name,
+        )
+    return requested, count
+
+
+def bad_field(error: ValueError, request: ApiRequest) -> BadField:
+    """Returns an error of `LanguageModel.generate` with the names of the API, and the field that it names.
+
+    Examples:
+      >>> found = bad_field(ValueError("max_new_tokens is 0; give at least 1"), ApiRequest(COMPLETIONS))
+      >>> str(found), found.param
+      ('max_tokens is 0; give at least 1', 'max_tokens')
+    """
+    message = str(error)
+    for ours, theirs in _PYTHON.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    first = re.match(r"(?:unknown |the )?(\w+)", message)
+    named: str | None = first[1] if first else None
+    if named in ("prompt", "conversation", "token") or "of the prompt" in message:
+        named = "messages" if request.is_chat else "prompt"
+    elif named not in _FIELDS[request.url]:
+        named = "method" if request.method is not None and named in request.method_options else None
+    return BadField(message, named)
+
+
+def error_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Returns the body of an error.
+
+    Examples:
+      >>> error_of("n is 0; give at least 1", "invalid_request_error", "n")["error"]["param"]
+      'n'
+    """
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """New text of one choice.
+
+    Attributes:
+      index: the index of the choice.
+      text: the text.
+      tokens: pairs of the text and the log-probability of each token, None for the first token of a prompt; () if they
+        were not requested.
+      finish_reason: None before the end.
+      offset: the number of characters of the choice before the first token.
+    """
+
+    index: int
+    text: str = ""
+    tokens: Sequence[tuple[str, float | None]] = ()
+    finish_reason: str | None = None
+    offset: int = 0
+
+
+def finish_reason(reason: str) -> str:
+    """Returns the API's name of `Result.finish_reason`.
+
+    Examples:
+      >>> finish_reason("eos")
+      'stop'
+    """
+    return _REASONS[reason]
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """Returns the whole text of one choice from its parts, in order; at least one.
+
+    Examples:
+      >>> joined([Part(0, "a"), Part(0, "b", finish_reason="stop")])
+      Part(index=0, text='ab', tokens=[], finish_reason='stop', offset=0)
+    """
+    given = list(parts)
+    return Part(
+        given[0].index,
+        "".join(part.text for part in given),
+        [token for part in given for token in part.tokens],
+        given[-1].finish_reason,
+        given[0].offset,
+    )
+
+
+def usage_of(num_prompt_tokens: int, num_tokens: int, num_reused_tokens: int = 0) -> dict[str, Any]:
+    """Returns the usage of a request: tokens of its prompts, of its texts, and prompt tokens that were not fed again.
+
+    Examples:
+      >>> usage_of(3, 4)["total_tokens"]
+      7
+    """
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_reused_tokens},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Responses:
+    """Builds the bodies of the responses to one request.
+
+    Attributes:
+      request: the request.
+      id: the id of the response, without its prefix.
+      created: seconds since 1970.
+      model: the name of the model.
+
+    Examples:
+      >>> made = Responses(ApiRequest(COMPLETIONS), "1", 0, "tiny")
+      >>> made.whole([Part(0, "Hi", finish_reason="stop")], usage_of(1, 1))["choices"]
+      [{'index': 0, 'text': 'Hi', 'logprobs': None, 'finish_reason': 'stop'}]
+    """
+
+    request: ApiRequest
+    id: str
+    created: int
+    model: str
+
+    def whole(
+        self, parts: Sequence[Part], usage: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the response: the choices in order, the usage and vLLM's `metrics`."""
+        choices = []
+        for part in parts:
+            content: dict[str, Any] = {"text": part.text}
+            if self.request.is_chat:
+                content = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+            choices.append(self._choice(part, content))
+        return self._head(False) | {"choices": choices, "usage": usage, "metrics": metrics}
+
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks before any text: those with the role of each answer of a chat."""
+        if not self.request.is_chat:
+            return []
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(self._choice(Part(index), delta)) for index in range(self.request.n)]
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """Returns the chunks of new text; the one with the finish reason is the last of its choice."""
+        if not self.request.is_chat:
+            return [self._chunk(self._choice(part, {"text": part.text}))]
+        found = []
+        if part.text or part.tokens:
+            text = dataclasses.replace(part, finish_reason=None)
+            found.append(self._chunk(self._choice(text, {"delta": {"content": part.text}})))
+        if part.finish_reason is not None:
+            end = Part(part.index, finish_reason=part.finish_reason)
+            found.append(self._chunk(self._choice(end, {"delta": {}})))
+        return found
+
+    def last_chunks(
+        self, usage: Mapping[str, Any], metrics: Mapping[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns the chunk after all text, with the usage, if it was requested."""
+        if not self.request.include_usage:
+            return []
+        return [self._head(True) | {"choices": [], "usage": usage, "metrics": metrics}]
+
+    def _head(self, is_chunk: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.request.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.request.include_usage else {}
+        return self._head(True) | {"choices": [choice]} | usage
+
+    def _choice(self, part: Part, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs: dict[str, Any] | None = None
+        if self.request.logprobs and part.tokens:
+            logprobs = self._chat_log_probs(part) if self.request.is_chat else self._log_probs(part)
+        return {"index": part.index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
+
+    def _log_probs(self, part: Part) -> dict[str, Any]:
+        offsets, at = [], part.offset
+        for text, _ in part.tokens:
+            offsets.append(at)
+            at += len(text)
+        return {
+            "tokens": [text for text, _ in part.tokens],
+            "token_logprobs": [_finite(number) for _, number in part.tokens],
+            # The token of the text is always among them, and is the most likely one where one was requested.
+            "top_logprobs": [None if n is None else {text: _finite(n)} for text, n in part.tokens],
+            "text_offset": offsets,
+        }
+
+    def _chat_log_probs(self, part: Part) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        for text, number in part.tokens:
+            own = {"token": text, "logprob": _finite(number), "bytes": list(text.encode())}
+            content.append(own | {"top_logprobs": [own] * self.request.top_logprobs})
+        return {"content": content, "refusal": None}
+
+
+def _finite(number: float | None) -> float | None:
+    return None if number is None else max(number, _MIN_LOG_PROB)
