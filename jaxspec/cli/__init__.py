@@ -21,6 +21,7 @@ environment:
                  the user's cache directory
   JAXSPEC_DATA   directory of plans, thresholds and other numbers found for models, where
                  they cannot lie beside the model; default: the user's data directory
+  JAXSPEC_API_KEY  the key of `jaxspec serve`
   JAXSPEC_DEBUG  1 shows the traceback of an error"""
 
 
@@ -63,6 +64,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     from jaxspec.cli.methods import names, with_options
     from jaxspec.cli.profile import Profile
     from jaxspec.cli.search import Search
+    from jaxspec.cli.serve import Serve
     from jaxspec.cli.tune import Tune
     from jaxspec.cli.vocab import Vocab
     from jaxspec.console.parsing import parse
@@ -70,6 +72,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     commands = {
         "generate": Generate,
         "chat": Chat,
+        "serve": Serve,
         "compare": Compare,
         "bench": Bench,
         "profile": Profile,
@@ -81,7 +84,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "vocab": Vocab,
     }
     arguments = arguments or ["--help"]
-    if arguments[0] in ("generate", "chat", "compile"):
+    if arguments[0] in ("generate", "chat", "serve", "compile"):
         commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
         command = parse(commands, arguments, DESCRIPTION)
@@ -90,7 +93,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     if isinstance(
-        command, (Generate, Chat, Compare, Bench, Compile)
+        command, (Generate, Chat, Serve, Compare, Bench, Compile)
     ):  # their errors may name options of methods
         guard.options = names() | guard.options
     distributed.join(*distributed.options_in(command), "jaxspec", command)
