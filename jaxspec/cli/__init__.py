@@ -54,6 +54,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
         print(f"jaxspec {__version__}")
         return 0
+    from jaxspec.cli.batch import Batch
     from jaxspec.cli.bench import Bench
     from jaxspec.cli.chat import Chat
     from jaxspec.cli.compare import Compare
@@ -72,6 +73,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     commands = {
         "generate": Generate,
         "chat": Chat,
+        "batch": Batch,
         "serve": Serve,
         "compare": Compare,
         "bench": Bench,
@@ -84,7 +86,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "vocab": Vocab,
     }
     arguments = arguments or ["--help"]
-    if arguments[0] in ("generate", "chat", "serve", "compile"):
+    if arguments[0] in ("generate", "chat", "batch", "serve", "compile"):
         commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
         command = parse(commands, arguments, DESCRIPTION)
@@ -93,7 +95,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     if isinstance(
-        command, (Generate, Chat, Serve, Compare, Bench, Compile)
+        command, (Generate, Chat, Batch, Serve, Compare, Bench, Compile)
     ):  # their errors may name options of methods
         guard.options = names() | guard.options
     distributed.join(*distributed.options_in(command), "jaxspec", command)

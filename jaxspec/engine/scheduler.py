@@ -34,6 +34,10 @@ class Event(NamedTuple):
       id: the result of `Scheduler.add`.
       piece: the new text and tokens; its `index` is `id`. None if the request ended with an error.
       error: the error of the step, such as too little memory, which ended all requests of the group; else None.
+
+    Examples:
+      >>> Event(3, None, MemoryError("no memory")).ended
+      True
     """
 
     id: int
@@ -234,6 +238,8 @@ class Scheduler:
             self._groups[key] = _Group(self._lm._texts(session, options), method)
             if session.draws_apart:
                 self._groups[key].drawn = set()
+        # A row needs its own cache while its prompt is fed.
+        self._lm._check_memory([request], 1, self._groups[key].texts.session.strategy.drafter.reach)
         return self._groups[key]
 
 

@@ -49,6 +49,7 @@ LAYERS = (
     "jaxspec.heads",
     "jaxspec.engine",
     "jaxspec",
+    "jaxspec.integrations",
     "jaxspec.testing",
     "jaxspec.bench",
     "jaxspec.tuning",
@@ -126,7 +127,7 @@ HOST = (
     *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
     *("jaxspec.tuning.mask_search", "jaxspec.tuning.figures", "jaxspec.cli"),
-    *("jaxspec.tuning.fitness_report", "jaxspec.tuning.fidelity", "jaxspec.__main__"),
+    *("jaxspec.integrations", "jaxspec.tuning.fitness_report", "jaxspec.tuning.fidelity", "jaxspec.__main__"),
     *("jaxspec.aot.stand_ins", "jaxspec.aot.programs", "jaxspec.aot.report"),
     "jaxspec.aot.cost_estimates",
 )

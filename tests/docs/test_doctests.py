@@ -30,6 +30,9 @@ PUBLIC = (
     "jaxspec/engine/language_model.py",
     "jaxspec/engine/conversation.py",
     "jaxspec/engine/results.py",
+    "jaxspec/engine/scheduler.py",
+    "jaxspec/integrations/ray.py",
+    "jaxspec/io/batch_files.py",
     "jaxspec/host/arguments.py",
     "jaxspec/console/docs.py",
 )

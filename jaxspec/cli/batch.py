@@ -1,0 +1,118 @@
+"""`jaxspec batch`: answers the prompts of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional
+
+from jaxspec.cli.methods import made, method_field
+from jaxspec.cli.options import AnswerOptions
+from jaxspec.console import interrupts
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.host.arguments import whole
+from jaxspec.host.progress import Progress, duration
+
+if TYPE_CHECKING:
+    from jaxspec.engine.batch import Counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(AnswerOptions):
+    """Answer the prompts of a file.
+
+    Each line of the file is a JSON object: {"prompt": "..."} or {"messages": [...]}, with an `id` and options of its
+    own if needed, or a line of OpenAI's batch format. Results are appended to the output as they come. A command that
+    was stopped or killed goes on when it is given again: each prompt gets one result.
+
+    Attributes:
+      prompts: the file with one JSON object per line.
+      output: the file of results.
+      max_batch: texts generated at once.
+      shard: the part of the prompts for this process, such as 0/8; auto for the number of this process in SLURM, or in
+        an Indexed Job of Kubernetes with the variable JOB_COMPLETIONS. Each part has a file of results of its own.
+      method: how to decode lines that name no method. The text, or its distribution, is that of plain decoding.
+    """
+
+    prompts: Annotated[str, Positional] = dataclasses.field(default="", metadata={"metavar": "PROMPTS"})
+    output: str = dataclasses.field(default="results.jsonl", metadata={"metavar": "FILE"})
+    max_batch: int = 8
+    shard: str | None = dataclasses.field(default=None, metadata={"metavar": "I/N"})
+    method: str = method_field()
+    drafting: Any = None
+
+    def run(self) -> int:
+        """Answers the prompts; returns the exit status."""
+        from jaxspec.io.batch_files import Results, read_lines, shard_of
+
+        method = made(self.method, self.drafting)
+        self.check_texts()
+        if whole("max_batch", self.max_batch) < 1:
+            raise ValueError(f"max_batch is {self.max_batch}; give at least 1")
+        if not self.prompts:
+            raise ValueError("no prompts; give a file with one JSON object per line")
+        shard, prompts = shard_of(self.shard, os.environ), Path(self.prompts)
+        lines = read_lines(prompts, shard)
+        output = shard.path(Path(self.output))
+        if output.is_dir():
+            raise ValueError(f"`output` {output} is a directory; give the name of a file")
+        status = 0
+        with Progress() as progress:
+            progress("loading the model")
+            lm = self.load()
+            from jaxspec.engine.batch import Batch as Answering
+
+            answering = Answering(
+                lm, method=method, options=self.generation(), system=self.system, max_batch=self.max_batch
+            )
+            shown = _Shown(progress, prompts.stat().st_size)
+            with Results(output, answering.job) as results:
+                try:
+                    answering.run(lines, results, shown)
+                except KeyboardInterrupt:
+                    status = INTERRUPTED
+        print(f"jaxspec: {shown.summary(answering.counts)}: {output}", file=sys.stderr)
+        if status and interrupts.is_first_line():
+            print("jaxspec: interrupted; the same command goes on from here", file=sys.stderr)
+        return status
+
+
+class _Shown:
+    """Shows the progress of a batch.
+
+    Args:
+      progress: the line.
+      size: the bytes of the prompts.
+    """
+
+    def __init__(self, progress: Progress, size: int) -> None:
+        self._progress, self._size = progress, size
+        self._began = time.monotonic()
+        # The bytes of the prompts that had been read when the first of them had to be answered.
+        self._first: int | None = None
+
+    def __call__(self, counts: Counts) -> None:
+        if self._first is None:
+            self._first, self._began = counts.read, time.monotonic()
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        words = f"{counts.answered + counts.skipped} prompts answered  {counts.tokens / seconds:.0f} tokens/s"
+        read = counts.read - self._first
+        if read > 0:
+            left = seconds * (self._size - counts.read) / read
+            words += f"  about {duration(left)} left"
+        self._progress(words)
+
+    def summary(self, counts: Counts) -> str:
+        """Returns the figures of a batch that has ended."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        words = f"{counts.answered} prompts answered"
+        if counts.skipped:
+            words += f", {counts.skipped} had a result"
+        if counts.errors:
+            words += f", {counts.errors} of them with an error"
+        return f"{words}; {counts.tokens} tokens, {counts.tokens / seconds:.1f} tokens/s"

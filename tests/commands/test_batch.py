@@ -1,0 +1,43 @@
+"""`jaxspec batch`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.commands import called, one_error
+
+
+@pytest.fixture
+def run(capsys, model):
+    return lambda *arguments: called(
+        capsys, "batch", *arguments, "--model", model, "--max-new-tokens", 3, "--method", "autoregressive"
+    )
+
+
+def test_a_file_is_answered(run, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "folder" / "results.jsonl"
+    prompts.write_text('{"id": 1, "prompt": "Once"}\n\n{"id": 2}\n')
+    status, out, err = run(prompts, "--output", output)
+    assert (status, out) == (0, "")
+    assert err.startswith("jaxspec: 2 prompts answered, 1 of them with an error; 3 tokens, ")
+    assert err.endswith(f" tokens/s: {output}\n")
+    found = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
+    assert found[1]["num_tokens"] == 3
+    assert "prompt" in found[2]["error"]
+    status, _, err = run(prompts, "--output", output)
+    assert (status, err[:42]) == (0, "jaxspec: 0 prompts answered, 2 had a resul")
+    status, _, _ = run(prompts, "--output", output, "--shard", "0/2")
+    assert status == 0
+    assert (tmp_path / "folder" / "results-0-of-2.jsonl").exists()
+
+
+def test_wrong_use_is_one_line(run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    assert "does not exist; give a file with one JSON object per line" in one_error(run, prompts)
+    prompts.write_text('{"prompt": "Once"}\n')
+    assert "--shard is '2/2'" in one_error(run, prompts, "--shard", "2/2")
+    assert "--max-batch is 0" in one_error(run, prompts, "--max-batch", 0)
+    assert "is a directory" in one_error(run, prompts, "--output", tmp_path)
+    assert one_error(run)

@@ -1,0 +1,288 @@
+"""Batches: every line gets one answer, whatever the process survives; the answer is the text of the line alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxspec.engine.batch import Batch
+from jaxspec.io.batch_files import ALL, Results, Shard, read_lines, shard_of
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
+OPTIONS = {"max_new_tokens": 5, "ignore_eos": True}
+PLAIN = [{"id": number, "prompt": "ab cd" * (number % 3) + "ab"[: 1 + number % 2]} for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def chat_lm():
+    return tiny.language_model(chat_template=TEMPLATE)
+
+
+def written(path, records):
+    """Writes a file of prompts; text and bytes are written as they are."""
+    lines = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in records]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def run(lm, path, shard=ALL, stop=None, **options):
+    """Answers a file, or stops after `stop` answers as if the process were killed; returns the results' file."""
+    output = shard.path(path.with_name("results.jsonl"))
+    batch = Batch(lm, **{"method": "autoregressive", "max_batch": 2, "options": OPTIONS} | options)
+
+    def look(counts):
+        if stop is not None and counts.answered >= stop:
+            raise KeyboardInterrupt
+
+    with Results(output, batch.job) as results:
+        try:
+            batch.run(read_lines(path, shard), results, look)
+        except KeyboardInterrupt:
+            assert stop is not None
+    return output
+
+
+def answers(output):
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_a_plain_record_has_the_text_of_generate(tmp_path, lm):
+    records = [
+        {"id": "a", "prompt": "ab"},
+        {"id": {"b": 1}, "prompt": [3, 4], "max_new_tokens": 3, "logprobs": True},
+        {"prompt": "ab", "temperature": 1.0, "seed": 3, "method": "ngram", "num_draft_tokens": 3},
+        {"id": "a", "prompt": "ab"},
+        {"id": "stopped", "prompt": "ab", "stop": " ad", "max_new_tokens": 6},
+    ]
+    found = answers(run(lm, written(tmp_path / "in", records)))
+    assert len({one["key"] for one in found}) == len(found) == 5
+    by_id = {json.dumps(one["id"]): one for one in found}
+    for record in records:
+        options = {name: value for name, value in record.items() if name not in ("id", "prompt")}
+        result = lm.generate(record["prompt"], **OPTIONS | options)
+        one = by_id[json.dumps(record.get("id"))]
+        assert (one["text"], one["finish_reason"]) == (result.text, result.finish_reason)
+        counts = result.statistics
+        assert (one["num_prompt_tokens"], one["num_tokens"]) == (counts.num_prompt_tokens, counts.num_tokens)
+        assert ("logprobs" in one) == ("logprobs" in options)
+
+
+def test_lines_of_openai(tmp_path, chat_lm):
+    def line(name, url, **body):
+        return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
+
+    messages = [{"role": "user", "content": "ab"}]
+    records = [
+        line(
+            "chat", "chat/completions", model="m", messages=messages, max_completion_tokens=4, ignore_eos=True
+        ),
+        line("two", "completions", prompt=["ab", "cd"], n=2, temperature=1, seed=4, max_tokens=4, echo=True),
+        line("usual", "completions", prompt=[3, 4], logprobs=0, ignore_eos=True),
+    ]
+    output = run(chat_lm, written(tmp_path / "in", records), options={})
+    found = {one["custom_id"]: one for one in answers(output)}
+    bodies = {name: one["response"]["body"] for name, one in found.items()}
+    assert {one["error"] for one in found.values()} == {None}
+    assert {one["response"]["status_code"] for one in found.values()} == {200}
+    expected = chat_lm.generate(messages=messages, max_new_tokens=4, ignore_eos=True)
+    message = {"role": "assistant", "content": expected.text, "refusal": None}
+    assert bodies["chat"]["choices"][0]["message"] == message
+    drawn = chat_lm.generate(["ab", "cd"], n=2, temperature=1, seed=4, max_new_tokens=4)
+    prompts = ["ab", "ab", "cd", "cd"]
+    assert [choice["text"] for choice in bodies["two"]["choices"]] == [
+        prompt + one.text for prompt, one in zip(prompts, drawn, strict=True)
+    ]
+    usage = bodies["two"]["usage"]
+    assert usage["prompt_tokens"] == sum(one.statistics.num_prompt_tokens for one in drawn[::2])
+    assert usage["completion_tokens"] == sum(len(one.tokens) for one in drawn)
+    assert len(bodies["usual"]["choices"][0]["logprobs"]["tokens"]) == 16  # OpenAI's default
+
+
+BAD = [
+    (b"{", "not valid JSON"),
+    (b"\xff", "not valid JSON"),
+    (b"3", "give a JSON object"),
+    ({"id": 1}, "give `prompt` or `messages`"),
+    ({"prompt": "ab", "messages": []}, "give `prompt` or `messages`"),
+    ({"prompt": "ab", "temperatur": 1}, "temperatur"),
+    ({"prompt": "ab", "n": 2}, "no option n"),
+    ({"prompt": ["ab", "cd"]}, "2 prompts"),
+    ({"prompt": "ab", "max_new_tokens": 10**9}, "context"),
+    ({"prompt": "ab", "method": "mine"}, "mine"),
+    ({"messages": [{"role": "user", "content": "ab"}]}, "chat template"),
+    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings"),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "tools": [1]}},
+        "tools is not supported",
+    ),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0}},
+        "max_tokens is 0",
+    ),
+    ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
+    ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
+]
+
+
+def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
+    """The other lines are answered, and a second run repeats nothing."""
+    path = written(tmp_path / "in", [one for line, _ in BAD for one in (line, {"id": 7, "prompt": "ab"})])
+    output = run(lm, path)
+    found = answers(output)
+    assert len({one.get("key", one["id"]) for one in found}) == len(found) == 2 * len(BAD)
+    errors = [one for one in found if one.get("error")]
+    messages = [one["error"] if isinstance(one["error"], str) else one["error"]["message"] for one in errors]
+    for _, expected in BAD:
+        assert [message for message in messages if expected in message], (expected, messages)
+    assert all("\n" not in message for message in messages)
+    api = [one for one in errors if "custom_id" in one]
+    assert {one["response"]["status_code"] for one in api} == {400}
+    assert "tools" in {one["response"]["body"]["error"]["param"] for one in api}
+    before = output.read_bytes()
+    assert run(lm, path).read_bytes() == before
+
+
+def test_a_killed_batch_goes_on(tmp_path, lm):
+    """The file of results may end anywhere, also within a line."""
+    path = written(tmp_path / "in", PLAIN)
+    whole = run(lm, path).read_bytes()
+    expected = sorted(whole.splitlines())
+    for cut in (0, 1, len(whole) // 3, whole.index(b"\n"), whole.index(b"\n") + 1, len(whole) - 1):
+        (tmp_path / "results.jsonl").write_bytes(whole[:cut])
+        kept = whole[:cut].rpartition(b"\n")[0]
+        output = run(lm, path)
+        assert output.read_bytes().startswith(kept)
+        assert sorted(output.read_bytes().splitlines()) == expected
+    (tmp_path / "results.jsonl").unlink()
+    for stop in (1, 3, None):
+        output = run(lm, path, stop=stop)
+    assert sorted(output.read_bytes().splitlines()) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}])
+def test_a_text_does_not_depend_on_its_place(tmp_path, lm, options):
+    """Of sampled lines without a seed each has its own randomness, which is the same in each run."""
+    records = [*PLAIN, PLAIN[0], PLAIN[0]]
+    found = []
+    for seed, rows in ((0, 2), (1, 4)):
+        random.Random(seed).shuffle(records)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        output = run(lm, written(folder / "in", records), max_batch=rows, options=OPTIONS | options)
+        found.append(sorted(output.read_text().splitlines()))
+    assert found[0] == found[1]
+    same = [one["text"] for one in map(json.loads, found[0]) if one["id"] == 0]
+    assert len(same) == 3
+    assert (len(set(same)) > 1) == bool(options)
+
+
+def test_results_of_another_job_are_not_mixed(tmp_path, lm):
+    path = written(tmp_path / "in", PLAIN[:2])
+    output = run(lm, path)
+    run(lm, path, method="ngram", max_batch=1)  # which changes no text
+    assert len(answers(output)) == 2
+    for options in ({"options": OPTIONS | {"temperature": 1.0}}, {"system": "e"}):
+        with pytest.raises(ValueError, match=r"results of another model or other options; .* another output"):
+            run(lm, path, **options)
+    output.write_text("text\n" + output.read_text())
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a result of a batch; give another output"):
+        run(lm, path)
+    with (
+        Results(tmp_path / "other", {}),
+        pytest.raises(ValueError, match="is in use by"),
+        Results(tmp_path / "other", {}),
+    ):
+        pass
+
+
+def test_shards_divide_the_lines(tmp_path, lm):
+    records = [*PLAIN, b"{", PLAIN[0]]
+    path = written(tmp_path / "in", records)
+    whole = run(lm, path)
+    parts = [run(lm, path, shard=Shard(index, 3)) for index in range(3)]
+    assert [part.name for part in parts] == [f"results-{index}-of-3.jsonl" for index in range(3)]
+    lines = [line for part in parts for line in part.read_text().splitlines()]
+    assert sorted(lines) == sorted(whole.read_text().splitlines())
+    assert all(part.stat().st_size for part in parts)
+
+
+def test_the_shard_of_this_process():
+    assert shard_of(None, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == (0, 1)
+    assert shard_of("3/8", {}) == (3, 8)
+    array = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
+    assert shard_of("auto", array | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == (3, 8)
+    assert shard_of("auto", {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "5"}) == (2, 5)
+    for wrong in ("8/8", "-1/8", "1", "a/b", "0/0"):
+        with pytest.raises(ValueError, match=f"shard is '{wrong}'; give index/count"):
+            shard_of(wrong, {})
+    with pytest.raises(ValueError, match="shard is auto, but neither"):
+        shard_of("auto", {"JOB_COMPLETION_INDEX": "2"})
+
+
+def test_lines_are_read_as_they_are_needed(tmp_path, lm):
+    """Neither the prompts nor the results are held in memory."""
+    path = written(tmp_path / "in", [{"id": number, "prompt": "ab"} for number in range(100)])
+    read = []
+
+    def lines():
+        for line in read_lines(path):
+            read.append(line)
+            yield line
+
+    batch = Batch(lm, method="autoregressive", options={"max_new_tokens": 2, "ignore_eos": True}, max_batch=2)
+    with Results(tmp_path / "results", batch.job) as results:
+        batch.run(lines(), results, lambda counts: unanswered.append(len(read) - counts.answered))
+    assert len(read) == 100
+    assert max(unanswered) <= 8
+
+
+unanswered: list[int] = []
+_WORKER = """
+import sys
+from pathlib import Path
+from jaxspec.engine.batch import Batch
+from jaxspec.io.batch_files import Results, read_lines
+from tests import tiny
+batch = Batch(tiny.language_model(), method="autoregressive", options={"max_new_tokens": 3, "ignore_eos": True})
+with Results(Path(sys.argv[2]), batch.job) as results:
+    batch.run(read_lines(Path(sys.argv[1])), results)
+"""
+
+
+@pytest.mark.full
+def test_two_thousand_prompts_with_three_kills(tmp_path):
+    """Exactly one answer for each, equal to that of one process that lives."""
+    path = written(
+        tmp_path / "in",
+        [{"id": number, "prompt": [number % 10 + 1, number % 7 + 1]} for number in range(2000)],
+    )
+    output = tmp_path / "results.jsonl"
+    command = [sys.executable, "-c", _WORKER, str(path), str(output)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    for lines in (300, 900, 1500, None):
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+            while process.poll() is None and lines is not None:
+                if output.exists() and output.read_bytes().count(b"\n") >= lines:
+                    process.send_signal(signal.SIGKILL)
+                time.sleep(0.01)
+            errors = process.communicate()[1].decode()
+        assert process.returncode == (0 if lines is None else -signal.SIGKILL), errors
+    found = answers(output)
+    assert sorted(one["id"] for one in found) == list(range(2000))
+    lm, texts = tiny.language_model(), {}
+    for one in found:
+        prompt = (one["id"] % 10 + 1, one["id"] % 7 + 1)
+        texts.setdefault(prompt, one["text"])
+        assert one["text"] == texts[prompt]
+    for prompt in list(texts)[:10]:
+        assert texts[prompt] == lm.tokenizer.decode(tiny.greedy(prompt, 3))
