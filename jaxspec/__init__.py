@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.conversation import Conversation
     from jaxspec.engine.generation_options import GenerationOptions
     from jaxspec.engine.language_model import LanguageModel, load
-    from jaxspec.engine.results import Piece, Result, Statistics, Token
+    from jaxspec.engine.results import Piece, Result, Score, Statistics, Token
     from jaxspec.io.embedded import embedded_model
     from jaxspec.methods import METHODS
 
@@ -19,6 +19,7 @@ __all__ = [
     "LanguageModel",
     "Piece",
     "Result",
+    "Score",
     "Statistics",
     "Token",
     "embedded_model",
@@ -31,7 +32,7 @@ _HOMES = {
     "jaxspec.engine.conversation": ("Conversation",),
     "jaxspec.engine.generation_options": ("GenerationOptions",),
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.engine.results": ("Piece", "Result", "Statistics", "Token"),
+    "jaxspec.engine.results": ("Piece", "Result", "Score", "Statistics", "Token"),
     "jaxspec.io.embedded": ("embedded_model",),
     "jaxspec.methods": ("METHODS",),
 }

@@ -396,9 +396,10 @@ class Drafter(abc.ABC):
         """Returns the part of a state with which a text continues that begins with the same tokens.
 
         A drafter with a cache of its own overrides it, so that the next turn of a conversation feeds only new tokens.
-        For a drafter with `aux_layers` it is a state of `absorb`; otherwise `init` gets it as `Prefill.absorbed`. The
-        result may have absorbed more tokens than the two texts share; these must not have any effect. With the default,
-        None, the drafter's state starts empty, and one with `aux_layers` needs the whole prompt fed.
+        For a drafter with `aux_layers` it is a state of `absorb`; otherwise `init` gets it as `Prefill.absorbed`, with
+        zeros in the rows that do not continue. The result may have absorbed more tokens than the two texts share; these
+        must not have any effect. With the default, None, the drafter's state starts empty, and one with `aux_layers`
+        needs the whole prompt fed.
 
         Args:
           state: the state of a text, after its prefill or after a round.

@@ -7,12 +7,33 @@ that no write passes the end of a cache.
 
 All functions are pure and independent of the method; `engine` compiles them and decides when to call which.
 
-`rows` has the records and the writes to single rows, `prefilling` the pass over the prompts, `rounds` the loop.
+`rows` has the records and the writes to single rows, `prefilling` the pass over the prompts, `rounds` the loop, and
+`scoring` the log-probabilities of given texts.
 """
 
-from jaxspec.decoding.prefilling import aux_drafter_of, catch_up, end_prefill, feed, prefill, start_prefill
+from jaxspec.decoding.prefilling import (
+    aux_drafter_of,
+    catch_up,
+    empty_caches,
+    end_prefill,
+    feed,
+    prefill,
+    start_prefill,
+)
 from jaxspec.decoding.rounds import decode_round, run_rounds
-from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, grow, insert, widen
+from jaxspec.decoding.rows import (
+    Caches,
+    DecodeState,
+    Emitted,
+    Parts,
+    Request,
+    Stats,
+    grow,
+    insert,
+    take,
+    widen,
+)
+from jaxspec.decoding.scoring import score
 
 __all__ = [
     "Caches",
@@ -24,12 +45,15 @@ __all__ = [
     "aux_drafter_of",
     "catch_up",
     "decode_round",
+    "empty_caches",
     "end_prefill",
     "feed",
     "grow",
     "insert",
     "prefill",
     "run_rounds",
+    "score",
     "start_prefill",
+    "take",
     "widen",
 ]

@@ -23,6 +23,7 @@ from jaxspec.decoding.rows import (
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model import prefill as prompts
+from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Drafter, Prefill, State, View, Weights
 from jaxspec.sampling import is_finite
@@ -48,7 +49,8 @@ def prefill(
       params: all parameters.
       parts: the method.
       request: the rows; their N is the capacity.
-      caches: the caches, of the same capacity, that hold the tokens before `request.start`; None for empty ones.
+      caches: the caches, of the same capacity, that hold the tokens before `request.start`; None for empty ones. If
+        the drafter has auxiliary layers, `caches.absorbed` is None only if every row starts at 0.
       chunk_size: positions fed at once, static, a divisor of N.
       merged: the layout of the cache, static, see `model.cache`.
       log_probs: whether to report log-probabilities, static.
@@ -85,13 +87,41 @@ def start_prefill(
     batch, capacity = request.tokens.shape
     aux_layers = () if aux_drafter is None else aux_drafter.aux_layers
     if caches is None:
-        cache = kv.create(config, batch, capacity, params.target["embed"].dtype, merged)
-        absorbed = (
-            None if aux_drafter is None else aux_drafter.begin(params, request.length, capacity, merged)
-        )
-    else:
-        cache, absorbed = caches.cache, caches.absorbed
+        caches = Caches(kv.create(config, batch, capacity, params.target["embed"].dtype, merged))
+    cache, absorbed = caches.cache, caches.absorbed
+    if absorbed is None and aux_drafter is not None:
+        absorbed = aux_drafter.begin(params, request.length, capacity, merged)
     return prompts.start_prefill(config, params.target, request.length, cache, aux_layers, absorbed)
+
+
+def empty_caches(
+    config: LlamaConfig, params: Weights, drafter: Drafter, length: jax.Array, capacity: int, merged: bool
+) -> Caches:
+    """Returns caches of B rows that hold no token, to which those of earlier texts can be copied with `insert`.
+
+    Args:
+      config: the target.
+      params: all parameters.
+      drafter: the drafter that continues.
+      length: int32[B], the tokens of each prompt.
+      capacity: slots per row, static.
+      merged: the layout of the cache, static, see `model.cache`.
+    """
+    batch, dtype = length.shape[0], params.target["embed"].dtype
+    cache = kv.create(config, batch, capacity, dtype, merged)
+    if drafter.aux_layers:
+        return Caches(cache, drafter.begin(params, length, capacity, merged))
+
+    def absorbed(cache: KVCache) -> State:
+        view = View(jnp.zeros((batch, capacity), jnp.int32), length, cache, length)
+        hidden, similarities = (
+            jnp.zeros((batch, config.hidden_size), dtype),
+            jnp.zeros((batch, config.num_layers, 2)),
+        )
+        return drafter.absorbed(drafter.init(params, view, Prefill(hidden, similarities, capacity)))
+
+    shapes = jax.eval_shape(absorbed, cache)
+    return Caches(cache, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 
 
 def feed(

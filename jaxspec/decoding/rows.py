@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,9 @@ class DecodeState:
         return self.tokens.shape[1]
 
 
+Rows = TypeVar("Rows", DecodeState, Caches)
+
+
 @struct.dataclass
 class Emitted:
     """The tokens that a call committed. A copy, because the next call overwrites the state.
@@ -160,18 +163,28 @@ class Emitted:
     stats: Stats
 
 
-def insert(
-    state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array | int = 0
-) -> DecodeState:
-    """Replaces row `row` by row `which` of `others`, int32 scalars (same method, same capacity)."""
+def insert(state: Rows, row: jax.Array, others: Rows, which: jax.Array | int = 0) -> Rows:
+    """Replaces row `row` by row `which` of `others`, int32 scalars (same method, and for states the same capacity)."""
 
     def put(full: Any, new: Any) -> Any:
         if isinstance(full, KVCache):
             return kv.insert(full, row, new, which)
         return full.at[row].set(new[which])
 
-    replaced: DecodeState = jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
+    replaced: Rows = jax.tree.map(put, state, others, is_leaf=lambda node: isinstance(node, KVCache))
     return replaced
+
+
+def take(caches: Caches, row: jax.Array, slots: int) -> Caches:
+    """Returns the caches of row `row`, an int32 scalar, with its first `slots` slots, static."""
+
+    def cut(node: Any) -> Any:
+        if isinstance(node, KVCache):
+            return kv.take(node, row, slots)
+        return jax.lax.dynamic_slice_in_dim(node, row, 1)
+
+    taken: Caches = jax.tree.map(cut, caches, is_leaf=lambda node: isinstance(node, KVCache))
+    return taken
 
 
 def grow(state: Any, capacity: int) -> Any:

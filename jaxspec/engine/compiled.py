@@ -17,6 +17,7 @@ from jaxspec.engine import buckets
 from jaxspec.engine.executables import Executables
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.protocol import Drafter, Weights
@@ -24,6 +25,7 @@ from jaxspec.protocol import Drafter, Weights
 # Tokens that a row can emit between two host polls, in addition to the K + 1 of the last round.
 WINDOW = 64
 State = TypeVar("State", DecodeState, Caches, Prefilling, KVCache)
+Rows = TypeVar("Rows", DecodeState, Caches)
 
 
 def constrained(mesh: Mesh | None, state: State) -> State:
@@ -107,18 +109,20 @@ def begin(
     return constrained(mesh, plain), state.drafter_state, dataclasses.replace(emitted, stats=stats)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"))
+@functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"), donate_argnames="caches")
 def start_prefill(
     params: Weights,
     request: Request,
     aux_drafter: Drafter | None,
+    caches: Caches | None = None,
     *,
     config: LlamaConfig,
     merged: bool,
     mesh: Mesh | None,
 ) -> Prefilling:
-    """See `decoding.start_prefill`."""
-    return constrained(mesh, decoding.start_prefill(config, params, request, aux_drafter, merged=merged))
+    """See `decoding.start_prefill`; `caches` is donated."""
+    fed = decoding.start_prefill(config, params, request, aux_drafter, caches, merged=merged)
+    return constrained(mesh, fed)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
@@ -187,6 +191,21 @@ def run_rounds(
     return constrained(mesh, state), emitted
 
 
+@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged"))
+def score(
+    params: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    first: jax.Array,
+    *,
+    config: LlamaConfig,
+    chunk_size: int,
+    merged: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """See `decoding.score`."""
+    return decoding.score(config, params, tokens, length, first, chunk_size=chunk_size, merged=merged)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
 def catch_up(
     params: Weights, parts: Parts, state: DecodeState, *, config: LlamaConfig, chunk_size: int
@@ -196,11 +215,30 @@ def catch_up(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
-def insert(
-    state: DecodeState, row: jax.Array, others: DecodeState, which: jax.Array, *, mesh: Mesh | None
-) -> DecodeState:
+def insert(state: Rows, row: jax.Array, others: Rows, which: jax.Array, *, mesh: Mesh | None) -> Rows:
     """See `decoding.insert`; the state is donated."""
     return constrained(mesh, decoding.insert(state, row, others, which))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacity", "merged", "mesh"))
+def empty_caches(
+    params: Weights,
+    drafter: Drafter,
+    length: jax.Array,
+    *,
+    config: LlamaConfig,
+    capacity: int,
+    merged: bool,
+    mesh: Mesh | None,
+) -> Caches:
+    """See `decoding.empty_caches`."""
+    return constrained(mesh, decoding.empty_caches(config, params, drafter, length, capacity, merged))
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
+def take(caches: Caches, row: jax.Array, *, slots: int, mesh: Mesh | None) -> Caches:
+    """See `decoding.take`."""
+    return constrained(mesh, decoding.take(caches, row, slots))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import StepCosts
-from jaxspec.engine import buckets, head_check, memory
+from jaxspec.engine import buckets, head_check, memory, scoring
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.auto.candidates import Alternatives
 from jaxspec.engine.buckets import START_CAPACITY, bucket
@@ -38,7 +38,7 @@ from jaxspec.engine.loading import (
     resolve_weights,
     unlisted_end,
 )
-from jaxspec.engine.prefix import Prefix
+from jaxspec.engine.prefix import Prefix, PrefixStore
 from jaxspec.engine.requests import (
     Messages,
     Prompt,
@@ -55,12 +55,12 @@ from jaxspec.engine.requests import (
     unpadded,
     warn_of_no_effect,
 )
-from jaxspec.engine.results import Piece, Result
+from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.row import Texts
 from jaxspec.engine.session import Session
 from jaxspec.engine.strategies import for_drafter
 from jaxspec.host import processes
-from jaxspec.host.arguments import flag, whole
+from jaxspec.host.arguments import flag, num_bytes, whole
 from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
 from jaxspec.io import checkpoint
@@ -104,6 +104,7 @@ def load(
     mesh: Mesh | str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
     compilation_cache: bool = True,
+    prefix_cache: int | str | None = None,
 ) -> LanguageModel:
     """Loads a Llama-type model.
 
@@ -125,6 +126,7 @@ def load(
       compilation_cache: whether JAX keeps compiled programs in the user's cache directory, so that other processes
         need not compile them again. It applies to the whole process. If JAX has a cache directory already, its settings
         are unchanged. The environment variable `JAXSPEC_CACHE` names another directory, or is `off`.
+      prefix_cache: as in `LanguageModel`.
 
     Raises:
       FileNotFoundError, ValueError: the model cannot be found or used; one line with the cause and a remedy.
@@ -175,6 +177,7 @@ def load(
         defaults=checkpoint.generation_defaults(directory),
         trained_for=checkpoint.read_trained_for(directory, config),
         sampled=sampled,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -193,6 +196,12 @@ class LanguageModel:
         suppressed tokens (see `io.hf.generation_json`).
       trained_for: what it was trained for, such as its early exits (SoFT).
       sampled: for quantised parameters, the entries of each leaf that the fingerprint uses, see `methods.LoadedModel`.
+      prefix_cache: the most bytes, such as 2**29 or "512MB", in which caches of texts are kept for later texts. Of a
+        prompt that begins with the same tokens, such as a system prompt, a document or earlier turns, only the other
+        tokens are fed. Results are the same. None keeps nothing.
+
+    Attributes:
+      prefixes: the kept texts, see `engine.prefix.PrefixStore`; None without `prefix_cache`.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -213,6 +222,7 @@ class LanguageModel:
         defaults: dict[str, Any] | None = None,
         trained_for: TrainedFor = TrainedFor(),
         sampled: Sampled | None = None,
+        prefix_cache: int | str | None = None,
     ) -> None:
         self.config, self.params, self.tokenizer, self.name = config, params, tokenizer, name
         self.directory = directory
@@ -225,6 +235,7 @@ class LanguageModel:
         checked = trained_for.checked(config.num_layers, config.vocab_size)
         self.loaded = LoadedModel(config, params, name, checked, sampled)
         self.executables = Executables()
+        self.prefixes = None if prefix_cache is None else PrefixStore(num_bytes("prefix_cache", prefix_cache))
 
     def __repr__(self) -> str:
         size = num_params(self.config)
@@ -477,6 +488,85 @@ class LanguageModel:
             self.encode([])  # raises
         return Conversation(self, *self._read(method, options, given), system)
 
+    def score(
+        self,
+        contexts: Prompts,
+        continuations: Prompts,
+        *,
+        max_batch: int = 8,
+    ) -> Score | list[Score]:
+        """Returns the log-probabilities of given continuations.
+
+        Texts are encoded together with their contexts, and cut where the context alone ends, so that a word may not be
+        divided between the two. Texts are fed in batches of `max_batch` rows with a capacity of a power of two, so that
+        few programs are compiled.
+
+        Args:
+          contexts: a text or token ids, or a list of these. Each has at least one token.
+          continuations: a text or token ids for each context, in the same form, each with at least one token.
+          max_batch: the number of rows that are fed at once.
+
+        Returns:
+          A `Score` for one context, or a list of scores for a list of contexts.
+
+        Raises:
+          ValueError: the arguments are wrong, or a text is longer than the model's context plus the last token.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> result = lm.generate("ab", max_new_tokens=4)
+          >>> score = lm.score(lm.encode("ab"), result.tokens)
+          >>> score.is_greedy, len(score.log_probs)
+          (True, 4)
+        """
+        (before, single), (after, alone) = batch_of(contexts), batch_of(continuations)
+        if (len(before), single) != (len(after), alone):
+            raise ValueError(
+                f"contexts has {len(before)} texts and continuations {len(after)}; give one continuation per context"
+            )
+        if whole("max_batch", max_batch) < 1:
+            raise ValueError(f"max_batch is {max_batch}; give at least 1")
+        pairs = zip(before, after, strict=True)
+        texts = [self._context_and_whole(index, *pair) for index, pair in enumerate(pairs)]
+        with needed():
+            scores = scoring.scores(self._loop(), self.params, texts, max_batch)
+        return scores[0] if single else scores
+
+    def _context_and_whole(self, index: int, context: Any, continuation: Any) -> tuple[int, list[int]]:
+        """Returns the number of tokens of a context, and its tokens with those of its continuation."""
+        if not (is_text_or_ids(context) and is_text_or_ids(continuation)):
+            raise ValueError(f"contexts[{index}] or its continuation is messages; give texts or token ids")
+        if isinstance(context, str) != isinstance(continuation, str):
+            raise ValueError(
+                f"contexts[{index}] is {shown(context)} and its continuation {shown(continuation)}; give both as "
+                "texts or both as token ids"
+            )
+        if isinstance(context, str):
+            size, tokens = len(self.encode(context)), self.encode(context + continuation)
+        else:
+            size, tokens = len(context), [*context, *continuation]
+        if not 0 < size < len(tokens):
+            raise ValueError(
+                f"contexts[{index}] has {size} tokens, {len(tokens)} with its continuation; give at least one token "
+                "each"
+            )
+        outside = next((token for token in tokens if not 0 <= token < self.config.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"token id {outside} of contexts[{index}] or its continuation is outside the vocabulary; ids are "
+                f"from 0 to {self.config.vocab_size - 1}"
+            )
+        if len(tokens) > self.config.context_length + 1:
+            raise ValueError(
+                f"contexts[{index}] and its continuation have {len(tokens)} tokens, the model's context is "
+                f"{self.config.context_length}; shorten the context"
+            )
+        return size, tokens
+
+    def _loop(self, log_probs: bool = False) -> Loop:
+        return Loop(self.executables, self.config, log_probs, self.mesh, self.device)
+
     def warm_up(
         self,
         batch_sizes: Sequence[int] = (1,),
@@ -623,7 +713,7 @@ class LanguageModel:
             acceptor = "coupled"
         accept = build_acceptor(acceptor, needs_sampling(requests))
         drafter, weights = self._parts(method, distributions, self.directory)
-        loop = Loop(self.executables, self.config, bool(options.logprobs), self.mesh, self.device)
+        loop = self._loop(bool(options.logprobs))
         strategy = (
             self._alternatives.strategy(
                 method, loop, drafter, distributions, self.step_costs, requests, max_batch
@@ -639,7 +729,15 @@ class LanguageModel:
             start = prefix.start(requests[0].prompt, strategy.drafter, self.config)
             requests, prefix = [dataclasses.replace(requests[0], start=start)], prefix if start else None
         return Session(
-            loop, weights, strategy, accept, requests, max_batch=max_batch, prefix=prefix, elastic=elastic
+            loop,
+            weights,
+            strategy,
+            accept,
+            requests,
+            max_batch=max_batch,
+            prefix=prefix,
+            prefixes=self.prefixes,
+            elastic=elastic,
         )
 
     def drafter(

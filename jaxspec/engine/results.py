@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
+import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -42,6 +43,35 @@ class Token(NamedTuple):
     log_prob: float | None = None
 
 
+class Score(NamedTuple):
+    """The scores of the tokens of a continuation, each given all tokens before it.
+
+    Attributes:
+      tokens: the token ids.
+      log_probs: their log-probabilities under the model's own distribution (temperature 1, no filter).
+      greedy: whether each one is the most likely token.
+
+    Examples:
+      >>> score = Score([7, 8], [-0.5, -1.0], [True, False])
+      >>> score.log_prob, score.is_greedy
+      (-1.5, False)
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    greedy: list[bool]
+
+    @property
+    def log_prob(self) -> float:
+        """The log-probability of the whole continuation."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding generates the continuation."""
+        return all(self.greedy)
+
+
 def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:
     """Returns a pair for each round of the tokens: the draft tokens it verified, and those of them that are included.
 
@@ -77,7 +107,7 @@ class Statistics:
       compile_ms: the part of `elapsed_ms` spent waiting for compilation.
       decode_compile_ms: the part of `decode_ms` spent waiting for compilation.
       num_prompt_tokens: tokens of the prompt.
-      num_reused_tokens: those of them that were not fed, because the caches of an earlier turn held them.
+      num_reused_tokens: those of them that were not fed, because the caches of an earlier text held them.
       queue_ms: the part of `elapsed_ms` before it got a row.
       static_plans: host polls (of the whole batch) that found a program for the rows' mask, or did not.
 

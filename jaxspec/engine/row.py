@@ -135,7 +135,7 @@ class Row:
             decode_compile_ms=now.blocked_ms - self._first.blocked_ms,
             static_plans=now.variants - began.variants,
             num_prompt_tokens=len(self._request.prompt),
-            num_reused_tokens=self._request.start,
+            num_reused_tokens=update.num_reused_tokens,
             queue_ms=max(1e3 * (update.began - began.seconds), 0.0),
         )
         if not (stopped or update.done):

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import decoding
-from jaxspec.decoding import DecodeState, Emitted, Parts
+from jaxspec.decoding import Caches, DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.penalty_rows import Settings
-from jaxspec.engine.prefix import Prefix
+from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from jaxspec.engine.requests import RowRequest, drawn_apart, filters_used, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.engine.strategies import Strategy, Turn
@@ -89,6 +89,7 @@ class Update:
       broken: whether it has ended because its next logits are not finite.
       stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
       began: the time at which it got its row, by `time.perf_counter`.
+      num_reused_tokens: prompt tokens that were not fed.
     """
 
     index: int
@@ -98,6 +99,7 @@ class Update:
     broken: bool
     stats: decoding.Stats
     began: float
+    num_reused_tokens: int = 0
 
 
 class Session:
@@ -111,6 +113,7 @@ class Session:
       requests: one for each text.
       max_batch: the most rows at a time.
       prefix: a text whose caches hold the tokens before `start` of the only request; they are used up.
+      prefixes: keeps caches of texts, from which requests that begin with the same tokens continue. None for none.
       elastic: whether requests arrive with `add`, while others run. `requests` are then only examples of them, of the
         same `Shapes`. The batch begins with the power of two of rows that the present requests need, and gets more
         rows when requests wait.
@@ -129,6 +132,7 @@ class Session:
         *,
         max_batch: int = 8,
         prefix: Prefix | None = None,
+        prefixes: PrefixStore | None = None,
         elastic: bool = False,
     ) -> None:
         self.loop, self._executables, self._params = loop, loop.executables, params
@@ -146,7 +150,10 @@ class Session:
         self._rows: list[_Held | None] = []
         # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
         self._refills: deque[_Refill] = deque()
-        self._max_batch, self._prefix = max_batch, prefix
+        self._max_batch, self._prefixes = max_batch, prefixes
+        self._owner = None if prefixes is None else Owner.of(strategy.drafter, params.drafter)
+        # The texts from which requests continue, by index, until their prefill begins.
+        self._found: dict[int, Prefix] = {} if prefix is None else {0: prefix}
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
         self._halt = np.zeros(0, bool)
@@ -172,6 +179,8 @@ class Session:
 
     def warm_up(self, longest: int) -> None:
         """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
+        if self._prefixes is not None:
+            self._prefixes = PrefixStore(0)  # the texts are not real
         first = [held.request for held in list(self._waiting)[: self._max_batch]]
         self._parts = self._parts_of(first)
         arguments, static = self._first_arguments(first)
@@ -189,6 +198,7 @@ class Session:
         """Ends a request before the next step, such as after a stop string; its row is free then."""
         for row, held in enumerate(self._rows):
             if held is not None and held.index == index:
+                self._keep(row)
                 self._halt[row] = True
                 self._rows[row] = None
         for refill in self._refills:
@@ -197,6 +207,7 @@ class Session:
                     refill.rows[row] = None
         self._refills = deque(refill for refill in self._refills if any(refill.rows.values()))
         self._waiting = deque(held for held in self._waiting if held.index != index)
+        self._found.pop(index, None)
 
     def end(self) -> None:
         """Takes note that all requests have ended. If more may come, the caches are freed."""
@@ -213,7 +224,7 @@ class Session:
         """
         state = self._state
         if state is None:
-            return self._prefix
+            return self._found.get(0)
         if state.tokens.is_deleted() or bool(fetched(state.broken)[0]):
             return None
         tokens = fetched(state.tokens)[0, : int(fetched(state.length)[0])]
@@ -243,19 +254,29 @@ class Session:
             return updates
         return self._decode(max_rounds)
 
-    def _next(self) -> _Held:
-        return self._waiting.popleft()._replace(began=time.perf_counter())
+    def _next(self, fed: list[RowRequest]) -> _Held | None:
+        """Takes the next waiting request, with the text that it continues; None if there is none.
+
+        A request waits if its beginning is being fed for one of `fed`: it will continue from the caches of that one.
+        """
+        held = next((held for held in self._waiting if not self._awaits(held.request, fed)), None)
+        if held is None:
+            return None
+        self._waiting.remove(held)
+        fed.append(held.request)
+        return self._continued(held._replace(began=time.perf_counter()))
 
     def _first(self) -> list[_Held | None]:
         """Returns the requests with which the batch begins; None for an empty row."""
         count = min(self._max_batch, len(self._waiting))
         if not self._elastic:
-            return [self._next() for _ in range(count)]
+            self._feed_shared([held.request for held in list(self._waiting)[:count]])
+            return [self._next([]) for _ in range(count)]
         # Long prompts wait for the next step, which feeds them in chunks.
         first: list[_Held | None] = []
-        long = []
-        for _ in range(count):
-            held = self._next()
+        long: list[_Held] = []
+        fed: list[RowRequest] = []
+        while len(fed) < count and (held := self._next(fed)) is not None:
             (long if self._is_long(held) else first).append(held)
         self._waiting.extendleft(reversed(long))
         return first + [None] * (self._width(count) - len(first))
@@ -278,6 +299,7 @@ class Session:
         requests = [empty if held is None else held.request for held in first]
         self._parts = self._parts_of(requests)
         arguments, static = self._first_arguments(requests)
+        arguments += self._caches([held and held.index for held in first], requests, arguments[2])
         if (
             self.loop.mesh is None
             and any(request.max_new_tokens > 1 for request in requests)
@@ -287,7 +309,6 @@ class Session:
             state, _ = self._executables.shapes(compiled.prefill, *arguments, **static)
             self._prepare_rounds(state)
         self._state, emitted = self.strategy.begin(*arguments, **static)
-        self._prefix = None
         updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
         if any(row is not None for row in self._rows):
             # The loop is compiled before the first token is returned, so that the text continues without a pause.
@@ -298,13 +319,8 @@ class Session:
     def _first_arguments(self, requests: list[RowRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the first prefill: for programs of `warm_up` if they fit, else for its own."""
         needed = buckets.start_capacity(requests, self._drafter.reach)
-        if self._prefix is not None:
-            caches = self._prefix.caches
-            needed = max(needed, caches.cache.capacity)
-            if needed > caches.cache.capacity:
-                caches = self._executables.call(compiled.grow, caches, capacity=needed, mesh=self.loop.mesh)
-            arguments, static = self._prefill_arguments(requests, needed, self._parts)
-            return (*arguments, caches), static
+        used_up = [prefix.caches.cache.capacity for prefix in self._found.values() if not prefix.kept]
+        needed = max([needed, *used_up])
         own = self._prefill_arguments(requests, needed, self._parts)
         if not self._executables.warmed:
             return own
@@ -326,7 +342,14 @@ class Session:
             if (width := self._width(wanted)) > before:
                 self._widen(width)
                 free += range(before, width)
-        given = {row: self._next() for row in free[: len(self._waiting)]}
+        requests = [
+            held.request for refill in self._refills for held in refill.rows.values() if held is not None
+        ]
+        given: dict[int, _Held] = {}
+        for row in free:
+            if (one := self._next(requests)) is None:
+                break
+            given[row] = one
         short: dict[int, _Held | None] = {}
         long: dict[int, _Held | None] = {}
         for row, held in given.items():
@@ -339,21 +362,126 @@ class Session:
                 arguments[0],
                 arguments[2],
                 decoding.aux_drafter_of(arguments[1]),
+                *arguments[3:],
                 **{name: static[name] for name in names},
             )
             longest = max(held.request.num_fed for held in long.values() if held is not None)
-            self._refills.append(_Refill(long, arguments, static, fed, -(-longest // static["chunk_size"])))
+            refill = _Refill(long, arguments[:3], static, fed, -(-longest // static["chunk_size"]))
+            self._refills.append(refill)
         if not short:
             return []
         arguments, static = self._refill_arguments(short)
         return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
+
+    # Reuse of prefixes
+
+    def _continued(self, held: _Held) -> _Held:
+        """Returns a request with the position from which it has to be fed, and notes the text that it continues."""
+        if self._prefixes is None or held.index in self._found:
+            return held
+        prefix, start = self._find(held.request.prompt)
+        if prefix is not None:
+            self._found[held.index] = prefix
+        return held._replace(request=dataclasses.replace(held.request, start=start))
+
+    def _find(self, prompt: Sequence[int]) -> tuple[Prefix | None, int]:
+        assert self._prefixes is not None
+        return self._prefixes.find(prompt, self._drafter, self._owner, self.loop.config)
+
+    def _awaits(self, request: RowRequest, fed: Sequence[RowRequest]) -> bool:
+        """Whether the prompt begins with enough tokens that are now being fed for other requests."""
+        if self._prefixes is None or not fed:
+            return False
+        common = max(num_common(request.prompt, other.prompt) for other in fed)
+        size = self._num_bytes(common)
+        return self._prefixes.wants(request.prompt[:common], self._owner, size)
+
+    def _num_bytes(self, num_tokens: int) -> int:
+        """Returns the bytes of the caches of a text."""
+        arguments, static = self._empty(1, buckets.bucket(num_tokens))
+        shapes = self._executables.shapes(compiled.empty_caches, *arguments, **static)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    def _feed_shared(self, requests: Sequence[RowRequest]) -> None:
+        """Feeds tokens with which several prompts begin once, in a row of their own, and keeps the caches."""
+        if self._prefixes is None:
+            return
+        while True:
+            held = [self._find(request.prompt)[1] for request in requests]
+            shared = shared_beginning([one.prompt for one in requests], held, self._prefixes.min_tokens)
+            if shared is None or not self._prefixes.wants(
+                tokens := requests[shared[0]].prompt[: shared[1]], self._owner, self._num_bytes(shared[1])
+            ):
+                return
+            alone = dataclasses.replace(requests[shared[0]], prompt=tokens, max_new_tokens=1)
+            alone = self._continued(_Held(-1, alone)).request
+            capacity = buckets.start_capacity([alone], self._drafter.reach)
+            arguments, static = self._prefill_arguments([alone], capacity, self._parts_of([alone]))
+            arguments += self._caches([-1], [alone], arguments[2])
+            state, _ = self._executables.call(compiled.prefill, *arguments, **static)
+            absorbed = self._drafter.absorbed(state.drafter_state)
+            self._keep_caches(0, np.array([*tokens, -1]), Caches(state.cache, absorbed))
+
+    def _empty(self, batch: int, capacity: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `compiled.empty_caches`."""
+        mesh = self.loop.mesh
+        static = {"config": self.loop.config, "capacity": capacity, "merged": mesh is None, "mesh": mesh}
+        return (self._params, self._drafter, self.loop.put(np.ones(batch, np.int32))), static
+
+    def _caches(
+        self, indices: Sequence[int | None], requests: Sequence[RowRequest], request: decoding.Request
+    ) -> tuple[Caches, ...]:
+        """Returns the caches from which a prefill continues, as its last argument; () if all rows begin at 0.
+
+        With a store they are also passed if all rows begin at 0, so that there is only one program.
+        """
+        found = [None if index is None else self._found.pop(index, None) for index in indices]
+        batch, capacity = request.tokens.shape
+        mesh = self.loop.mesh
+        used_up = next((prefix.caches for prefix in found if prefix is not None and not prefix.kept), None)
+        if used_up is not None:
+            if capacity > used_up.cache.capacity:
+                used_up = self._executables.call(compiled.grow, used_up, capacity=capacity, mesh=mesh)
+            return (used_up,)
+        if self._prefixes is None:
+            return ()
+        (params, drafter, _), static = self._empty(batch, capacity)
+        arguments = params, drafter, request.length
+        caches = self._executables.call(compiled.empty_caches, *arguments, **static)
+        for row, prefix in enumerate(found):
+            if prefix is not None:
+                numbers = self.loop.put((np.int32(row), np.int32(0)))
+                whole = prefix.caches.absorbed is not None
+                own = caches if whole else Caches(caches.cache)
+                own = self._executables.call(
+                    compiled.insert, own, numbers[0], prefix.caches, numbers[1], mesh=mesh
+                )
+                caches = own if whole else dataclasses.replace(caches, cache=own.cache)
+        return (caches,)
+
+    def _keep(self, row: int) -> None:
+        """Keeps the caches of a row in the store if they hold enough tokens that it lacks."""
+        state = self._state
+        if self._prefixes is None or state is None:
+            return
+        tokens = fetched(state.tokens)[row, : self._lengths[row]]
+        caches = self.strategy.caches(state)
+        self._keep_caches(row, tokens, Caches(caches.cache) if self._owner is None else caches)
+
+    def _keep_caches(self, row: int, tokens: np.ndarray, caches: Caches) -> None:
+        assert self._prefixes is not None
+        if self._prefixes.wants(tokens, self._owner, self._num_bytes(len(tokens))):
+            slots = min(buckets.bucket(len(tokens) - 1), caches.cache.capacity)
+            number = self.loop.put(np.int32(row))
+            kept = self._executables.call(compiled.take, caches, number, slots=slots, mesh=self.loop.mesh)
+            self._prefixes.add(Prefix(tokens, kept, owner=self._owner))
 
     def _feed(self) -> list[Update]:
         """Feeds some chunks of the first refill; after the last chunk its rows begin."""
         if not self._refills:
             return []
         refill = self._refills[0]
-        params, parts, request = refill.arguments
+        params, parts, request, *_ = refill.arguments
         shared = {name: refill.static[name] for name in ("config", "chunk_size", "mesh")}
         first = refill.next_chunk
         refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
@@ -374,20 +502,21 @@ class Session:
             ),
         )
 
-    def _refill_arguments(
-        self, rows: dict[int, _Held | None]
-    ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
+    def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
-        The number of requests is padded to a power of two with copies of the first, to limit the number of programs.
+        The number of requests is padded to a power of two with prompts of one token, to limit the number of programs.
         """
         requests = [held.request for held in rows.values() if held is not None]
         needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
         count = min(buckets.bucket(len(requests), 1), len(self._rows))
-        requests += requests[:1] * (count - len(requests))
-        return self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
+        some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
+        requests += [some] * (count - len(requests))
+        arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
+        caches = self._caches([held and held.index for held in rows.values()], requests, arguments[2])
+        return (*arguments, *caches), static
 
     def _insert(self, rows: dict[int, _Held | None], others: DecodeState, emitted: Emitted) -> list[Update]:
         """Inserts the first rows of the prefilled state `others` into the batch, at the rows given."""
@@ -466,7 +595,7 @@ class Session:
             "eos_ids": eos_ids,
             "keys": jnp.stack(keys),
         }
-        if any(request.start for request in requests):
+        if self._prefixes is not None or any(request.start for request in requests):
             arrays["start"] = np.array([request.start for request in requests], np.int32)
         static = self.loop.prefill_static(longest, capacity)
         return (self._params, parts, decoding.Request(**self.loop.put(arrays))), static
@@ -529,7 +658,10 @@ class Session:
             if begins:
                 self.strategy.begin_row(row, [*held.request.prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
-            updates.append(Update(held.index, row, tokens, done, broken, stats, held.began))
+            reused = held.request.start
+            updates.append(Update(held.index, row, tokens, done, broken, stats, held.began, reused))
+            if (begins or done) and not broken:
+                self._keep(row)
             if done:
                 self._rows[row] = None
         return updates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,30 @@ def whole(name: str, value: Any, kind: str = "whole number") -> int:
         return number
     except TypeError:
         raise ValueError(f"{name} is {shown(value)}; give a {kind}") from None
+
+
+def num_bytes(name: str, value: Any) -> int:
+    """Returns a number of bytes, given as a whole number or as a text with a unit: kB, MB, GB, KiB, MiB or GiB.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the given value.
+
+    Raises:
+      ValueError: the value is not such a number or text, or is negative.
+
+    Examples:
+      >>> num_bytes("prefix_cache", "512MB"), num_bytes("prefix_cache", "1.5 GiB")
+      (512000000, 1610612736)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMG])(i)?)?B?", value) if isinstance(value, str) else None
+    if found is not None:
+        number, prefix, binary = found.groups()
+        return int(float(number) * (1024 if binary else 1000) ** " KMG".index((prefix or " ").upper()))
+    wanted = "number of bytes, such as 2**29 or 512MB"
+    if isinstance(value, str) or (size := whole(name, value, wanted)) < 0:
+        raise ValueError(f"{name} is {shown(value)}; give a {wanted}")
+    return size
 
 
 def real(name: str, value: Any) -> float:

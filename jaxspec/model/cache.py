@@ -300,13 +300,16 @@ def widen(cache: KVCache, batch: int) -> KVCache:
 
 
 def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | int = 0) -> KVCache:
-    """Replaces row `row` by row `which` of `others` (of the same capacity)."""
+    """Replaces row `row` by row `which` of `others`.
+
+    If `others` has fewer slots, the row keeps its later ones; if it has more, they are cut off.
+    """
     count = len(others.rope_length)
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
         size, rest = new.shape[0] // count, (0,) * (buffer.ndim - 1)
         one = jax.lax.dynamic_slice(new, (which * size, *rest), (size, *new.shape[1:]))
-        return jax.lax.dynamic_update_slice(buffer, one, (row * size, *rest))
+        return jax.lax.dynamic_update_slice(buffer, one[..., : buffer.shape[-2], :], (row * size, *rest))
 
     layers = [
         (put(keys, new_keys), put(values, new_values))
@@ -314,3 +317,18 @@ def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | i
     ]
     rope_length = cache.rope_length.at[row].set(others.rope_length[which])
     return dataclasses.replace(cache, layers=layers, rope_length=rope_length)
+
+
+def take(cache: KVCache, row: jax.Array, slots: int) -> KVCache:
+    """Returns the first `slots` slots of row `row`, as a cache of one row."""
+    count = len(cache.rope_length)
+
+    def cut(buffer: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_slice_in_dim(buffer, row * (size := buffer.shape[0] // count), size)
+        return one[..., :slots, :]
+
+    return dataclasses.replace(
+        cache,
+        layers=[(cut(keys), cut(values)) for keys, values in cache.layers],
+        rope_length=jax.lax.dynamic_slice_in_dim(cache.rope_length, row, 1),
+    )

@@ -279,10 +279,10 @@ class Switching(Strategy):
         absorbed = self._plan.candidates[self._at - 1].drafter.absorbed(self._held)
         return Caches(state.cache, {self._at: absorbed})
 
-    def _continued(self, at: int, caches: Sequence[Caches]) -> tuple[Caches, ...] | None:
+    def _continued(self, at: int, caches: Sequence[Caches], continues: bool) -> tuple[Caches, ...] | None:
         """Returns the caches from which a candidate continues; None for a head that has to read the whole texts."""
         continued = tuple(Caches(one.cache, (one.absorbed or {}).get(at)) for one in caches)
-        reads = bool(self._plan.candidates[at - 1].drafter.aux_layers)
+        reads = continues and bool(self._plan.candidates[at - 1].drafter.aux_layers)
         return None if reads and any(one.absorbed is None for one in continued) else continued
 
     def _prefill_with(
@@ -303,13 +303,14 @@ class Switching(Strategy):
         remaining = np.asarray(request.limit) - lengths
         ready = functools.partial(self._ready, shapes=shapes)
         at, length = self._record.begin(lengths, remaining, ready)
-        continued = self._continued(at, caches) if at else None
+        continues = request.start is not None and bool(np.asarray(fetched(request.start)).any())
+        continued = self._continued(at, caches, continues) if at else None
         place = shapes, static["chunk_size"], jax.tree.structure(continued)
         there = continued is not None and self._executables.ready(self._begins(at).get(place))
         if not self._plan.replayed and not there:
             wanted = self._record.policy.informed if self._plan.known.eager else [at] if at else []
             for one in wanted:
-                its_caches = self._continued(one, caches)
+                its_caches = self._continued(one, caches, continues)
                 place = shapes, static["chunk_size"], jax.tree.structure(its_caches)
                 if its_caches is not None and place not in self._begins(one):
                     arguments = *self._of(one, params, parts, 0), *_by_shape((request, *its_caches))

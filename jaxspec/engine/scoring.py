@@ -1,0 +1,52 @@
+"""The log-probabilities of given texts, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.engine import buckets, compiled
+from jaxspec.engine.compiled import Loop
+from jaxspec.engine.results import Score
+from jaxspec.model.llama import Params
+from jaxspec.model.sharding import fetched
+
+# The most positions per chunk: each has the logits of the whole vocabulary.
+_MAX_CHUNK = 64
+
+
+def scores(
+    loop: Loop, params: Params, texts: Sequence[tuple[int, Sequence[int]]], max_batch: int
+) -> list[Score]:
+    """Returns the scores of texts.
+
+    Args:
+      loop: the loop of the model.
+      params: its parameters.
+      texts: for each text the first position to score, at least 1, and its tokens.
+      max_batch: the number of rows that are fed at once; a batch is filled up with short texts.
+    """
+    found: list[Score | None] = [None] * len(texts)
+    # Texts of about the same length share a batch.
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index][1]))
+    rows = min(max_batch, buckets.bucket(len(texts), 1))
+    for begin in range(0, len(order), rows):
+        batch = order[begin : begin + rows]
+        longest = len(texts[batch[-1]][1])
+        capacity = buckets.bucket(longest)
+        tokens = np.zeros((rows, capacity), np.int32)
+        length, first = np.full(rows, 2, np.int32), np.full(rows, capacity, np.int32)
+        for row, index in enumerate(batch):
+            first[row], own = texts[index]
+            tokens[row, : len(own)], length[row] = own, len(own)
+        arrays = loop.put((tokens, length, first))
+        chunk_size = min(buckets.prefill_chunk_size(capacity, loop.platform), _MAX_CHUNK, capacity)
+        static = {"config": loop.config, "chunk_size": chunk_size, "merged": loop.mesh is None}
+        log_probs, greedy = fetched(loop.executables.call(compiled.score, params, *arrays, **static))
+        for row, index in enumerate(batch):
+            scored = slice(first[row], length[row])
+            found[index] = Score(
+                list(texts[index][1][scored]), log_probs[row, scored].tolist(), greedy[row, scored].tolist()
+            )
+    return [score for score in found if score is not None]
