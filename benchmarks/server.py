@@ -27,6 +27,7 @@ from jaxspec.console.errors import Failed
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.extras import require
+from jaxspec.methods import registry
 
 # Tokens of the texts whose first token is timed.
 _SHORT = 2
@@ -78,9 +79,8 @@ def in_python(lm: LanguageModel, prompts: list[list[int]], options: Options) -> 
     def generated(texts: list[list[int]], budget: int) -> tuple[float, float, int]:
         began, first, tokens = time.perf_counter(), 0.0, 0
         for prompt in texts:
-            scheduler.add(
-                prompt, max_new_tokens=budget, method=options.method, temperature=0, ignore_eos=True
-            )
+            method = registry.make(options.method, {})
+            scheduler.add(prompt, max_new_tokens=budget, method=method, temperature=0, ignore_eos=True)
         while not scheduler.idle:
             for event in scheduler.step():
                 if event.piece is None:

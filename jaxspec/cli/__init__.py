@@ -17,12 +17,12 @@ Try: jaxspec generate "Once upon a time" --method ngram
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
 ENVIRONMENT = """
 environment:
-  JAXSPEC_CACHE  directory of compiled programs and of what method auto has learnt, or off; default:
-                 the user's cache directory
-  JAXSPEC_DATA   directory of plans, thresholds and other numbers found for models, where
-                 they cannot lie beside the model; default: the user's data directory
-  JAXSPEC_API_KEY  the key of `jaxspec serve`
-  JAXSPEC_DEBUG  1 shows the traceback of an error"""
+  JAXSPEC_CACHE    directory of compiled programs and of what method auto has learnt, or off; default:
+                   the user's cache directory
+  JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
+                   they cannot lie beside the model; default: the user's data directory
+  JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
+  JAXSPEC_DEBUG    1 shows the traceback of an error"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import batch_of
+from jaxspec.engine.results import Score
 from jaxspec.engine.text import RowText
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
-from jaxspec.io.openai import ApiRequest, BadField, Part, finish_reason, usage_of
+from jaxspec.io.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
 from jaxspec.methods import Method, registry
 from jaxspec.server.engine_thread import Job, News, Unavailable
 
@@ -77,13 +78,19 @@ def rows_of(
       seed: the seed of requests that give none.
 
     Raises:
-      BadField: the method or an option of it does not exist, or an option names a file.
+      BadField: a prompt is too long, the method or an option of it does not exist, or an option names a file.
     """
     options = {name: value for name, value in request.options.items() if name != "chat_template_kwargs"}
     options |= {"method": _method(request) or method, "seed": options.get("seed", seed)}
     rows = []
     for index, ids in enumerate(prompts.ids):
-        budget = max(1, min(request.default_budget, lm.config.context_length - len(ids)))
+        context = lm.config.context_length
+        if len(ids) >= context:
+            raise BadField(
+                f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
+                "messages" if request.is_chat else "prompt",
+            )
+        budget = min(request.default_budget, context - len(ids))
         rows += [
             {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
             for copy in range(request.n)
@@ -125,48 +132,78 @@ def _file_options() -> set[str]:
     }
 
 
+def scores_of(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[Score]:
+    """Returns the scores of the tokens of prompts after their first."""
+    long = [ids for ids in prompts if len(ids) > 1]
+    scores = lm.score([ids[:1] for ids in long], [ids[1:] for ids in long]) if long else []
+    assert isinstance(scores, list)
+    found = iter(scores)
+    return [next(found) if len(ids) > 1 else Score([], [], [], []) for ids in prompts]
+
+
+def scored_tokens(lm: LanguageModel, ids: Sequence[int], score: Score) -> list[TokenScore]:
+    """Returns the tokens of a prompt with their log-probabilities and the most likely tokens in their places."""
+    assert lm.tokenizer is not None
+    text = lm.tokenizer.stream()
+    pieces = [text.push([one]) for one in ids]
+    pieces[-1] += text.flush()
+    found = [TokenScore(pieces[0], None)]
+    for piece, token, number, top, top_number in zip(pieces[1:], *score, strict=True):
+        other = None if top == token else (lm.tokenizer.decode([top]), top_number)
+        found.append(TokenScore(piece, number, other))
+    return found
+
+
 class Answer:
     """Turns the pieces of a job into the parts of a response.
 
     Args:
+      lm: the model.
       request: the request.
       prompts: its prompts.
       job: its job.
     """
 
-    def __init__(self, request: ApiRequest, prompts: Prompts, job: Job) -> None:
-        self._request, self._prompts, self._job = request, prompts, job
+    def __init__(self, lm: LanguageModel, request: ApiRequest, prompts: Prompts, job: Job) -> None:
+        self._lm, self._request, self._prompts, self._job = lm, request, prompts, job
         self._texts: list[RowText | None] = [None] * len(job.rows)
         self._offsets = [0] * len(job.rows)
+        self._begun = False
 
-    def first(self) -> list[Part]:
-        """Returns the prompts, if the request asks for them."""
-        if not self._request.echo:
-            return []
-        parts = [Part(row, self._prompts.texts[row // self._request.n]) for row in range(len(self._job.rows))]
+    def _echoed(self) -> list[Part]:
+        """Returns the prompts."""
+        scores: Sequence[Sequence[TokenScore]] = [()] * len(self._prompts.ids)
+        if self._job.scores:
+            scores = [
+                scored_tokens(self._lm, ids, score)
+                for ids, score in zip(self._prompts.ids, self._job.scores, strict=True)
+            ]
+        which = [row // self._request.n for row in range(len(self._job.rows))]
+        parts = [Part(row, self._prompts.texts[at], scores[at]) for row, at in enumerate(which)]
         self._offsets = [len(part.text) for part in parts]
         return parts
 
     def parts(self, news: News) -> list[Part]:
-        """Returns the text of new pieces.
+        """Returns the text of new pieces; before the first ones, the prompts if the request asks for them.
 
         Raises:
           Unavailable: the model's logits are not finite.
         """
-        parts = []
+        parts = self._echoed() if self._request.echo and not self._begun else []
+        self._begun = True
         for row, piece in news:
             result = piece.result
             if result is not None and result.error is not None:
                 raise Unavailable(result.error, 500, "engine_error")
-            tokens: list[tuple[str, float | None]] = []
+            tokens: list[TokenScore] = []
             offset = self._offsets[row]
             if self._request.logprobs and piece.new_text is not None:
                 text = self._texts[row] = self._texts[row] or piece.new_text()
                 spans = text.spans(piece.token_records, result is not None)
                 # Text that becomes final only at the end belongs to the last token.
                 for (span, _), token in zip(spans, piece.token_records, strict=False):
-                    tokens.append((span, token.log_prob))
-                self._offsets[row] += sum(len(span) for span, _ in tokens)
+                    tokens.append(TokenScore(span, token.log_prob))
+                self._offsets[row] += sum(len(token.text) for token in tokens)
             reason = None if result is None else finish_reason(result.finish_reason)
             if piece.text or tokens or reason is not None:
                 parts.append(Part(row, piece.text, tokens, reason, offset))

@@ -177,20 +177,18 @@ class Api:
                 self._check(api)
                 prompts = await self._encoded(api)
                 rows = rows_of(self._lm, api, prompts, self._settings.method, secrets.randbits(32))
-                job = self._engine.submit(rows)
+                job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
         except EXPECTED as error:
             raise refused(error, api) from None
         try:
             responses = Responses(api, secrets.token_hex(12), int(time.time()), self._lm.name)
-            exchange = Exchange(api, job, Answer(api, prompts, job), responses, deadline)
+            exchange = Exchange(api, job, Answer(self._lm, api, prompts, job), responses, deadline)
             await exchange.respond(scope, receive, send)
         finally:
             self._engine.leave(job)
 
     def _check(self, api: ApiRequest) -> None:
         self._check_model(api)
-        if api.echo and api.logprobs:
-            raise BadField("echo with logprobs is not supported; leave one of them out", "echo")
         count = api.n * (1 if api.is_chat else len(api.prompts))
         if count > self._engine.max_open:
             raise BadField(f"the request asks for {count} texts; give at most {self._engine.max_open}", "n")

@@ -8,10 +8,11 @@ import functools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxspec.engine.results import Piece, Result
+from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.scheduler import Event
 
 # How long the event loop waits for the thread at the end: it may be compiling.
@@ -92,18 +93,21 @@ class Timing:
 
 
 class Job:
-    """The texts of one HTTP request. It belongs to the event loop; the engine thread only reads `rows`.
+    """The texts of one HTTP request. It belongs to the event loop; the engine thread reads `rows` and `to_score`.
 
     Args:
       rows: the arguments of `Scheduler.add`, for each text.
+      to_score: prompts whose tokens get log-probabilities.
 
     Attributes:
       arrived: the time at which it was submitted, by `time.perf_counter`.
       timings: the times of each text.
+      scores: the scores of `to_score`, once the scheduler has accepted the job.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Sequence[Mapping[str, Any]], to_score: Sequence[Sequence[int]] = ()) -> None:
+        self.rows, self.to_score = rows, to_score
+        self.scores: Sequence[Score] = ()
         self.arrived = time.perf_counter()
         self.timings = [Timing() for _ in rows]
         # Without a limit: a text is small, and the engine thread must not wait for a slow reader.
@@ -141,6 +145,7 @@ class EngineThread:
       make: makes the scheduler, in the thread; compilation ahead of requests belongs here.
       max_open: the maximum number of texts that wait or run.
       observer: counts what happens; None for nothing.
+      score: returns the scores of prompts.
 
     Attributes:
       num_open: the number of texts that wait or run.
@@ -149,8 +154,14 @@ class EngineThread:
       error: the error that ended the thread; None while it works.
     """
 
-    def __init__(self, make: Callable[[], Runs], max_open: int, observer: Observer | None = None) -> None:
-        self._make, self.max_open, self._observer = make, max_open, observer
+    def __init__(
+        self,
+        make: Callable[[], Runs],
+        max_open: int,
+        observer: Observer | None = None,
+        score: Callable[[Sequence[Sequence[int]]], Sequence[Score]] = lambda prompts: (),
+    ) -> None:
+        self._make, self.max_open, self._observer, self._score = make, max_open, observer, score
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of num_open and error
         self.num_open = self.num_running = 0
@@ -159,6 +170,7 @@ class EngineThread:
         self._jobs: set[Job] = set()  # of the event loop
         self._rows: dict[int, tuple[Job, int]] = {}  # of the thread: job and row of each request
         self._ids: dict[Job, list[int]] = {}  # of the thread
+        self._unscored: deque[Job] = deque()  # of the thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # In the event loop
@@ -168,13 +180,13 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Job:
+    def submit(self, rows: Sequence[Mapping[str, Any]], to_score: Sequence[Sequence[int]] = ()) -> Job:
         """Gives a job to the thread; the caller calls `leave` in the end.
 
         Raises:
           Unavailable: the queue is full, the thread has ended, or the server is shutting down.
         """
-        job = Job(rows)
+        job = Job(rows, to_score)
         with self._lock:
             if self.error is not None:
                 raise _dead(self.error)
@@ -236,6 +248,8 @@ class EngineThread:
             self._scheduler = self._make()
             self.is_ready = True
             while self._obey():
+                if self._unscored:  # one at a time, between the rounds of the others
+                    self._begin(self._unscored.popleft())
                 if not self._scheduler.idle:
                     self._tell(self._scheduler.step())
                 self.num_running = self._scheduler.num_running
@@ -246,7 +260,7 @@ class EngineThread:
         """Takes the commands; waits for one if there is nothing to run. Returns whether to continue."""
         while True:
             try:
-                command = self._commands.get(block=self._scheduler.idle)
+                command = self._commands.get(block=self._scheduler.idle and not self._unscored)
             except queue.Empty:
                 return True
             if command is None:
@@ -254,8 +268,19 @@ class EngineThread:
             command()
 
     def _add(self, job: Job) -> None:
-        ids = self._ids[job] = []
+        self._ids[job] = []
+        if job.to_score:
+            self._unscored.append(job)
+        else:
+            self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        ids = self._ids.get(job)
+        if ids is None:  # its client has gone
+            return
         try:
+            if job.to_score:
+                job.scores = self._score(job.to_score)
             for row, arguments in enumerate(job.rows):
                 ids.append(self._scheduler.add(**arguments))
                 self._rows[ids[-1]] = job, row

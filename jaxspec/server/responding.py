@@ -60,8 +60,6 @@ class Exchange:
         choices: list[list[Part]] = [[] for _ in self.job.rows]
         try:
             async with asyncio.timeout_at(self.deadline):
-                for part in self.answer.first():
-                    choices[part.index].append(part)
                 async for news in self.job.news():
                     for part in self.answer.parts(news):
                         choices[part.index].append(part)
@@ -79,8 +77,8 @@ class Exchange:
                     if not stream.began:  # the scheduler has accepted the job
                         await stream.begin()
                         await stream.write(*self.responses.first_chunks())
-                        await self._write(stream, self.answer.first())
-                    await self._write(stream, self.answer.parts(news))
+                    parts = self.answer.parts(news)
+                    await stream.write(*(chunk for part in parts for chunk in self.responses.chunks(part)))
                 await stream.write(*self.responses.last_chunks(self.answer.usage(), metrics_of(self.job)))
                 await stream.end()
         except EXPECTED as error:
@@ -91,9 +89,6 @@ class Exchange:
                 async with asyncio.timeout(_LAST_WRITE_S):
                     await stream.write(found.body)
                     await stream.end()
-
-    async def _write(self, stream: _Stream, parts: list[Part]) -> None:
-        await stream.write(*(chunk for part in parts for chunk in self.responses.chunks(part)))
 
 
 class _Stream:

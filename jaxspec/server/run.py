@@ -16,6 +16,7 @@ import uvicorn
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Method
+from jaxspec.server.answers import scores_of
 from jaxspec.server.app import Api, Settings
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
@@ -98,7 +99,9 @@ def serve(
     """
     metrics = Metrics(lm.name)
     make = functools.partial(warm_scheduler, lm, limits.max_batch, method)
-    engine = EngineThread(make, limits.max_batch + limits.max_queue, metrics)
+    engine = EngineThread(
+        make, limits.max_batch + limits.max_queue, metrics, functools.partial(scores_of, lm)
+    )
     app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s)).app()
     # With another loop than asyncio's, a second Ctrl-C would not end the process.
     config = uvicorn.Config(

@@ -19,6 +19,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Result, Statistics, Token
 from jaxspec.engine.scheduler import Event, Scheduler
 from jaxspec.methods import registry
+from jaxspec.server.answers import scores_of
 from jaxspec.server.app import Api, Settings
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
@@ -103,7 +104,9 @@ def application(
     """Returns the application on the tiny model, with a scheduler of its own or another one, and its engine."""
     lm = model()
     metrics = Metrics(lm.name)
-    engine = EngineThread(make or (lambda: Scheduler(lm)), max_open, metrics)
+    engine = EngineThread(
+        make or (lambda: Scheduler(lm)), max_open, metrics, functools.partial(scores_of, lm)
+    )
     settings = Settings(registry.make("autoregressive", {}), key, time_limit_s)
     return Api(lm, engine, metrics, settings).app(), engine
 

@@ -127,6 +127,33 @@ def test_log_probabilities(http, lm):
     assert all(one["top_logprobs"][0]["logprob"] == one["logprob"] for one in content)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_prompts_as_lm_eval_reads_them(http, lm, stream):
+    context = lm.encode("ab")
+    greedy = lm.generate(context, max_new_tokens=4).tokens
+    other = [*greedy[:-1], (greedy[-1] + 1) % 13]
+    body = {"prompt": [context + greedy, context + other], "max_tokens": 1, "logprobs": 1}
+    body |= {"echo": True, "temperature": 0, "seed": 1234}
+    choices = asked(http, URL, **body)["choices"]
+    if stream:
+        parts = [choice for one in chunks(http, URL, **body) for choice in one["choices"]]
+        first, last = (
+            [one for one in parts if one["logprobs"] and one["index"] == index] for index in (0, 1)
+        )
+        choices = [
+            {"logprobs": {name: [v for p in own for v in p["logprobs"][name]] for name in own[0]["logprobs"]}}
+            for own in (first, last)
+        ]
+    for choice, continuation in zip(choices, (greedy, other), strict=True):
+        score = lm.score(context, continuation)
+        numbers = choice["logprobs"]["token_logprobs"]
+        assert numbers[0] is None
+        assert numbers[len(context) : -1] == pytest.approx(score.log_probs, abs=1e-5)
+        top = [max(one.values()) for one in choice["logprobs"]["top_logprobs"][len(context) : -1]]
+        assert [a == b for a, b in zip(numbers[len(context) : -1], top, strict=True)] == score.greedy
+        assert len(choice["logprobs"]["tokens"]) == len(context) + 4 + 1
+
+
 def test_stop_echo_and_minimum(http, lm):
     text = lm.generate("ab", max_new_tokens=12).text
     stop = text[3:5]
@@ -208,7 +235,7 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"method": {"name": "ngram", "prompt": "x"}}, "method", "unknown option prompt"),
         ({"method": {"name": "draft-model", "draft": "/etc"}}, "method", "a file of the server"),
         ({"method": {"name": "ngram", "reference": ["/etc/passwd"]}}, "method", "a file of the server"),
-        ({"method": "medusa"}, None, "head"),
+        ({"method": "medusa"}, "method", "head"),
         ({"model": "gpt-5"}, "model", "this server has 'tiny'"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
