@@ -29,7 +29,7 @@ LAYERS = (
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
     "jaxspec.choosing",
     "jaxspec.decoding.rows",
-    "jaxspec.decoding.prefilling jaxspec.decoding.rounds",
+    "jaxspec.decoding.prefilling jaxspec.decoding.rounds jaxspec.decoding.scoring",
     "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
     "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter",
     "jaxspec.drafting jaxspec.heads.*.drafter",
