@@ -54,6 +54,7 @@ LAYERS = (
     "jaxspec.bench",
     "jaxspec.tuning",
     "jaxspec.aot",
+    "jaxspec.server",
     "jaxspec.cli",
     "jaxspec.__main__",
     "training.data",
@@ -86,6 +87,7 @@ SHARED = (
     *(
         "jaxspec.tuning",
         "jaxspec.aot",
+        "jaxspec.server",
         "jaxspec.cli",
         "training.data",
         "training.losses",
@@ -120,6 +122,7 @@ HOST = (
         "jaxspec.engine",
         "jaxspec.testing",
         "jaxspec.bench",
+        "jaxspec.server",
     ),
     *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
