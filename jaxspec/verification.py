@@ -76,24 +76,36 @@ def verify(
     batch, full = pending.shape[0], drafter.num_nodes + 1
     aux_layers, num_top_tokens = drafter.aux_layers, drafter.num_top_tokens
     whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
+    # The number of rows that the draft has run already: that of the pending token, or none.
+    done = 0 if proposal.pending_hidden is None else 1
+    assert not (done and aux_layers), "auxiliary hidden states of the pending token need its row"
 
     def run(width: int, cache: KVCache) -> Verified:
         # Only the rows of this width are fed; the others hold no draft.
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = dataclasses.replace(
-            proposal, tokens=proposal.tokens[:, : width - 1], log_probs=drawn_from, exit_hidden=None
+            proposal,
+            tokens=proposal.tokens[:, : width - 1],
+            log_probs=drawn_from,
+            exit_hidden=None,
+            pending_hidden=None,
         )
         branches = None if whole is None else whole.rows(0, width)
         # An early-exit draft has already run the first layers on these tokens: continue from its hidden states.
         if proposal.exit_hidden is None:
-            fed = rows_of(pending, kept.tokens)
+            fed = rows_of(pending, kept.tokens)[:, done:]
             hidden = llama.embed(params.target, fed if branches is None else jnp.maximum(fed, 0))
         else:
             hidden = proposal.exit_hidden[:, :width]
         rest = range(proposal.exit_layer, config.num_layers)
-        hidden, aux_hidden_states, cache = llama.run_with_aux(
-            config, params.target, hidden, start, cache, aux_layers, layers=rest, tree=branches
-        )
+        aux_hidden_states = None
+        if width > done:
+            fresh = None if whole is None else whole.rows(done, width - done)
+            hidden, aux_hidden_states, cache = llama.run_with_aux(
+                config, params.target, hidden, start + done, cache, aux_layers, layers=rest, tree=fresh
+            )
+        if proposal.pending_hidden is not None:
+            hidden = jnp.concatenate([proposal.pending_hidden, hidden], axis=1)
         if aux_hidden_states is not None and branches is None:
             aux_hidden_states = widened(aux_hidden_states, full)
         # Penalties change the distribution that is sampled, not the reported log-probabilities.

@@ -37,6 +37,7 @@ MethodName = Literal[
     "s2d",
     "suffix",
     "token-recycling",
+    "uno",
 ]
 
 
