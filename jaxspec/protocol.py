@@ -20,7 +20,7 @@ from flax import struct
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.tree import Parents
+from jaxspec.model.tree import Parents, Shape
 from jaxspec.penalties import Penalties
 from jaxspec.sampling import Distribution
 
@@ -154,6 +154,26 @@ class Proposal:
 
 
 @struct.dataclass
+class Riders:
+    """Further rows of a verification, which the drafter reads afterwards and the acceptor does not see.
+
+    Attributes:
+      tokens: int32[B, M].
+      shape: the tree of the rows after the pending one: the K tokens of a chain, then these M, static.
+      params: the parameters of the pass; for the rows of the proposal they must equal the target's.
+
+    Examples:
+      >>> riders = Riders(jnp.array([[5]]), Shape((-1, 0, 0)), params={})  # beside the second token of a chain
+      >>> riders.shape.num_nodes - riders.tokens.shape[1]
+      2
+    """
+
+    tokens: jax.Array
+    shape: Shape
+    params: Params
+
+
+@struct.dataclass
 class Acceptance:
     """The accepted draft tokens, and the token after them.
 
@@ -191,6 +211,7 @@ class Outcome:
         None unless the drafter has `num_top_tokens`.
       top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`,
         for a drafter whose `num_top_tokens` is M; None for others.
+      ridden: [B, M, D], the residual streams of `Riders` after all layers; None without them.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -207,6 +228,7 @@ class Outcome:
     start: jax.Array | None = None
     fed: jax.Array | None = None
     top_tokens: jax.Array | None = None
+    ridden: jax.Array | None = None
 
 
 @struct.dataclass
@@ -354,6 +376,10 @@ class Drafter(abc.ABC):
           view: the committed tokens of the rows.
           distribution: the distribution from which draft tokens are drawn.
         """
+
+    def riders(self, params: Weights, view: View, proposal: Proposal) -> Riders | None:
+        """Returns further rows for the verification of a chain, None for none; `reach` counts them."""
+        return None
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
         """Returns the state after a round that committed `outcome`."""

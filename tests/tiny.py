@@ -39,7 +39,7 @@ from jaxspec.heads.kangaroo.drafter import Kangaroo
 from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.heads.medusa.drafter import Medusa
 from jaxspec.heads.medusa.network import MedusaConfig
-from jaxspec.heads.uno.drafter import Uno
+from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -367,6 +367,12 @@ def _uno(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return Uno(config, head, rule, K), head_params(head)
 
 
+def _uno_single_pass(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Returns a drafter of two tokens, whose verification has nine rows."""
+    drafter, own = _uno(config, rule)
+    return UnoSinglePass(config, drafter.head, rule, 2), own
+
+
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
     """Returns a head whose predictions are exact: `(drafter, target's parameters, head's parameters)`.
 
@@ -420,8 +426,10 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
 
     def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         drafter, own = make(config, rule)
-        few = llama.vocabulary(drafter.config, own or params(config), some_tokens(config.vocab_size))
-        return drafter, {**(own or {}), "vocabulary": few}
+        own = own or {}
+        head = params(config) | own  # adapters have no head
+        few = llama.vocabulary(drafter.config, head, some_tokens(config.vocab_size))
+        return drafter, {**own, "vocabulary": few}
 
     return Case(made, **changes)
 
@@ -504,6 +512,7 @@ DRAFTERS: dict[str, Case] = {
     "dflash": Case(_dflash, ("dflash",), "heads"),
     "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
     "uno-vocab": over_some_tokens(_uno, family="uno"),
+    "uno-single-pass": Case(_uno_single_pass, family="uno"),
     "uno": Case(_uno, ("uno",), "uno"),
 }
 

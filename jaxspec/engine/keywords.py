@@ -96,6 +96,7 @@ class Keywords(TypedDict, total=False):
     refresh: int | None
     second: Method | str | None
     shared_mask: bool
+    single_pass: bool
     skip_layers: int | None
     static: bool | None
     stop_rule: (

@@ -15,17 +15,20 @@ import optax
 import pytest
 import safetensors.numpy
 
+from jaxspec import methods
+from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
 from jaxspec.heads.uno import network
-from jaxspec.heads.uno.drafter import Uno
+from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
 from jaxspec.protocol import Weights
+from jaxspec.sampling import Sampling
 from jaxspec.testing import reference as slow
 from jaxspec.testing.contracts import PROMPTS, propose
 from tests import tiny
@@ -99,6 +102,10 @@ def said(tmp_path_factory):
         return rounds_of(directory, make, target=TARGETS[target])
 
     return ask
+
+
+def sampling() -> Sampling:
+    return Sampling(jnp.full(len(PROMPTS), 2.0))
 
 
 def off(found: list[Round], files: Files, target: str = "llama", gate: int = 1, late: int = 0) -> float:
@@ -175,6 +182,38 @@ def test_verification_runs_the_draft_tokens_only(name, monkeypatch):
     arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
     jax.eval_shape(functools.partial(run_rounds, loop.config, window=tiny.CAPACITY), *arguments)
     assert fed == [loop.parts.drafter.num_nodes]
+
+
+def test_a_single_pass_drafts_what_the_next_block_would(tmp_path):
+    """Its rows are those of a block in which the pending token is noise."""
+    head = heads.read_head(write(tmp_path, uno()), TARGET)
+    weights = Weights(tiny.params(TARGET), head.load(np.float32))
+    parts = Parts(UnoSinglePass(TARGET, head.config, num_draft_tokens=2), BlockAcceptor(), sampling())
+    loop = tiny.Loop(parts, weights, TARGET)
+    state, _ = loop.begin(PROMPTS, 12, capacity=64)
+    accepted = 0
+    for _ in range(5):
+        before = state
+        state, _ = loop.go_on(state, 1)
+        logits = network.logits(weights.drafter, TARGET, weights.target, state.drafter_state.own)
+        for row, length in enumerate(state.length.tolist()):
+            if bool(state.done[row]):
+                continue
+            accepted += length - int(before.length[row]) - 1
+            text = state.tokens[row, : length - 1].tolist()
+            places = jnp.arange(length - 1, length + 1)
+            noise = network.noise(head.config, jnp.full(2, text[-1]), places).tolist()
+            expected = reference.uno_logits(*uno(), TARGET, tiny.params(TARGET), text, noise)[1:]
+            np.testing.assert_allclose(logits[row], expected, atol=2e-4)
+    assert accepted > 0
+
+
+def test_a_single_pass_takes_all_rounds():
+    drafter, _ = tiny.drafter_of("uno-single-pass")
+    with pytest.raises(ValueError, match="give it all rounds, or two passes"):
+        drafter.taking_turns()
+    with pytest.raises(ValueError, match="single_pass drafts a chain"):
+        methods.Uno(single_pass=True, tree="8x4")
 
 
 def test_noise_is_of_the_range_and_a_function_of_the_text():
@@ -323,7 +362,7 @@ def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     made, _ = model.drafter("uno", draft=str(path), num_draft_tokens=3)
     assert (made.num_draft_tokens, made.verify_widths, made.head.noise) == (3, (4,), (1, MASK))
     prompt = (3, 4, 5, 3, 4)
-    for options in ({}, {"tree": "5x3"}, {"draft_vocab": None, "stop_rule": "confidence"}):
+    for options in ({"stop_rule": "confidence"}, {"tree": "5x3"}):
         found = model.generate(
             prompt, max_new_tokens=10, ignore_eos=True, method="uno", draft=str(path), **options
         )
