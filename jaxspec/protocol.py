@@ -129,13 +129,13 @@ class Proposal:
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
         runs only the other layers. None where the draft shares no layers.
       exit_layer: E, static.
-      pending_hidden: [B, 1, D], the residual stream of the pending token after all layers of the target, if the draft
-        has run them; its KV is in the cache, so that verification runs the draft tokens only. None otherwise.
       parents: None for a chain. For a tree, the parent of each node: a `Shape`, or int32[B, N] with the number of
         an earlier node, −1 for the pending token. A drawn token may determine which children it gets, never which
         siblings.
       most_siblings: the largest number of siblings in a tree whose `parents` are an array, static; 0 if unknown. Only
         `log_probs` need it.
+      pending_hidden: [B, 1, D], the residual stream of the pending token after all layers of the target, if the draft
+        has run them; its KV is in the cache, so that verification runs the draft tokens only. None otherwise.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -148,9 +148,9 @@ class Proposal:
     log_probs: jax.Array | None = None
     exit_hidden: jax.Array | None = None
     exit_layer: int = struct.field(pytree_node=False, default=0)
-    pending_hidden: jax.Array | None = None
     parents: Parents | None = None
     most_siblings: int = struct.field(pytree_node=False, default=0)
+    pending_hidden: jax.Array | None = None
 
 
 @struct.dataclass

@@ -84,7 +84,8 @@ def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
         return []
     lengths = next(iter(decoded.values())).by_length
     every = Decoded(
-        *([texts for one in decoded.values() for texts in one[i]] for i in range(2)),
+        [texts for one in decoded.values() for texts in one.drafted],
+        [texts for one in decoded.values() for texts in one.plain],
         {
             length: [texts for one in decoded.values() for texts in one.by_length[length]]
             for length in lengths

@@ -224,7 +224,7 @@ def _run_loop(
     network, params = begin(kind, options.head, model, part, options.seed, mesh)
     if options.layout != "authors":  # refuses a head that it cannot express
         head_kinds.KINDS[options.kind].layouts[options.layout].content(network.head, options.dtype)
-    same = {
+    same: dict[str, Any] = {
         "job": "training.heads",
         # The flags are part of it, so that the identity of a run without them stays as it was.
         "kind": " ".join(

@@ -111,7 +111,8 @@ def noise(head: UnoConfig, pending: jax.Array, positions: jax.Array) -> jax.Arra
     mixed += pending.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return first + ((mixed ^ (mixed >> 16)) % jnp.uint32(end - first)).astype(jnp.int32)
+    drawn: jax.Array = ((mixed ^ (mixed >> 16)) % jnp.uint32(end - first)).astype(jnp.int32)
+    return first + drawn
 
 
 def block(head: UnoConfig, pending: jax.Array, start: jax.Array, count: int) -> jax.Array:
