@@ -301,7 +301,7 @@ class Session:
         requests = [empty if held is None else held.request for held in first]
         self._parts = self._parts_of(requests)
         arguments, static = self._first_arguments(requests)
-        arguments += self._caches([held and held.index for held in first], arguments[2])
+        arguments += self._caches([None if held is None else held.index for held in first], arguments[2])
         if (
             self.loop.mesh is None
             and any(request.max_new_tokens > 1 for request in requests)
@@ -399,8 +399,8 @@ class Session:
             alone = self._continued(_Held(-1, alone)).request
             capacity = buckets.start_capacity([alone], self._drafter.reach)
             arguments, static = self._prefill_arguments([alone], capacity, self._parts_of([alone]))
-            arguments += self._caches([-1], arguments[2])
-            state, _ = self._executables.call(compiled.prefill, *arguments, **static)
+            kept = self._caches([-1], arguments[2])
+            state, _ = self._executables.call(compiled.prefill, *arguments, *kept, **static)
             caches = Caches(state.cache, self._drafter.absorbed(state.drafter_state))
             self._reuse.keep(0, np.array([*tokens, -1]), caches)
 
@@ -465,7 +465,7 @@ class Session:
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
-        caches = self._caches([held and held.index for held in rows.values()], arguments[2])
+        caches = self._caches([None if held is None else held.index for held in rows.values()], arguments[2])
         return (*arguments, *caches), static
 
     def _insert(self, rows: dict[int, _Held | None], others: DecodeState, emitted: Emitted) -> list[Update]:
