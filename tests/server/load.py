@@ -46,7 +46,8 @@ class Options:
       requests: the number of requests.
       clients: the number of clients at a time.
       kills: how often the server is killed and started again.
-      max_tokens: the longest text.
+      max_tokens: the longest text; those whose clients go are four times as long.
+      max_batch: of the server. Each number of rows has programs of its own.
       seed: of the choices.
     """
 
@@ -55,6 +56,7 @@ class Options:
     clients: int = 64
     kills: int = 1
     max_tokens: int = 40
+    max_batch: int = 8
     seed: int = 0
 
 
@@ -166,6 +168,7 @@ class Load:
         """Sends one request; returns what is wrong with the answer, or None."""
         body, text = choose.choice(self._expected)
         body = body | {"method": choose.choice(METHODS)}
+        long = body | {"max_tokens": 4 * self._options.max_tokens, "ignore_eos": True}
         match kind:
             case "whole":
                 return _difference(await self._whole(body), text)
@@ -174,11 +177,9 @@ class Load:
             case "slow reader":
                 return _difference(await self._stream(body, bytes_per_read=200, pause_s=0.01), text)
             case "cancel":
-                return await self._cancel(
-                    body | {"max_tokens": 400, "ignore_eos": True}, choose.randint(1, 4)
-                )
+                return await self._cancel(long, choose.randint(1, 4))
             case "disconnect":
-                async with self._sent(body | {"max_tokens": 400, "ignore_eos": True}):
+                async with self._sent(long):
                     await asyncio.sleep(choose.random() / 20)
                 return None
             case "bad body":
@@ -308,7 +309,7 @@ def run(options: Options) -> Report:
             given = str(directory)
 
         def start(port: int) -> ServerProcess:
-            limits = ("--max-batch", 8, "--max-queue", 32)
+            limits = ("--max-batch", options.max_batch, "--max-queue", 32)
             return ServerProcess("--model", given, "--port", port, *limits, JAXSPEC_CACHE=f"{folder}/cache")
 
         async def inside() -> Report:
