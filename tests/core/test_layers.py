@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 # is the folder of a head type.
 LAYERS = (
     "jaxspec.model.config",
-    "jaxspec.model.quantisation jaxspec.model.lora",
+    "jaxspec.model.quantisation",
+    "jaxspec.model.lora",
     "jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary jaxspec.model.tree",
     "jaxspec.model.rope",
     "jaxspec.model.cache",

@@ -330,15 +330,15 @@ def test_a_window_of_a_head_is_read(tmp_path):
 # Files
 
 
-PICKLED = ["*_lm_head.pt", "pytorch_model.bin"]
+ADAPTER, SAFE, PICKLED = ["adapter/*"], ["*.safetensors"], ["*_lm_head.pt", "pytorch_model.bin"]
 
 
 @pytest.mark.parametrize(
     ("name", "fetched"),
     [
-        ("model.safetensors", [["*.safetensors"]]),
-        ("pytorch_model.bin", [["*.safetensors"], PICKLED]),
-        ("medusa_lm_head.pt", [["*.safetensors"], PICKLED]),
+        ("model.safetensors", [ADAPTER, SAFE]),
+        ("pytorch_model.bin", [ADAPTER, SAFE, PICKLED]),
+        ("medusa_lm_head.pt", [ADAPTER, SAFE, PICKLED]),
     ],
 )
 def test_a_head_of_the_hub_is_fetched_without_what_is_not_needed(tmp_path, monkeypatch, name, fetched):

@@ -40,6 +40,7 @@ class FakeScheduler:
     Attributes:
       rows: the requests that have not ended: their budget and the number of their tokens.
       cancelled: the ids that were cancelled.
+      cancelled_at: the number of steps before the last cancellation.
       steps: the number of steps so far.
       gate: steps wait for it.
       fails: raised by the next step.
@@ -49,6 +50,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
         self.cancelled: list[int] = []
+        self.cancelled_at = 0
         self.steps = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -71,6 +73,7 @@ class FakeScheduler:
 
     def cancel(self, id: int) -> None:
         self.cancelled.append(id)
+        self.cancelled_at = self.steps
         self.rows.pop(id, None)
 
     def step(self) -> list[Event]:

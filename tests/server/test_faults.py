@@ -103,11 +103,14 @@ def test_a_client_that_goes_frees_its_row(stream):
         stays = Exchange(app, prompt="ab", max_tokens=60)
         goes = Exchange(app, prompt="ab", max_tokens=400, stream=stream)
         await until(lambda: len(scheduler.rows) == 2 and (goes.data or not stream))
+        scheduler.gate.clear()
+        steps = scheduler.steps
         goes.gone.set()
         await goes.task
-        steps = scheduler.steps
+        scheduler.gate.set()
         await until(lambda: scheduler.cancelled == [1])
-        assert scheduler.steps <= steps + 2
+        # A step may be past the gate when it closes, and the next one waits at it.
+        assert scheduler.cancelled_at <= steps + 2
         await stays.task
         assert json.loads(stays.data)["choices"][0]["text"] == "a" * 60
         assert engine.num_open == 0
