@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import command
 from jaxspec.bench.timing import interleaved
+from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.prefix import PrefixStore
 from jaxspec.host.progress import OnProgress
@@ -36,7 +37,7 @@ class Options:
     """
 
     model: str = "large"
-    method: str = "autoregressive"
+    method: MethodName = "autoregressive"
     shared: int = 500
     own: int = 24
     rows: int = 8
@@ -86,8 +87,9 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     }
     interleaved(functions, 1, lambda turn: on_progress("compiling"))
     lm.executables.wait()
-    for recorded in (*turns.values(), *begins.values()):
-        recorded.clear()
+    for way in ("fed", "kept"):
+        turns[way].clear()
+        begins[way].clear()
     took = interleaved(functions, options.repeats, on_progress)
     report: dict[str, Any] = {"model": lm.name, "options": dataclasses.asdict(options)}
     for way in ("fed", "kept"):

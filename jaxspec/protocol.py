@@ -20,7 +20,7 @@ from flax import struct
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.tree import Parents
+from jaxspec.model.tree import Parents, Shape
 from jaxspec.penalties import Penalties
 from jaxspec.sampling import Distribution
 
@@ -134,6 +134,8 @@ class Proposal:
         siblings.
       most_siblings: the largest number of siblings in a tree whose `parents` are an array, static; 0 if unknown. Only
         `log_probs` need it.
+      pending_hidden: [B, 1, D], the residual stream of the pending token after all layers of the target, if the draft
+        has run them; its KV is in the cache, so that verification runs the draft tokens only. None otherwise.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -148,6 +150,27 @@ class Proposal:
     exit_layer: int = struct.field(pytree_node=False, default=0)
     parents: Parents | None = None
     most_siblings: int = struct.field(pytree_node=False, default=0)
+    pending_hidden: jax.Array | None = None
+
+
+@struct.dataclass
+class Riders:
+    """Further rows of a verification, which the drafter reads afterwards and the acceptor does not see.
+
+    Attributes:
+      tokens: int32[B, M].
+      shape: the tree of the rows after the pending one: the K tokens of a chain, then these M, static.
+      params: the parameters of the pass; for the rows of the proposal they must equal the target's.
+
+    Examples:
+      >>> riders = Riders(jnp.array([[5]]), Shape((-1, 0, 0)), params={})  # beside the second token of a chain
+      >>> riders.shape.num_nodes - riders.tokens.shape[1]
+      2
+    """
+
+    tokens: jax.Array
+    shape: Shape
+    params: Params
 
 
 @struct.dataclass
@@ -188,6 +211,7 @@ class Outcome:
         None unless the drafter has `num_top_tokens`.
       top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`,
         for a drafter whose `num_top_tokens` is M; None for others.
+      ridden: [B, M, D], the residual streams of `Riders` after all layers; None without them.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -204,6 +228,7 @@ class Outcome:
     start: jax.Array | None = None
     fed: jax.Array | None = None
     top_tokens: jax.Array | None = None
+    ridden: jax.Array | None = None
 
 
 @struct.dataclass
@@ -351,6 +376,10 @@ class Drafter(abc.ABC):
           view: the committed tokens of the rows.
           distribution: the distribution from which draft tokens are drawn.
         """
+
+    def riders(self, params: Weights, view: View, proposal: Proposal) -> Riders | None:
+        """Returns further rows for the verification of a chain, None for none; `reach` counts them."""
+        return None
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
         """Returns the state after a round that committed `outcome`."""

@@ -40,6 +40,7 @@ class Verified(NamedTuple):
       log_probs: float32[B, K + 1] of the accepted tokens and the next one under the unmodified logits, or None.
       aux_hidden_states: as `Outcome.aux_hidden_states`.
       top_tokens: as `Outcome.top_tokens`.
+      ridden: as `Outcome.ridden`.
     """
 
     cache: KVCache
@@ -48,6 +49,7 @@ class Verified(NamedTuple):
     log_probs: jax.Array | None
     aux_hidden_states: jax.Array | None
     top_tokens: jax.Array | None
+    ridden: jax.Array | None = None
 
 
 def verify(
@@ -76,24 +78,42 @@ def verify(
     batch, full = pending.shape[0], drafter.num_nodes + 1
     aux_layers, num_top_tokens = drafter.aux_layers, drafter.num_top_tokens
     whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
+    # The number of rows that the draft has run already: that of the pending token, or none.
+    done = 0 if proposal.pending_hidden is None else 1
+    assert not (done and aux_layers), "auxiliary hidden states of the pending token need its row"
+    riders = drafter.riders(params, view, proposal)
+    assert riders is None or (widths == (full,) and whole is None and not done), "riders follow a whole chain"
 
     def run(width: int, cache: KVCache) -> Verified:
         # Only the rows of this width are fed; the others hold no draft.
         drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
         kept = dataclasses.replace(
-            proposal, tokens=proposal.tokens[:, : width - 1], log_probs=drawn_from, exit_hidden=None
+            proposal,
+            tokens=proposal.tokens[:, : width - 1],
+            log_probs=drawn_from,
+            exit_hidden=None,
+            pending_hidden=None,
         )
         branches = None if whole is None else whole.rows(0, width)
         # An early-exit draft has already run the first layers on these tokens: continue from its hidden states.
         if proposal.exit_hidden is None:
-            fed = rows_of(pending, kept.tokens)
+            fed = rows_of(pending, kept.tokens)[:, done:]
             hidden = llama.embed(params.target, fed if branches is None else jnp.maximum(fed, 0))
         else:
             hidden = proposal.exit_hidden[:, :width]
+        weights, fresh = params.target, None if whole is None else whole.rows(done, width - done)
+        if riders is not None:
+            hidden = jnp.concatenate([hidden, llama.embed(weights, riders.tokens)], axis=1)
+            weights, fresh = riders.params, Tree.of(riders.shape, riders.shape.depth)
         rest = range(proposal.exit_layer, config.num_layers)
-        hidden, aux_hidden_states, cache = llama.run_with_aux(
-            config, params.target, hidden, start, cache, aux_layers, layers=rest, tree=branches
-        )
+        aux_hidden_states = None
+        if width > done:
+            hidden, aux_hidden_states, cache = llama.run_with_aux(
+                config, weights, hidden, start + done, cache, aux_layers, layers=rest, tree=fresh
+            )
+        hidden, ridden = hidden[:, : width - done], None if riders is None else hidden[:, width:]
+        if proposal.pending_hidden is not None:
+            hidden = jnp.concatenate([proposal.pending_hidden, hidden], axis=1)
         if aux_hidden_states is not None and branches is None:
             aux_hidden_states = widened(aux_hidden_states, full)
         # Penalties change the distribution that is sampled, not the reported log-probabilities.
@@ -125,9 +145,9 @@ def verify(
             tokens = accepted_tokens(view, kept.tokens, acceptance)
             of_path = tree.along(raw, acceptance.path) if log_probs else raw
         if not log_probs:
-            return Verified(cache, acceptance, sound, None, aux_hidden_states, likely)
+            return Verified(cache, acceptance, sound, None, aux_hidden_states, likely, ridden)
         reported = widened(log_probs_of(of_path, with_next(tokens, acceptance)), depth + 1)
-        return Verified(cache, acceptance, sound, reported, aux_hidden_states, likely)
+        return Verified(cache, acceptance, sound, reported, aux_hidden_states, likely, ridden)
 
     def compacted(verified: Verified) -> Verified:
         if (path := verified.acceptance.path) is None:

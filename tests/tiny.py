@@ -39,6 +39,8 @@ from jaxspec.heads.kangaroo.drafter import Kangaroo
 from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.heads.medusa.drafter import Medusa
 from jaxspec.heads.medusa.network import MedusaConfig
+from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
+from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.head import HeadConfig
@@ -360,6 +362,17 @@ def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
 
 
+def _uno(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    head = UnoConfig(config.plain, 4, 2.0, (1, config.vocab_size))
+    return Uno(config, head, rule, K), head_params(head)
+
+
+def _uno_single_pass(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Returns a drafter of two tokens, whose verification has nine rows."""
+    drafter, own = _uno(config, rule)
+    return UnoSinglePass(config, drafter.head, rule, 2), own
+
+
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
     """Returns a head whose predictions are exact: `(drafter, target's parameters, head's parameters)`.
 
@@ -413,8 +426,10 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
 
     def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         drafter, own = make(config, rule)
-        few = llama.vocabulary(drafter.config, own or params(config), some_tokens(config.vocab_size))
-        return drafter, {**(own or {}), "vocabulary": few}
+        own = own or {}
+        head = params(config) | own  # adapters have no head
+        few = llama.vocabulary(drafter.config, head, some_tokens(config.vocab_size))
+        return drafter, {**own, "vocabulary": few}
 
     return Case(made, **changes)
 
@@ -486,6 +501,7 @@ DRAFTERS: dict[str, Case] = {
     "eagle-tree-drawn": _tree(_eagle_vocab, DRAWN),
     "medusa-tree": _tree(_medusa),
     "hydra-tree": _tree(_hydra),
+    "uno-tree": _tree(_uno),
     "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
@@ -495,6 +511,9 @@ DRAFTERS: dict[str, Case] = {
     "hydra": Case(_hydra, ("hydra",), "heads"),
     "dflash": Case(_dflash, ("dflash",), "heads"),
     "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
+    "uno-vocab": over_some_tokens(_uno, family="uno"),
+    "uno-single-pass": Case(_uno_single_pass, family="uno"),
+    "uno": Case(_uno, ("uno",), "uno"),
 }
 
 

@@ -17,11 +17,12 @@ Try: jaxspec generate "Once upon a time" --method ngram
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
 ENVIRONMENT = """
 environment:
-  JAXSPEC_CACHE  directory of compiled programs and of what method auto has learnt, or off; default:
-                 the user's cache directory
-  JAXSPEC_DATA   directory of plans, thresholds and other numbers found for models, where
-                 they cannot lie beside the model; default: the user's data directory
-  JAXSPEC_DEBUG  1 shows the traceback of an error"""
+  JAXSPEC_CACHE    directory of compiled programs and of what method auto has learnt, or off; default:
+                   the user's cache directory
+  JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
+                   they cannot lie beside the model; default: the user's data directory
+  JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
+  JAXSPEC_DEBUG    1 shows the traceback of an error"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     from jaxspec.cli.methods import names, with_options
     from jaxspec.cli.profile import Profile
     from jaxspec.cli.search import Search
+    from jaxspec.cli.serve import Serve
     from jaxspec.cli.tune import Tune
     from jaxspec.cli.vocab import Vocab
     from jaxspec.console.parsing import parse
@@ -72,6 +74,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "generate": Generate,
         "chat": Chat,
         "batch": Batch,
+        "serve": Serve,
         "compare": Compare,
         "bench": Bench,
         "profile": Profile,
@@ -83,7 +86,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
         "vocab": Vocab,
     }
     arguments = arguments or ["--help"]
-    if arguments[0] in ("generate", "chat", "batch", "compile"):
+    if arguments[0] in ("generate", "chat", "batch", "serve", "compile"):
         commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
         command = parse(commands, arguments, DESCRIPTION)
@@ -92,7 +95,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
     if isinstance(
-        command, (Generate, Chat, Batch, Compare, Bench, Compile)
+        command, (Generate, Chat, Batch, Serve, Compare, Bench, Compile)
     ):  # their errors may name options of methods
         guard.options = names() | guard.options
     distributed.join(*distributed.options_in(command), "jaxspec", command)

@@ -33,7 +33,7 @@ from jaxspec.decoding.rows import (
     take,
     widen,
 )
-from jaxspec.decoding.scoring import score
+from jaxspec.decoding.scoring import Scores, score
 
 __all__ = [
     "Caches",
@@ -41,6 +41,7 @@ __all__ = [
     "Emitted",
     "Parts",
     "Request",
+    "Scores",
     "Stats",
     "aux_drafter_of",
     "catch_up",

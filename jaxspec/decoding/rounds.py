@@ -160,6 +160,7 @@ def decode_round(
         start=None if aux_hidden_states is None else view.start,
         fed=None if verified.top_tokens is None else verification.fed(view.pending, proposal),
         top_tokens=verified.top_tokens,
+        ridden=verified.ridden,
     )
     # The drafter learns what was committed: it rolls its caches back, and adapts γ or its counts.
     # The drafter sees the committed tokens, to bring its own state to the new length.

@@ -13,8 +13,8 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.verification import log_probs_of
 
-# The log-probabilities float32[B, N], and whether a token is the most likely one, bool[B, N].
-Scores = tuple[jax.Array, jax.Array]
+# The log-probabilities float32[B, N] of tokens, the most likely tokens int32[B, N], and their log-probabilities.
+Scores = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def score(
@@ -39,8 +39,8 @@ def score(
       merged: the layout of the cache, static, see `model.cache`.
 
     Returns:
-      The log-probability of each token, float32[B, N], and whether it is the most likely one, bool[B, N]. The entries
-      before `first` and from `length` on are meaningless.
+      The log-probability of each token, float32[B, N], the most likely token in its place, int32[B, N], and that one's
+      log-probability, float32[B, N]. The entries before `first` and from `length` on are meaningless.
     """
     batch, capacity = tokens.shape
     cache = kv.create(config, batch, capacity, params["embed"].dtype, merged)
@@ -50,17 +50,19 @@ def score(
     ) -> Scores:
         def compute(scores: Scores) -> Scores:
             logits = llama.logits(config, params, hidden)
-            new = log_probs_of(logits, following), jnp.argmax(logits, axis=-1) == following
-            log_probs, greedy = (
+            top = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            new = log_probs_of(logits, following), top, log_probs_of(logits, top)
+            log_probs, top_tokens, top_log_probs = (
                 put_rows(old, values, begin + 1, count) for old, values in zip(scores, new, strict=True)
             )
-            return log_probs, greedy
+            return log_probs, top_tokens, top_log_probs
 
         wanted = jnp.any((count > 0) & (begin + count >= first))
         scored: Scores = jax.lax.cond(wanted, compute, lambda scores: scores, scores)
         return scored
 
-    nothing = jnp.zeros((batch, capacity), jnp.float32), jnp.zeros((batch, capacity), bool)
+    zeros = jnp.zeros((batch, capacity), jnp.float32)
+    nothing = zeros, jnp.zeros((batch, capacity), jnp.int32), zeros
     aux_layers = (config.num_layers,)
     state = prompts.start_prefill(config, params, length - 1, cache, aux_layers, nothing)
     stop = prompts.num_chunks(length - 1, None, chunk_size)

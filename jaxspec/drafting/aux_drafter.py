@@ -1,4 +1,4 @@
-"""The bases of drafters that read auxiliary hidden states of the target, and draft chains or trees."""
+"""The bases of drafters of trees, of blocks, and of those that read auxiliary hidden states of the target."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AuxChain(ChainDrafter):
         return super().observe(params, state._replace(own=own), outcome)
 
 
-class AuxTree(AuxChain):
+class TreeChain(ChainDrafter):
     """A base for drafters of a chain, or of a tree of top-k or drawn tokens.
 
     Attributes:
@@ -125,8 +125,12 @@ class AuxTree(AuxChain):
         return grow(self.tree, level, carry, logits, None if vocabulary is None else vocabulary.ids)
 
 
-class ParallelChain(AuxChain):
-    """A base for chains with `aux_layers` whose logits are all computed in one pass, before any token is drawn."""
+class AuxTree(TreeChain, AuxChain):
+    """A base for drafters with `aux_layers` of a chain or a tree."""
+
+
+class ParallelChain(ChainDrafter):
+    """A base for chains whose logits are all computed in one pass, before any token is drawn."""
 
     def draft_said(
         self,

@@ -18,6 +18,7 @@ from jaxspec.io.openai import (
     BadField,
     Part,
     Responses,
+    TokenScore,
     bad_field,
     error_of,
     finish_reason,
@@ -300,12 +301,13 @@ class Batch:
         assert request is not None
         parts = []
         for index, result in enumerate(found):
-            tokens: list[tuple[str, float | None]] = []
+            tokens: list[TokenScore] = []
             if request.logprobs:
                 pairs = zip(result.spans, result.token_records, strict=False)
-                tokens = [(text, token.log_prob) for (text, _), token in pairs]
+                tokens = [TokenScore(text, token.log_prob) for (text, _), token in pairs]
             prompt = job.texts[index // request.n] if request.echo else ""
-            parts.append(Part(index, prompt + str(result), tokens, finish_reason(result.finish_reason)))
+            reason = finish_reason(result.finish_reason)
+            parts.append(Part(index, prompt + str(result), tokens, reason, len(prompt)))
         counts = [result.statistics for result in found]
         usage = usage_of(
             sum(one.num_prompt_tokens for one in counts[:: request.n]),

@@ -201,7 +201,7 @@ def score(
     config: LlamaConfig,
     chunk_size: int,
     merged: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> decoding.Scores:
     """See `decoding.score`."""
     return decoding.score(config, params, tokens, length, first, chunk_size=chunk_size, merged=merged)
 

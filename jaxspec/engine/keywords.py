@@ -37,6 +37,7 @@ MethodName = Literal[
     "s2d",
     "suffix",
     "token-recycling",
+    "uno",
 ]
 
 
@@ -95,6 +96,7 @@ class Keywords(TypedDict, total=False):
     refresh: int | None
     second: Method | str | None
     shared_mask: bool
+    single_pass: bool
     skip_layers: int | None
     static: bool | None
     stop_rule: (

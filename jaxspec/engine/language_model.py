@@ -235,7 +235,11 @@ class LanguageModel:
         checked = trained_for.checked(config.num_layers, config.vocab_size)
         self.loaded = LoadedModel(config, params, name, checked, sampled)
         self.executables = Executables()
-        self.prefixes = None if prefix_cache is None else PrefixStore(num_bytes("prefix_cache", prefix_cache))
+        self.prefixes = None
+        if prefix_cache is not None:
+            size = num_bytes("prefix_cache", prefix_cache)
+            memory.check_prefixes_fit(size, self.device)
+            self.prefixes = PrefixStore(size)
 
     def __repr__(self) -> str:
         size = num_params(self.config)

@@ -137,6 +137,15 @@ def check_cache_fits(
         )
 
 
+def check_prefixes_fit(size: int, device: jax.Device) -> None:
+    """Refuses a number of bytes for kept prefixes that does not fit beside a loaded model; see `check_fits`."""
+    free = free_bytes(device)
+    if free is not None and size > free:
+        raise ValueError(
+            f"prefix_cache is {size / _GIB:.2f} GiB, {device} has {free / _GIB:.2f} GiB free; give fewer bytes"
+        )
+
+
 def fits(tree: Any, device: jax.Device) -> bool:
     """Whether arrays of such shapes fit the free memory of a device; True if it is unknown."""
     size = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

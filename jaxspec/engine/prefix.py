@@ -155,7 +155,7 @@ class PrefixStore:
             self._prefixes.append(self._prefixes.pop(at))
         return own, key[1]
 
-    def wants(self, tokens: Sequence[int], owner: Owner | None, num_bytes: int) -> bool:
+    def wants(self, tokens: Sequence[int] | np.ndarray, owner: Owner | None, num_bytes: int) -> bool:
         """Returns whether a text has enough tokens that are not kept, and its caches, of `num_bytes`, may be kept."""
         with self._lock:
             kept = [

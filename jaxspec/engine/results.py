@@ -49,17 +49,19 @@ class Score(NamedTuple):
     Attributes:
       tokens: the token ids.
       log_probs: their log-probabilities under the model's own distribution (temperature 1, no filter).
-      greedy: whether each one is the most likely token.
+      top_tokens: the most likely token in place of each one.
+      top_log_probs: the log-probabilities of the most likely tokens.
 
     Examples:
-      >>> score = Score([7, 8], [-0.5, -1.0], [True, False])
+      >>> score = Score([7, 8], [-0.5, -1.0], top_tokens=[7, 9], top_log_probs=[-0.5, -0.75])
       >>> score.log_prob, score.is_greedy
       (-1.5, False)
     """
 
     tokens: list[int]
     log_probs: list[float]
-    greedy: list[bool]
+    top_tokens: list[int]
+    top_log_probs: list[float]
 
     @property
     def log_prob(self) -> float:
@@ -67,9 +69,14 @@ class Score(NamedTuple):
         return math.fsum(self.log_probs)
 
     @property
+    def greedy(self) -> list[bool]:
+        """Whether each token is the most likely one."""
+        return [token == top for token, top in zip(self.tokens, self.top_tokens, strict=True)]
+
+    @property
     def is_greedy(self) -> bool:
         """Whether greedy decoding generates the continuation."""
-        return all(self.greedy)
+        return self.tokens == self.top_tokens
 
 
 def played_rounds(tokens: Iterable[Token]) -> list[tuple[int, int]]:

@@ -43,10 +43,9 @@ def scores(
         arrays = loop.put((tokens, length, first))
         chunk_size = min(buckets.prefill_chunk_size(capacity, loop.platform), _MAX_CHUNK, capacity)
         static = {"config": loop.config, "chunk_size": chunk_size, "merged": loop.mesh is None}
-        log_probs, greedy = fetched(loop.executables.call(compiled.score, params, *arrays, **static))
+        numbers = fetched(loop.executables.call(compiled.score, params, *arrays, **static))
         for row, index in enumerate(batch):
             scored = slice(first[row], length[row])
-            found[index] = Score(
-                list(texts[index][1][scored]), log_probs[row, scored].tolist(), greedy[row, scored].tolist()
-            )
+            log_probs, top_tokens, top_log_probs = (one[row, scored].tolist() for one in numbers)
+            found[index] = Score(list(texts[index][1][scored]), log_probs, top_tokens, top_log_probs)
     return [score for score in found if score is not None]

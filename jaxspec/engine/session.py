@@ -19,9 +19,10 @@ from jaxspec.engine import buckets, compiled
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.penalty_rows import Settings
-from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
+from jaxspec.engine.prefix import Prefix, PrefixStore
 from jaxspec.engine.requests import RowRequest, drawn_apart, filters_used, needs_sampling
 from jaxspec.engine.results import Token
+from jaxspec.engine.reuse import Reuse
 from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched
@@ -151,8 +152,8 @@ class Session:
         self._rows: list[_Held | None] = []
         # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
         self._refills: deque[_Refill] = deque()
-        self._max_batch, self._prefixes = max_batch, prefixes
-        self._owner = None if prefixes is None else Owner.of(strategy.drafter, params.drafter)
+        self._max_batch = max_batch
+        self._reuse = None if prefixes is None else Reuse(prefixes, loop, params, strategy.drafter)
         # The texts from which requests continue, by index, until their prefill begins.
         self._found: dict[int, Prefix] = {} if prefix is None else {0: prefix}
         self._state: DecodeState | None = None
@@ -180,8 +181,8 @@ class Session:
 
     def warm_up(self, longest: int) -> None:
         """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
-        if self._prefixes is not None:
-            self._prefixes = PrefixStore(0)  # the texts are not real
+        if self._reuse is not None:  # the texts are not real
+            self._reuse = Reuse(PrefixStore(0), self.loop, self._params, self._drafter)
         first = [held.request for held in list(self._waiting)[: self._max_batch]]
         self._parts = self._parts_of(first)
         arguments, static = self._first_arguments(first)
@@ -260,7 +261,7 @@ class Session:
 
         A request waits if its beginning is being fed for one of `fed`: it will continue from the caches of that one.
         """
-        held = next((held for held in self._waiting if not self._awaits(held.request, fed)), None)
+        held = next((held for held in self._waiting if not self._awaits(held, fed)), None)
         if held is None:
             return None
         self._waiting.remove(held)
@@ -300,7 +301,7 @@ class Session:
         requests = [empty if held is None else held.request for held in first]
         self._parts = self._parts_of(requests)
         arguments, static = self._first_arguments(requests)
-        arguments += self._caches([held and held.index for held in first], requests, arguments[2])
+        arguments += self._caches([None if held is None else held.index for held in first], arguments[2])
         if (
             self.loop.mesh is None
             and any(request.max_new_tokens > 1 for request in requests)
@@ -374,108 +375,56 @@ class Session:
         arguments, static = self._refill_arguments(short)
         return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
 
-    # Reuse of prefixes
+    def _awaits(self, held: _Held, fed: Sequence[RowRequest]) -> bool:
+        if self._reuse is None or not fed:
+            return False
+        return self._reuse.is_being_fed(held.request.prompt, [request.prompt for request in fed])
 
     def _continued(self, held: _Held) -> _Held:
         """Returns a request with the position from which it has to be fed, and notes the text that it continues."""
-        if self._prefixes is None or held.index in self._found:
+        if self._reuse is None or held.index in self._found:
             return held
-        prefix, start = self._find(held.request.prompt)
+        prefix, start = self._reuse.find(held.request.prompt)
         if prefix is not None:
             self._found[held.index] = prefix
         return dataclasses.replace(held, request=dataclasses.replace(held.request, start=start))
 
-    def _find(self, prompt: Sequence[int]) -> tuple[Prefix | None, int]:
-        assert self._prefixes is not None
-        return self._prefixes.find(prompt, self._drafter, self._owner, self.loop.config)
-
-    def _awaits(self, request: RowRequest, fed: Sequence[RowRequest]) -> bool:
-        """Whether the prompt begins with enough tokens that are now being fed for other requests."""
-        if self._prefixes is None or not fed:
-            return False
-        common = max(num_common(request.prompt, other.prompt) for other in fed)
-        size = self._num_bytes(common)
-        return self._prefixes.wants(request.prompt[:common], self._owner, size)
-
-    def _num_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of the caches of a text."""
-        arguments, static = self._empty(1, buckets.bucket(num_tokens))
-        shapes = self._executables.shapes(compiled.empty_caches, *arguments, **static)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
     def _feed_shared(self, requests: Sequence[RowRequest]) -> None:
         """Feeds tokens with which several prompts begin once, in a row of their own, and keeps the caches."""
-        if self._prefixes is None:
-            return
-        while True:
-            held = [self._find(request.prompt)[1] for request in requests]
-            shared = shared_beginning([one.prompt for one in requests], held, self._prefixes.min_tokens)
-            if shared is None or not self._prefixes.wants(
-                tokens := requests[shared[0]].prompt[: shared[1]], self._owner, self._num_bytes(shared[1])
-            ):
+        while self._reuse is not None:
+            tokens = self._reuse.shared([request.prompt for request in requests])
+            if tokens is None:
                 return
-            alone = dataclasses.replace(requests[shared[0]], prompt=tokens, max_new_tokens=1)
+            alone = dataclasses.replace(requests[0], prompt=tuple(tokens), max_new_tokens=1)
             alone = self._continued(_Held(-1, alone)).request
             capacity = buckets.start_capacity([alone], self._drafter.reach)
             arguments, static = self._prefill_arguments([alone], capacity, self._parts_of([alone]))
-            arguments += self._caches([-1], [alone], arguments[2])
-            state, _ = self._executables.call(compiled.prefill, *arguments, **static)
-            absorbed = self._drafter.absorbed(state.drafter_state)
-            self._keep_caches(0, np.array([*tokens, -1]), Caches(state.cache, absorbed))
+            kept = self._caches([-1], arguments[2])
+            state, _ = self._executables.call(compiled.prefill, *arguments, *kept, **static)
+            caches = Caches(state.cache, self._drafter.absorbed(state.drafter_state))
+            self._reuse.keep(0, np.array([*tokens, -1]), caches)
 
-    def _empty(self, batch: int, capacity: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of `compiled.empty_caches`."""
-        mesh = self.loop.mesh
-        static = {"config": self.loop.config, "capacity": capacity, "merged": mesh is None, "mesh": mesh}
-        return (self._params, self._drafter, self.loop.put(np.ones(batch, np.int32))), static
+    def _caches(self, indices: Sequence[int | None], request: decoding.Request) -> tuple[Caches, ...]:
+        """Returns the caches from which the rows of a prefill continue, as its last argument; () if they are empty.
 
-    def _caches(
-        self, indices: Sequence[int | None], requests: Sequence[RowRequest], request: decoding.Request
-    ) -> tuple[Caches, ...]:
-        """Returns the caches from which a prefill continues, as its last argument; () if all rows begin at 0.
-
-        With a store they are also passed if all rows begin at 0, so that there is only one program.
+        With a store, empty ones are returned too, so that there is only one program.
         """
         found = [None if index is None else self._found.pop(index, None) for index in indices]
-        batch, capacity = request.tokens.shape
-        mesh = self.loop.mesh
         used_up = next((prefix.caches for prefix in found if prefix is not None and not prefix.kept), None)
         if used_up is not None:
+            capacity = request.tokens.shape[1]
             if capacity > used_up.cache.capacity:
-                used_up = self._executables.call(compiled.grow, used_up, capacity=capacity, mesh=mesh)
-            return (used_up,)
-        if self._prefixes is None:
-            return ()
-        (params, drafter, _), static = self._empty(batch, capacity)
-        arguments = params, drafter, request.length
-        caches = self._executables.call(compiled.empty_caches, *arguments, **static)
-        for row, prefix in enumerate(found):
-            if prefix is not None:
-                numbers = self.loop.put((np.int32(row), np.int32(0)))
-                whole = prefix.caches.absorbed is not None
-                own = caches if whole else Caches(caches.cache)
-                own = self._executables.call(
-                    compiled.insert, own, numbers[0], prefix.caches, numbers[1], mesh=mesh
+                used_up = self._executables.call(
+                    compiled.grow, used_up, capacity=capacity, mesh=self.loop.mesh
                 )
-                caches = own if whole else dataclasses.replace(caches, cache=own.cache)
-        return (caches,)
+            return (used_up,)
+        return () if self._reuse is None else (self._reuse.caches(found, request),)
 
     def _keep(self, row: int) -> None:
-        """Keeps the caches of a row in the store if they hold enough tokens that it lacks."""
-        state = self._state
-        if self._prefixes is None or state is None:
-            return
-        tokens = fetched(state.tokens)[row, : self._lengths[row]]
-        caches = self.strategy.caches(state)
-        self._keep_caches(row, tokens, Caches(caches.cache) if self._owner is None else caches)
-
-    def _keep_caches(self, row: int, tokens: np.ndarray, caches: Caches) -> None:
-        assert self._prefixes is not None
-        if self._prefixes.wants(tokens, self._owner, self._num_bytes(len(tokens))):
-            slots = min(buckets.bucket(len(tokens) - 1), caches.cache.capacity)
-            number = self.loop.put(np.int32(row))
-            kept = self._executables.call(compiled.take, caches, number, slots=slots, mesh=self.loop.mesh)
-            self._prefixes.add(Prefix(tokens, kept, owner=self._owner))
+        """Keeps the caches of a row for later texts."""
+        if self._reuse is not None and self._state is not None:
+            tokens = fetched(self._state.tokens)[row, : self._lengths[row]]
+            self._reuse.keep(row, tokens, self.strategy.caches(self._state))
 
     def _feed(self) -> list[Update]:
         """Feeds some chunks of the first refill; after the last chunk its rows begin."""
@@ -516,7 +465,7 @@ class Session:
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
-        caches = self._caches([held and held.index for held in rows.values()], requests, arguments[2])
+        caches = self._caches([None if held is None else held.index for held in rows.values()], arguments[2])
         return (*arguments, *caches), static
 
     def _insert(self, rows: dict[int, _Held | None], others: DecodeState, emitted: Emitted) -> list[Update]:
@@ -596,7 +545,7 @@ class Session:
             "eos_ids": eos_ids,
             "keys": jnp.stack(keys),
         }
-        if self._prefixes is not None or any(request.start for request in requests):
+        if self._reuse is not None or any(request.start for request in requests):
             arrays["start"] = np.array([request.start for request in requests], np.int32)
         static = self.loop.prefill_static(longest, capacity)
         return (self._params, parts, decoding.Request(**self.loop.put(arrays))), static

@@ -32,7 +32,7 @@ from jaxspec.model.head import HeadConfig
 # Where a target's own heads lie beside it, each in a directory with the name of its method.
 HEADS_NAME = "heads"
 # Names that authors have given to the file of a head's tensors.
-_SAFE = "*_lm_head.safetensors"
+_SAFE = ("*_lm_head.safetensors", "adapter_model.safetensors")
 _PICKLED = ("*_lm_head.pt", "pytorch_model.bin")
 
 
@@ -100,6 +100,10 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     import huggingface_hub  # slow to import, and needed only here
 
     with huggingface.on_hub(text):
+        # An adapter is fetched without the model in the same repository.
+        found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", "adapter/*"]))
+        if (adapter := _adapter(found)) != found:
+            return adapter
         found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
             found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", *_PICKLED]))
@@ -122,7 +126,9 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
         without a place; one line.
     """
     directory = Path(directory)
-    content: Mapping[str, Any] = read_json(directory / "config.json")
+    directory = _adapter(directory)
+    config = directory / "adapter_config.json"
+    content: Mapping[str, Any] = read_json(config if config.is_file() else directory / "config.json")
     found = _open(directory)
     rows = target.vocab_size
     if num_tokens is not None:
@@ -142,6 +148,12 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
     return dataclasses.replace(head, target=trained_for(directory), rows=rows)
 
 
+def _adapter(directory: Path) -> Path:
+    """Returns the directory `adapter` of a model that is published with one, else the directory itself."""
+    inner = directory / "adapter"
+    return inner if (inner / "adapter_config.json").is_file() else directory
+
+
 def head_leaves(config: HeadConfig) -> list[Entry]:
     """Returns name, shape and sources of every leaf of a head, in the order of the tree `config.shapes`.
 
@@ -152,7 +164,7 @@ def head_leaves(config: HeadConfig) -> list[Entry]:
 
 def _open(directory: Path) -> Tensors:
     """The tensors of the safetensors files, else of a file of PyTorch."""
-    for file in directory.glob(_SAFE):
+    for file in (file for pattern in _SAFE for file in directory.glob(pattern)):
         return tensors.read(file, integers=True)
     if any(directory.glob("*.safetensors")):
         return huggingface.open_tensors(directory, integers=True)

@@ -20,6 +20,8 @@ from jaxspec.heads.kangaroo.network import usual as usual_kangaroo
 from jaxspec.heads.medusa import files as medusa
 from jaxspec.heads.medusa.network import usual as usual_medusa
 from jaxspec.heads.tensors import Entry, Head
+from jaxspec.heads.uno import files as uno
+from jaxspec.heads.uno.network import usual as usual_uno
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.head import HeadConfig
@@ -101,4 +103,5 @@ KINDS: dict[str, Kind] = {
         by_token=medusa.BY_TOKEN,
         trainable=True,
     ),
+    "uno": Kind(uno, usual_uno, Writing(uno.content), trainable=True),
 }

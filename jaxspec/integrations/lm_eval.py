@@ -27,7 +27,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @register_model("jaxspec")
-class JaxspecLM(TemplateLM):
+class JaxspecLM(TemplateLM):  # type: ignore[misc,unused-ignore]  # lm-eval need not be installed
     """A model for `lm_eval.simple_evaluate`.
 
     Args:

@@ -27,7 +27,12 @@ _RESULT = re.compile(rb'\{"(?:key": "|id": "batch_req_)([0-9a-f]{8})-([0-9a-f]{3
 
 
 class Shard(NamedTuple):
-    """The part of the prompts that this process answers: those whose hash modulo `total` is `number`."""
+    """The part of the prompts that this process answers: those whose hash modulo `total` is `number`.
+
+    Examples:
+      >>> Shard(0, 1) == ALL
+      True
+    """
 
     number: int = 0
     total: int = 1
@@ -97,6 +102,10 @@ class Line(NamedTuple):
       content: its JSON object; None if there is none.
       error: the reason, if there is none.
       end: the number of bytes of the file up to the end of the line.
+
+    Examples:
+      >>> Line(bytes(16), {"prompt": "ab"}, None, 17).error is None
+      True
     """
 
     digest: bytes
@@ -110,6 +119,14 @@ def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
 
     Raises:
       FileNotFoundError: there is no such file; before the first line.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     path = Path(directory) / "prompts.jsonl"
+      ...     _ = path.write_text('{"prompt": "ab"}')
+      ...     [line.content for line in read_lines(path)]
+      [{'prompt': 'ab'}]
     """
     if not path.is_file():
         raise FileNotFoundError(f"{no_file(path)}; give a file with one JSON object per line")
@@ -166,6 +183,17 @@ class Results:
     Raises:
       ValueError: another process writes the file, it is not such a file, or it has results of another job.
       OSError: the file cannot be read or written.
+
+    Examples:
+      >>> import tempfile
+      >>> line = Line(bytes(16), {"prompt": "ab"}, None, 17)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     path = Path(directory) / "results.jsonl"
+      ...     with Results(path, {"model": "tiny"}) as results:
+      ...         results.add(line, {"key": results.key(line), "text": "abab"})
+      ...     with Results(path, {"model": "tiny"}) as results:
+      ...         line.digest in results.done
+      True
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any]) -> None:

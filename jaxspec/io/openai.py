@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.host.messages import fitted, shown
@@ -337,6 +337,20 @@ def error_of(message: str, kind: str, param: str | None = None, code: str | None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class TokenScore(NamedTuple):
+    """The log-probability of one token of a text.
+
+    Attributes:
+      text: the text of the token.
+      log_prob: None for the first token of a prompt.
+      top: text and log-probability of the most likely token, if that is another one.
+    """
+
+    text: str
+    log_prob: float | None
+    top: tuple[str, float] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """New text of one choice.
@@ -344,15 +358,14 @@ class Part:
     Attributes:
       index: the index of the choice.
       text: the text.
-      tokens: pairs of the text and the log-probability of each token, None for the first token of a prompt; () if they
-        were not requested.
+      tokens: the log-probability of each token; () if they were not requested.
       finish_reason: None before the end.
       offset: the number of characters of the choice before the first token.
     """
 
     index: int
     text: str = ""
-    tokens: Sequence[tuple[str, float | None]] = ()
+    tokens: Sequence[TokenScore] = ()
     finish_reason: str | None = None
     offset: int = 0
 
@@ -479,23 +492,34 @@ class Responses:
 
     def _log_probs(self, part: Part) -> dict[str, Any]:
         offsets, at = [], part.offset
-        for text, _ in part.tokens:
+        for token in part.tokens:
             offsets.append(at)
-            at += len(text)
+            at += len(token.text)
         return {
-            "tokens": [text for text, _ in part.tokens],
-            "token_logprobs": [_finite(number) for _, number in part.tokens],
-            # The token of the text is always among them, and is the most likely one where one was requested.
-            "top_logprobs": [None if n is None else {text: _finite(n)} for text, n in part.tokens],
+            "tokens": [token.text for token in part.tokens],
+            "token_logprobs": [_finite(token.log_prob) for token in part.tokens],
+            "top_logprobs": list(map(_top, part.tokens)),
             "text_offset": offsets,
         }
 
     def _chat_log_probs(self, part: Part) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
-        for text, number in part.tokens:
+        for text, number, _ in part.tokens:
             own = {"token": text, "logprob": _finite(number), "bytes": list(text.encode())}
             content.append(own | {"top_logprobs": [own] * self.request.top_logprobs})
         return {"content": content, "refusal": None}
+
+
+def _top(token: TokenScore) -> dict[str, float | None] | None:
+    """Returns the token itself and the most likely one; None for the first token of a prompt."""
+    if token.log_prob is None:
+        return None
+    found = {token.text: _finite(token.log_prob)}
+    if token.top is not None:
+        text, number = token.top
+        # Tokens that are parts of characters may have the same text.
+        found[text if text != token.text else f"{text} (the most likely token)"] = _finite(number)
+    return found
 
 
 def _finite(number: float | None) -> float | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxspec.heads.hydra.method import Hydra
     from jaxspec.heads.kangaroo.method import Kangaroo
     from jaxspec.heads.medusa.method import Medusa
+    from jaxspec.heads.uno.method import Uno
     from jaxspec.methods.adaspeed import AdaSPEED, AdaSPEEDProbe
     from jaxspec.methods.asd import ASD
     from jaxspec.methods.auto import Auto
@@ -65,6 +66,7 @@ __all__ = [
     "Resources",
     "Suffix",
     "TokenRecycling",
+    "Uno",
 ]
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from jaxspec.model.lora import Adapted
 from jaxspec.model.quantisation import Outliers, Quantised
 
 # The most rows for which a float32 product on a CPU uses `_few_rows`.
@@ -27,7 +29,7 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
 
 def linear(
     x: jax.Array,
-    weight: jax.Array | Quantised,
+    weight: jax.Array | Quantised | Adapted,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
@@ -38,6 +40,8 @@ def linear(
     x is rounded to int8 if the weight has `outliers`.
     """
     out_dtype = out_dtype or x.dtype
+    if isinstance(weight, Adapted):
+        return linear(x, weight.base, bias, out_dtype) + _low_rank(x, weight).astype(out_dtype)
     if isinstance(weight, Quantised):
         if weight.outliers is not None:
             y = _int8_product(x, weight.packed, weight.outliers)
@@ -59,6 +63,16 @@ def linear(
     y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
+
+
+def _low_rank(x: jax.Array, weight: Adapted) -> jax.Array:
+    """Returns the adapters' result [B, T, *O] for x [B, T, I], zero in the rows without them."""
+    few = linear(x, weight.a) * weight.scale
+    few = jnp.where(weight.rows[:, None, None], few, 0)
+    ends = np.cumsum(weight.sizes)[:-1].tolist()
+    parts = jnp.split(weight.b, ends, axis=weight.axis)
+    wide = [linear(few[:, :, number], part) for number, part in enumerate(parts)]
+    return jnp.concatenate(wide, axis=2 + weight.axis)
 
 
 def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:

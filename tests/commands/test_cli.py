@@ -569,7 +569,7 @@ def test_wrong_options(run, model, arguments, message):
         (["profile", "--model", "MODEL", "--shape", "31m"], "got both --model .* and --shape 31m; give one"),
         (
             ["generat"],
-            "unknown command 'generat'; the commands are generate, chat, compare, bench, profile",
+            "unknown command 'generat'; the commands are generate, chat, batch, serve, compare, bench, profile",
         ),
         (["--verbose"], "--verbose"),
     ],

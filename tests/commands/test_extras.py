@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     "train": ("grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml"),
     "search": ("bayes_opt",),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 
 

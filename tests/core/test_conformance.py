@@ -337,6 +337,8 @@ SAMPLED = [
     tiny.Combination("hydra", "confidence", "block"),
     tiny.Combination("kangaroo", "confidence", "rejection"),
     tiny.Combination("dflash", "constant", "rejection"),
+    tiny.Combination("uno", "confidence", "block"),
+    tiny.Combination("uno-single-pass", "constant", "rejection"),
     tiny.Combination("draft-model-vocab", "constant", "coupled"),
 ]
 # One that matches text, one of each kind of tree, one with a model of its own, and one with the target's layers.

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # is the folder of a head type.
 LAYERS = (
     "jaxspec.model.config",
-    "jaxspec.model.quantisation",
+    "jaxspec.model.quantisation jaxspec.model.lora",
     "jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary jaxspec.model.tree",
     "jaxspec.model.rope",
     "jaxspec.model.cache",
@@ -29,7 +29,7 @@ LAYERS = (
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy jaxspec.verification",
     "jaxspec.choosing",
     "jaxspec.decoding.rows",
-    "jaxspec.decoding.prefilling jaxspec.decoding.rounds",
+    "jaxspec.decoding.prefilling jaxspec.decoding.rounds jaxspec.decoding.scoring",
     "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
     "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter",
     "jaxspec.drafting jaxspec.heads.*.drafter",
@@ -54,6 +54,7 @@ LAYERS = (
     "jaxspec.bench",
     "jaxspec.tuning",
     "jaxspec.aot",
+    "jaxspec.server",
     "jaxspec.cli",
     "jaxspec.__main__",
     "training.data",
@@ -86,6 +87,7 @@ SHARED = (
     *(
         "jaxspec.tuning",
         "jaxspec.aot",
+        "jaxspec.server",
         "jaxspec.cli",
         "training.data",
         "training.losses",
@@ -120,6 +122,7 @@ HOST = (
         "jaxspec.engine",
         "jaxspec.testing",
         "jaxspec.bench",
+        "jaxspec.server",
     ),
     *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),

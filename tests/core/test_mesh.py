@@ -154,6 +154,7 @@ for options in (
     {"method": "draft-model", "num_draft_tokens": 2, "draft": draft},
     {"method": tiny.drafter_of("eagle3", config=lm.config)},
     {"method": tiny.drafter_of("dflash", config=lm.config)},
+    {"method": tiny.drafter_of("uno", config=lm.config)},
 ):
     rows = lm.generate([*prompts, long], max_new_tokens=[1, 10, 10], max_batch=2, **options)
     assert rows[1].tokens == expected[1]

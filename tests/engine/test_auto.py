@@ -251,7 +251,7 @@ def test_observed_times_end_what_a_wrong_table_began():
     for _ in range(40):
         candidate, _, rounds = turn(one)
         learn(one, [(4, 2) if candidate else (0, 0)] * rounds, rounds * (90.0 if candidate else 9.0))
-    late = [chosen.name for chosen in one.chosen[-20:]]
+    late = [chosen.name for chosen in list(one.chosen)[-20:]]
     assert one.chosen[1].name == "ngram"
     assert late.count("off") >= 15
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from jaxspec.decoding import Caches
-from jaxspec.engine import compiled
+from jaxspec.engine import buckets, compiled
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model import cache as kv
 from tests import tiny
 
@@ -23,6 +29,8 @@ PROMPTS = [
     [5, 5, 2, 1],
     [*SYSTEM, 12, 2, 4, 5],
 ]
+# Eight devices divide it.
+SPREAD = dataclasses.replace(tiny.TARGET, vocab_size=16, num_heads=8)
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": True}
 # Their mask follows the tokens that were fed.
 BY_FED_TOKENS = ("asd", "asd-static", "asd-shared", "asd-vocab", "hybrid-asd")
@@ -101,11 +109,11 @@ def test_a_shared_beginning_is_fed_once(monkeypatch):
     fed = fed_by(lm, monkeypatch)
     lm.generate(PROMPTS, method="ngram", **OPTIONS)
     # The beginning that most tokens of two prompts share, then what more is shared by others, and the rest of each.
-    assert fed == [22, 0 + 1 + 8 + 2 + 4 + 4]
+    assert fed == [22, 1 + 8 + 3 + 4 + 3]
     fed.clear()
     lm.prefixes.clear()
     lm.generate(PROMPTS, method="ngram", max_batch=1, **OPTIONS)
-    assert fed == [22, 8, 2, 4, 4]
+    assert fed == [22, 8, 3, 4, 3]
 
 
 def test_a_longer_prompt_is_fed_between_the_rounds_of_other_rows(monkeypatch):
@@ -132,7 +140,7 @@ def test_a_conversation_begins_with_the_kept_system_prompt(name):
     first.send("ba")
     second = lm.chat("ab cd ab ed", method=method, **options)
     answers = [second.send("cc"), second.send("ab")]
-    assert all(answer.statistics.num_reused_tokens > 8 for answer in answers)
+    assert all(answer.statistics.num_reused_tokens > 4 for answer in answers)
     for at, answer in enumerate(answers):
         fresh = lm.generate(messages=second.messages[: 2 + 2 * at], method="autoregressive", **options)
         assert answer.tokens == fresh.tokens
@@ -144,7 +152,6 @@ def test_auto_reuses_caches():
     for _ in range(2):
         results = lm.generate(PROMPTS, **options)
         check_equal("asd", results, fresh)
-        lm.executables.wait()
     assert [result.statistics.num_reused_tokens for result in results] == [21, 26, 10, 0, 23]
 
 
@@ -155,12 +162,12 @@ def test_sampled_texts_are_the_same():
         assert [one.tokens for one in lm.generate(PROMPTS, **options)] == [one.tokens for one in fresh]
 
 
-def test_another_method_uses_the_caches_of_the_target(monkeypatch):
+def test_another_method_uses_the_caches_of_the_target():
     """A head cannot, because it reads hidden states of all tokens."""
     lm = model()
     lm.generate(PROMPTS[0], method="ngram", **OPTIONS)
-    for name, reused in (("draft-model", 21), ("eagle3", 0), ("eagle3", 21), ("draft-model", 21)):
-        method = tiny.drafter_of(name)
+    draft, head = tiny.drafter_of("draft-model"), tiny.drafter_of("eagle3")
+    for method, reused in ((draft, 21), (head, 0), (head, 21), (draft, 21), (tiny.drafter_of("eagle3"), 0)):
         result = lm.generate(PROMPTS[0], method=method, **OPTIONS)
         assert result.statistics.num_reused_tokens == reused
         assert result.tokens == lm.generate(PROMPTS[0], method="autoregressive", **OPTIONS).tokens
@@ -171,9 +178,59 @@ def test_a_warm_model_compiles_nothing_for_the_first_texts():
     lm.warm_up(batch_sizes=(1,), max_tokens=64, method="ngram", ignore_eos=True, logprobs=True)
     compiled_before = lm.executables.num_compilations
     lm.generate(PROMPTS[0], method="ngram", **OPTIONS)
-    # Only the program that takes a row's caches.
-    assert lm.executables.num_compilations - compiled_before == 1
+    # Only the programs that take the caches of 32 and of 64 tokens from a row.
+    assert lm.executables.num_compilations - compiled_before == 2
     assert len(lm.prefixes) == 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+def test_requests_of_a_scheduler(name, monkeypatch):
+    """They arrive at once, and those that share a long beginning wait until it is fed."""
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
+    method, long = tiny.drafter_of(name), SYSTEM * 5
+    prompts = [*PROMPTS, [*long, 1], [*long, 2, 2], [*long, 3]]
+    fresh = model(prefix_cache=None).generate(prompts, method=method, **OPTIONS)
+    lm = model()
+    scheduler, results = Scheduler(lm, max_batch=8), {}
+    fed = fed_by(lm, monkeypatch)
+    numbers = [scheduler.add(prompt, method=method, **OPTIONS) for prompt in prompts]
+    while not scheduler.idle:
+        results |= {event.id: event.result for event in scheduler.step() if event.result is not None}
+    check_equal(name, [results[number] for number in numbers], fresh)
+    assert sum(fed) < 22 + 8 + 11 + 4 + 4 + 101 + 3 + 2 + 20  # not more than 20 tokens twice
+
+
+@pytest.mark.full
+def test_eight_devices():
+    program = """
+import json, sys
+import jax
+from jaxspec import LanguageModel
+from jaxspec.model.sharding import spread
+from tests import tiny
+from tests.engine.test_prefix import OPTIONS, PROMPTS, SPREAD
+
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+config, params = spread(mesh, SPREAD, tiny.params(SPREAD))
+for name in sys.argv[1:]:
+    lm = LanguageModel(config, params, mesh=mesh, prefix_cache=2**26)
+    lm.prefixes.min_tokens = 4
+    method = jax.device_put(tiny.drafter_of(name, config=config), whole)
+    for _ in range(2):
+        results = lm.generate(PROMPTS, method=method, **OPTIONS)
+    print(json.dumps([[one.tokens for one in results], [one.statistics.num_reused_tokens for one in results]]))
+"""
+    names = ("ngram", "eagle3", "draft-model")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program, *names]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
+    fresh = LanguageModel(SPREAD, tiny.params(SPREAD)).generate(PROMPTS, method="autoregressive", **OPTIONS)
+    for line in done.stdout.splitlines():
+        tokens, reused = json.loads(line)
+        assert tokens == [one.tokens for one in fresh]
+        assert reused == [21, 26, 10, 0, 23]
+    assert len(done.stdout.splitlines()) == len(names)
 
 
 # The store
@@ -237,3 +294,8 @@ def test_a_wrong_size_is_refused(given):
     ) as error:
         model(prefix_cache=given)
     assert "\n" not in str(error.value)
+
+
+def test_more_bytes_than_there_is_memory_are_refused():
+    with pytest.raises(ValueError, match=r"prefix_cache is 1048576.00 GiB, .* free; give fewer bytes"):
+        model(prefix_cache=2**50)

@@ -72,9 +72,9 @@ def test_rows_that_take_the_places_of_others_have_settings_of_their_own(lm, meth
 
 def test_nothing_is_compiled_for_settings_that_nobody_uses():
     neutral = RowRequest((1,), 4, (2,), repetition_penalty=1.0, rules=Rules(min_length=1))
-    assert Settings([neutral]).of([neutral]) is None
+    assert Settings.for_all([neutral]).of([neutral]) is None
     some = dataclasses.replace(neutral, presence_penalty=0.5)
-    penalties = Settings([neutral, some]).of([neutral])
+    penalties = Settings.for_all([neutral, some]).of([neutral])
     assert penalties.presence.tolist() == [0]
     assert penalties.repetition is penalties.banned is None
 
@@ -83,7 +83,7 @@ def test_bans_hold_where_transformers_has_them():
     rules = Rules((7,), (8,), ((9,), (3, 4), (2,)), 3, 2, 99)
     one = RowRequest((1, 5), 4, (2,), rules=rules)
     other = RowRequest((1,), 4, (), rules=Rules(min_length=9))
-    penalties = Settings([one, other]).of([one, other])
+    penalties = Settings.for_all([one, other]).of([one, other])
     always = 2**31 - 1
     # An end-of-text token does not count as a bad word. `min_new_tokens`, here 2, has precedence over `min_length`.
     assert penalties.banned[0].tolist() == [7, 9, 8, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -43,3 +45,17 @@ def folder(tmp_path_factory):
     huggingface.save(folder, config, llama.init_params(config, jax.random.key(0), scale=2.0), np.float32)
     bpe_tokenizer.save(words, folder, 128)
     return folder
+
+
+@pytest.fixture(scope="module")
+def own_text():
+    """Returns the target's greedy texts, packed."""
+    config = dataclasses.replace(tiny.engine_config(TARGET), eos_token_ids=())
+    model = LanguageModel(config, tiny.params(TARGET), tiny.tokenizer())
+    prompts = [[1 + i % 12, (7 * i + 3) % 12] for i in range(24)]
+    texts = [one.tokens for one in model.generate(prompts, max_new_tokens=14)]
+    encoded = [
+        packing.Encoded(np.array([*prompt, *text], np.int32), np.ones(2 + len(text), bool))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return packing.pack(encoded, 32)

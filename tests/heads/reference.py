@@ -286,6 +286,79 @@ def dflash_logits(
     return said
 
 
+def uno_logits(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    target: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Sequence[int],
+    noise: Sequence[int],
+    gate: int = 1,
+) -> np.ndarray:
+    """Returns the logits of each row of a block of Uno, float64[len(noise) + 1, V].
+
+    Args:
+      content: the adapter's `adapter_config.json`.
+      tensors: the adapter's, by their published names.
+      target, params: of the target.
+      tokens: the committed tokens, the last of which is pending.
+      noise: the tokens after them.
+      gate: the first row of the block, counted from the pending one, to which the adapters apply.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET
+      >>> shapes = {f"self_attn.{name}_proj": (16, out) for name, out in zip("qkvo", (16, 8, 8, 16))}
+      >>> shapes |= {"mlp.gate_proj": (16, 24), "mlp.up_proj": (16, 24), "mlp.down_proj": (24, 16)}
+      >>> tensors = {}
+      >>> for layer in range(2):
+      ...     for name, (inputs, outputs) in shapes.items():
+      ...         prefix = f"base_model.model.model.layers.{layer}.{name}"
+      ...         tensors |= {f"{prefix}.lora_A.weight": np.ones((1, inputs))}
+      ...         tensors |= {f"{prefix}.lora_B.weight": np.ones((outputs, 1))}
+      >>> weights = reference.random_params(TARGET, seed=0)
+      >>> uno_logits({"r": 1, "lora_alpha": 1}, tensors, TARGET, weights, [1, 2, 3], [4]).shape
+      (2, 13)
+    """
+    wide, scale = reference.as_float64(params), content["lora_alpha"] / content["r"]
+    every, group = [*tokens, *noise], target.num_heads // target.num_kv_heads
+    gated = (np.arange(len(every)) >= len(tokens) - 1 + gate)[:, None]
+    behind = np.tril(np.ones((len(every), len(every)), bool))
+    x = wide["embed"][every]
+    for number, layer in enumerate(wide["layers"]):
+
+        def product(x: np.ndarray, name: str, weight: np.ndarray, number: int = number) -> np.ndarray:
+            prefix = f"base_model.model.model.layers.{number}.{name}_proj.lora_"
+            a, b = (np.asarray(tensors[f"{prefix}{one}.weight"], np.float64) for one in "AB")
+            summed: np.ndarray = x @ weight.T + np.where(gated, scale * (x @ a.T @ b.T), 0)
+            return summed
+
+        p = layer["attention"]
+        fused = p["qkv"].reshape(target.num_kv_heads, group + 2, target.head_dim, -1)
+        normed = _norm(x, p["norm"], target.rms_norm_eps)
+        heads = {}
+        for name, part in (("q", fused[:, :group]), ("k", fused[:, group]), ("v", fused[:, group + 1])):
+            out = product(normed, f"self_attn.{name}", part.reshape(-1, target.hidden_size))
+            heads[name] = out.reshape(len(every), -1, target.head_dim).swapaxes(0, 1)
+        for name in "qk" if target.qk_norm else "":
+            heads[name] = _norm(heads[name], p[f"{name}_norm"], target.rms_norm_eps)
+        mixed = []
+        for head, query in enumerate(heads["q"]):
+            query, key = (reference._rotate(target, one, 1) for one in (query, heads["k"][head // group]))
+            scores = np.where(behind, query @ key.T / math.sqrt(target.head_dim), -np.inf)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ heads["v"][head // group])
+        x = x + product(np.concatenate(mixed, axis=-1), "self_attn.o", p["out"])
+        p = layer["mlp"]
+        normed = _norm(x, p["norm"], target.rms_norm_eps)
+        gate_up = _silu(product(normed, "mlp.gate", p["gate_up"][0])) * product(
+            normed, "mlp.up", p["gate_up"][1]
+        )
+        x = x + product(gate_up, "mlp.down", p["down"])
+    head_matrix = wide["embed"] if target.tie_embeddings else wide["head"]
+    said: np.ndarray = _norm(x, wide["norm"], target.rms_norm_eps)[len(tokens) - 1 :] @ head_matrix.T
+    return said
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     out: np.ndarray = x / (1 + np.exp(-x))
     return out

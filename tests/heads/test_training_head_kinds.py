@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jaxspec
-from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import files as heads
 from jaxspec.heads.hydra import network as hydra
 from jaxspec.heads.hydra.drafter import Hydra
@@ -34,7 +33,6 @@ from tests.heads.test_training_heads import (
     drawn,
     run,
 )
-from training.data import packing
 from training.heads import kinds
 from training.heads import measure as drafts
 from training.heads import train as command
@@ -163,20 +161,6 @@ def test_the_loss_is_the_papers(name, batch):
         assert np.abs(leaf).max() > 0, path
 
 
-@pytest.fixture(scope="module")
-def own_text():
-    """Returns the target's greedy texts, packed."""
-    config = dataclasses.replace(tiny.engine_config(TARGET), eos_token_ids=())
-    model = LanguageModel(config, tiny.params(TARGET), tiny.tokenizer())
-    prompts = [[1 + i % 12, (7 * i + 3) % 12] for i in range(24)]
-    texts = [one.tokens for one in model.generate(prompts, max_new_tokens=14)]
-    encoded = [
-        packing.Encoded(np.array([*prompt, *text], np.int32), np.ones(2 + len(text), bool))
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return packing.pack(encoded, 32)
-
-
 @pytest.mark.representatives("kangaroo")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_acceptance_rises(name, own_text):
@@ -254,12 +238,14 @@ def test_a_vocabulary_is_eagle3s_alone(tmp_path):
 def typed(folder, name: str, *more: str, kind: str) -> list[str]:
     given = arguments(folder, name, *more, kind=kind)
     at = given.index("--test-steps")
-    own = [] if kind == "kangaroo" else ["--num-heads", "2"]
+    own = {"kangaroo": [], "uno": ["--lora-rank", "4", "--block-sizes", "2", "4", "--block-steps", "2"]}.get(
+        kind, ["--num-heads", "2"]
+    )
     return [*given[:at], *given[at + 2 :], *own]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno"])
 def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0
     given = typed(folder, f"{kind}-stopped", "--steps", "6", "--card-prompts", "0", kind=kind)
@@ -275,6 +261,7 @@ def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     card = (folder / f"{kind}-whole" / "README.md").read_text()
     assert f"--method {kind}" in card
     assert "| token 1 | token 2 |" in card
+    assert ("Tokens per round by the length of the draft:" in card) == (kind == "uno")
     lm = jaxspec.load(folder)
     assert heads.read_head(folder / f"{kind}-whole", lm.config).target == lm.fingerprint
 

@@ -337,7 +337,7 @@ def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, me
     """The mask depends on all live rows: equal randomness in another row would reveal the next draws."""
     apart = []
     monkeypatch.setattr(
-        "jaxspec.engine.language_model.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
+        "jaxspec.engine.session.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
     )
     second = {"second": "asd"} if method == "hybrid" else {}
     shared.stream(

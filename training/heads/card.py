@@ -10,10 +10,17 @@ from training.reports.card import made_by
 
 
 class Decoded(NamedTuple):
-    """What the decoder made of held-out prompts of one kind, by prompt and turn: with the head, and without."""
+    """What the decoder made of held-out prompts of one kind, by prompt and turn.
+
+    Attributes:
+      drafted: with the head and its usual draft length.
+      plain: without it.
+      by_length: with other draft lengths.
+    """
 
     drafted: Taken
     plain: Taken
+    by_length: Mapping[int, Taken] = {}
 
 
 def write(
@@ -27,6 +34,7 @@ def write(
     step: int,
     measured: Mapping[str, float],
     decoded: Mapping[str, Decoded],
+    unit: str = "nats per token",
 ) -> str:
     """Writes the card of a head as Markdown.
 
@@ -41,6 +49,7 @@ def write(
       step: of the exported checkpoint.
       measured: what was measured there.
       decoded: by kind of work.
+      unit: of the loss.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
@@ -56,7 +65,7 @@ def write(
         f"| size | {record['parameters']:,} parameters, {size / 1e6:.2f} MB |",
         f"| vocabulary | {'the whole one' if tokens is None else f'{tokens:,} tokens'} |",
         f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
-        f"| held-out loss | {measured['held_out_loss']:.4f} nats per token |",
+        f"| held-out loss | {measured['held_out_loss']:.4f} {unit} |",
         *(
             f"| data, {kind} | {documents:,} documents, {record['tokens']['training'][kind]:,} tokens, "
             f"{record['tokens']['held_out'][kind]:,} held out |"
@@ -73,7 +82,15 @@ def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
     """How the head drafts, a row for each kind of work and one for all."""
     if not decoded:
         return []
-    every = Decoded(*([texts for one in decoded.values() for texts in one[i]] for i in range(2)))
+    lengths = next(iter(decoded.values())).by_length
+    every = Decoded(
+        [texts for one in decoded.values() for texts in one.drafted],
+        [texts for one in decoded.values() for texts in one.plain],
+        {
+            length: [texts for one in decoded.values() for texts in one.by_length[length]]
+            for length in lengths
+        },
+    )
     rows = {**decoded, "all": every}
     shares = {name: acceptance_by_position(one.drafted) for name, one in rows.items()}
     longest = max(map(len, shares.values()))
@@ -94,6 +111,15 @@ def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
         figures = [_figure(length), _figure(speed), *map(_figure, shares[name])]
         cells = [name, f"{len(one.drafted)}", *figures, *["-"] * (longest - len(shares[name]))]
         lines.append("| " + " | ".join(cells) + " |")
+    if lengths:
+        lines += ["", "Tokens per round by the length of the draft:", ""]
+        lines += [
+            "| held-out prompts | " + " | ".join(map(str, lengths)) + " |",
+            "|---" * (1 + len(lengths)) + "|",
+        ]
+        for name, one in rows.items():
+            shown = [_figure(acceptance(taken)["mean_acceptance_length"]) for taken in one.by_length.values()]
+            lines.append(f"| {name} | " + " | ".join(shown) + " |")
     return lines
 
 

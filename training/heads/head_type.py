@@ -45,6 +45,9 @@ class HeadOptions:
       fc_norm: EAGLE-3 norms each auxiliary hidden state before it fuses them (EAGLE-3.1).
       norm_output: EAGLE-3 reads its own normed output for tokens that the target has not run (EAGLE-3.1).
       exit_layer: Kangaroo reads the output of the target's first layers, this number of them. Default 2.
+      lora_rank: the rank of Uno's adapters. Default 16.
+      block_sizes: the tokens of Uno's blocks in training, the pending one included, one size after the other.
+      block_steps: the steps of each of these sizes; the last one stays.
     """
 
     intermediate_size: int | None = None
@@ -60,12 +63,20 @@ class HeadOptions:
     fc_norm: bool = False
     norm_output: bool = False
     exit_layer: int | None = None
+    lora_rank: int | None = None
+    block_sizes: tuple[int, ...] = (2, 4, 6, 8)
+    block_steps: int = 500
 
     def __post_init__(self):
-        for name in ("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"):
+        for name in (
+            *("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"),
+            *("lora_rank", "block_steps"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a whole number of at least 1")
+        if not self.block_sizes or min(self.block_sizes) < 2:
+            raise ValueError(f"block_sizes is {self.block_sizes}; give whole numbers of at least 2")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"step_decay is {self.step_decay}; give a number above 0, and at most 1")
         pair = self.feature_weight, self.token_weight
@@ -83,11 +94,15 @@ class Kind(NamedTuple):
         network and its first parameters, float32.
       loss: (network, options, the head's tokens) → the loss.
       options: the names of the fields of `HeadOptions` that apply.
+      unit: the unit of the loss.
+      lengths: draft lengths for which the card reports the tokens per round, beside those of the usual length.
     """
 
     init: Callable[[HeadOptions, LlamaConfig, Params, np.ndarray | None, int], tuple[Network, Params]]
     loss: Callable[[Any, HeadOptions, np.ndarray | None], Loss]
     options: tuple[str, ...]
+    unit: str = "nats per token"
+    lengths: tuple[int, ...] = ()
 
 
 def begin(

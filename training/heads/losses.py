@@ -61,7 +61,7 @@ class Network(Protocol):
 
         Args:
           params: the parameters of the head.
-          embedding: the parameters of the target, of which `embed` is used.
+          embedding: the parameters of the target; only Uno uses more than `embed`.
           batch: packed documents.
           aux_hidden_states: [B, T, F], the auxiliary hidden states of each token.
           steps: the number of steps.

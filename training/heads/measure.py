@@ -29,16 +29,17 @@ def make_measure(
       part: int32[N], the tokens among which it chooses, ascending; None for all.
 
     Returns:
-      see `evaluation.by_kind`: `held_out_loss` (nats per token), `acceptance/I` for each of `NUM_DRAFT_TOKENS` draft
-      tokens, or fewer if the network drafts fewer (the share of the rounds that accept it and all before it), and
-      `mean_acceptance_length`, tokens per round.
+      see `evaluation.by_kind`: `held_out_loss` (per token, see `Kind.unit`), `acceptance/I` for each of
+      `NUM_DRAFT_TOKENS` draft tokens, or fewer if the network drafts fewer (the share of the rounds that accept it and
+      all before it), and `mean_acceptance_length`, tokens per round.
     """
 
     @jax.jit
     def measure(params: Params, given: Params | None, batch: Batch) -> Sums:
         assert given is not None, "a head has a target"
         params = jax.tree.map(lambda leaf: leaf.astype(given["embed"].dtype), params)
-        nothing = Given(jnp.int32(0), seed_key(0), given)
+        # A loss that changes with the steps is measured as it is at the end.
+        nothing = Given(jnp.int32(np.iinfo(np.int32).max), seed_key(0), given)
         sums: Sums = {"held_out_loss": loss(params, batch, nothing)}
         seen = look(network.target, given, batch, network.aux_layers, part)
         outputs = network.outputs(params, given, batch, seen.aux_hidden_states, NUM_DRAFT_TOKENS)

@@ -224,7 +224,7 @@ def _run_loop(
     network, params = begin(kind, options.head, model, part, options.seed, mesh)
     if options.layout != "authors":  # refuses a head that it cannot express
         head_kinds.KINDS[options.kind].layouts[options.layout].content(network.head, options.dtype)
-    same = {
+    same: dict[str, Any] = {
         "job": "training.heads",
         # The flags are part of it, so that the identity of a run without them stays as it was.
         "kind": " ".join(
@@ -243,6 +243,12 @@ def _run_loop(
         "seed": options.seed,
         "held_out": options.data.held_out,
         "data": key[:16],
+        # Options of one kind only.
+        **{
+            name: str(getattr(options.head, name))
+            for name in ("lora_rank", "block_sizes", "block_steps")
+            if name in kind.options
+        },
     }
     if resumed:
         run.refuse_another(directory, None, same)
@@ -300,6 +306,7 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
         step,
         measured,
         decoded,
+        options.made.unit,
     )
     files.write_atomic(options.output / "README.md", text)
     if decoded:
@@ -332,14 +339,22 @@ def _decoded(options: Options, held_out: Kinds, console: Console) -> dict[str, c
         kind: [prompt_options.beginning(document, how, lm) for document in part[: options.card_prompts]]
         for kind, part in held_out.items()
     }
+    for length in options.made.lengths:
+        runs[str(length)] = functools.partial(_of_length, generate, settings | {"num_draft_tokens": length})
     found = {}
     with Progress(console, "card: kind", len(begun)) as progress:
         progress.doing("compiling")
         for done, (kind, ids) in enumerate(begun.items(), 1):
             taken = list(measure_runs([lm], runs, ids, 1, warm=done > 1))
-            found[kind] = card.Decoded(*([one[name] for one in taken] for name in runs))
+            drafted, plain, *others = ([one[name] for one in taken] for name in runs)
+            found[kind] = card.Decoded(drafted, plain, dict(zip(options.made.lengths, others, strict=True)))
             progress.update(done, kind)
     return found
+
+
+def _of_length(generate: Any, settings: dict[str, Any], prompt: Any, turn: int) -> Any:
+    del turn
+    return generate(prompt, **settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import ParallelChain, own_cache
+from jaxspec.drafting.aux_drafter import AuxChain, ParallelChain, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.heads.dflash import network
 from jaxspec.heads.dflash.network import DFlashConfig
@@ -19,7 +19,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class DFlash(ParallelChain):
+class DFlash(ParallelChain, AuxChain):
     """Drafts all tokens of a round in one pass over the pending token and K mask tokens, independently of each other.
 
     The head's cache holds keys and values of committed tokens, from the target's hidden states. Those of a drafted

@@ -1,0 +1,1 @@
+"""Adapters of Uno: network, files, drafter, method."""

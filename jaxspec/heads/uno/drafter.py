@@ -1,0 +1,156 @@
+"""The target drafts a block for itself in one pass: Uno (arXiv 2609.04010)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.drafting.aux_drafter import ParallelChain, TreeChain
+from jaxspec.drafting.chain_drafter import ChainState
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.heads.uno import network
+from jaxspec.heads.uno.network import UnoConfig
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.tree import Shape, Tree
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, Riders, StopRule, View, Weights
+from jaxspec.sampling import Distribution
+from jaxspec.stopping import Constant
+
+# The log-probability at the root of a tree of tokens that the target never chooses.
+_NEVER = -1e30
+
+
+@struct.dataclass
+class Uno(ParallelChain, TreeChain):
+    """Runs the target over the pending token and K − 1 noise tokens, with adapters on the noise tokens' rows.
+
+    The first draft token has the target's own distribution, so it is always accepted, and verification need not run the
+    pending token. The keys and values of the noise tokens are in the target's cache after the pending token's, until
+    verification overwrites them.
+
+    `params.drafter` are the adapters.
+
+    Attributes:
+      config: the target's configuration.
+      head: the adapters' configuration.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K.
+      tree: the size or the shape of a draft tree of depth K; None for a chain.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: UnoConfig = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=8)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Drafts in the target's cache."""
+        target, own = params.target, params.drafter
+        tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
+        hidden, cache = network.run(self.config, target, self.head, own, tokens, view.start, view.cache)
+        logits = network.logits(own, self.config, target, hidden)
+        if self.tree is None:
+            proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, own)
+        else:
+            proposal = self._tree_of(logits, keys, params, distribution)
+        return dataclasses.replace(proposal, pending_hidden=hidden[:, :1]), state, cache
+
+    def _tree_of(
+        self, logits: jax.Array, keys: jax.Array, params: Weights, distribution: Distribution
+    ) -> Proposal:
+        """Returns the tree of the rows' logits, float32[B, K, V]."""
+
+        def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
+            del tokens, before, rows  # a row does not know the draft tokens before its own
+            return logits[:, number, None], number + 1
+
+        first = logits[:, 0]
+        if isinstance(self.tree, Dynamic):
+            # The target will draw the first token from this distribution: in a greedy text there is one candidate.
+            first = jnp.maximum(distribution.log_probs(first), _NEVER)
+        return self.draft_tree(level, 1, first, keys, params, distribution)[0]
+
+
+@struct.dataclass
+class UnoSinglePass(ParallelChain):
+    """Drafts within the verification of the draft before, so that a round is one pass of the target.
+
+    Under each of the K + 1 beginnings of the verified draft there are K noise tokens, in the places of the token that
+    the target will draw after this beginning and of those after it. Row i of the noise gives the distribution of the
+    token i places after the drawn one. The rows under the accepted beginning are the next draft: its tokens do not know
+    the pending token, and the first is not certain to be accepted.
+
+    `params.drafter` are the adapters. The state's `own` are the hidden states [B, K, D] of the next draft.
+
+    Attributes:
+      config: the target's configuration.
+      head: the adapters' configuration.
+      rule: when to stop before K tokens.
+      num_draft_tokens: K.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: UnoConfig = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=8)
+
+    @property
+    def verify_widths(self) -> tuple[int, ...]:
+        """The width of verification, K + 1; a shorter draft would save few of its rows."""
+        return (self.num_draft_tokens + 1,)
+
+    @property
+    def reach(self) -> int:
+        """The rows of a verification, (K + 1)²: K + 1 of the draft, and K of noise after each of them."""
+        return (self.num_draft_tokens + 1) ** 2
+
+    def taking_turns(self) -> Drafter:
+        """Refuses: in a round of another drafter there is no noise."""
+        raise ValueError(
+            "uno with single_pass drafts in its own verifications; give it all rounds, or two passes"
+        )
+
+    def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
+        """Returns the state of a new text, with a draft by a pass of its own."""
+        tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
+        hidden, _ = network.run(
+            self.config, params.target, self.head, params.drafter, tokens, view.start, view.cache
+        )
+        return super().init(params, view, prefill)._replace(own=hidden)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
+    ) -> tuple[Proposal, ChainState, KVCache]:
+        """Draws the tokens of the draft; the target's cache is returned as it was."""
+        logits = network.logits(params.drafter, self.config, params.target, state.own)
+        proposal, state = self.draft_said(logits, state.own, keys, state, view, distribution, params.drafter)
+        return proposal, state, view.cache
+
+    def riders(self, params: Weights, view: View, proposal: Proposal) -> Riders:
+        """Returns K noise tokens under each beginning of the draft, in the order of the beginnings."""
+        count = self.num_draft_tokens
+        parents = list(range(-1, count - 1))
+        for ahead in range(count + 1):
+            parents += [ahead - 1, *range(len(parents), len(parents) + count - 1)]
+        last = jnp.concatenate([view.pending[:, None], proposal.tokens], axis=1)[:, :, None]
+        places = jnp.arange(count + 1)[:, None] + jnp.arange(1, count + 1)
+        places = view.start[:, None, None] + places
+        noise = network.noise(self.head, jnp.broadcast_to(last, places.shape), places)
+        rows = jnp.arange((count + 1) ** 2) > count
+        adapted = network.adapted(self.config, params.target, self.head, params.drafter, rows)
+        return Riders(noise.reshape(noise.shape[0], -1), Shape(tuple(parents)), adapted)
+
+    def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
+        """Keeps the hidden states under the accepted beginning, and updates the stop rule."""
+        assert outcome.ridden is not None, "the loop must run the riders"
+        batch, _, width = outcome.ridden.shape
+        under = outcome.ridden.reshape(batch, self.num_draft_tokens + 1, self.num_draft_tokens, width)
+        own = jnp.take_along_axis(under, outcome.accepted[:, None, None, None], axis=1)[:, 0]
+        return super().observe(params, state._replace(own=own), outcome)

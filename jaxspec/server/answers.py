@@ -1,0 +1,220 @@
+"""From a request of the API to the arguments of the scheduler, and from pieces to the parts of a response."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.requests import batch_of
+from jaxspec.engine.results import Score
+from jaxspec.engine.text import RowText
+from jaxspec.host.messages import shown
+from jaxspec.io.embedded import embedded_names
+from jaxspec.io.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
+from jaxspec.methods import Method, registry
+from jaxspec.server.engine_thread import Job, News, Unavailable
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """The prompts of a request.
+
+    Attributes:
+      ids: the token ids of each.
+      texts: the text of each, for `echo`.
+    """
+
+    ids: Sequence[Sequence[int]]
+    texts: Sequence[str]
+
+
+def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
+    """Returns the prompts of a request.
+
+    Raises:
+      ValueError: a text cannot be encoded, a message is wrong, or there is no chat template.
+    """
+    assert lm.tokenizer is not None
+    if request.is_chat:
+        (messages,), _ = batch_of(None, list(request.messages))
+        variables = request.options.get("chat_template_kwargs")
+        return Prompts([lm.encode(messages, chat_template_kwargs=variables)], [""])
+    ids, texts = [], []
+    for prompt in request.prompts:
+        ids.append(lm.encode(prompt) if isinstance(prompt, str) else prompt)
+        texts.append(prompt if isinstance(prompt, str) else decoded(lm, prompt) if request.echo else "")
+    return Prompts(ids, texts)
+
+
+def decoded(lm: LanguageModel, ids: Sequence[int]) -> str:
+    """Returns the text of token ids.
+
+    Raises:
+      ValueError: an id is outside the vocabulary.
+    """
+    for one in ids:
+        if not 0 <= one < lm.config.vocab_size:
+            raise ValueError(
+                f"token id {one} is outside the vocabulary; ids are from 0 to {lm.config.vocab_size - 1}"
+            )
+    assert lm.tokenizer is not None
+    return lm.tokenizer.decode(ids)
+
+
+def rows_of(
+    lm: LanguageModel, request: ApiRequest, prompts: Prompts, method: Method, seed: int
+) -> list[dict[str, Any]]:
+    """Returns the arguments of `Scheduler.add` for each text: the `n` texts of a prompt beside each other.
+
+    Args:
+      lm: the model.
+      request: the request.
+      prompts: from `encoded`.
+      method: the method of requests that name none.
+      seed: the seed of requests that give none.
+
+    Raises:
+      BadField: a prompt is too long, the method or an option of it does not exist, or an option names a file.
+    """
+    options = {name: value for name, value in request.options.items() if name != "chat_template_kwargs"}
+    options |= {"method": _method(request) or method, "seed": options.get("seed", seed)}
+    rows = []
+    for index, ids in enumerate(prompts.ids):
+        context = lm.config.context_length
+        if len(ids) >= context:
+            raise BadField(
+                f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
+                "messages" if request.is_chat else "prompt",
+            )
+        budget = min(request.default_budget, context - len(ids))
+        rows += [
+            {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
+            for copy in range(request.n)
+        ]
+    return rows
+
+
+def _method(request: ApiRequest) -> Method | None:
+    """Returns the method that a request names; its options may not open files of the server."""
+    if request.method is None:
+        return None
+    files = _file_options()
+    for name, value in request.method_options.items():
+        # A draft model that comes with jaxspec is no secret, and `draft_vocab` may be a number.
+        if (
+            name in files
+            and not isinstance(value, int)
+            and not (name == "draft" and value in embedded_names())
+        ):
+            raise BadField(
+                f"{name} names a file of the server, {shown(value)}; start jaxspec serve with --method and this option",
+                "method",
+            )
+    try:
+        return registry.make(request.method, request.method_options)
+    except ValueError as error:
+        raise BadField(str(error), "method") from None
+
+
+@functools.cache
+def _file_options() -> set[str]:
+    """Returns the names of options that name files."""
+    return {
+        field.name
+        for method in registry.available()[0].values()
+        for field in dataclasses.fields(method)
+        if field.metadata.get("metavar") in ("FILE", "DIR")
+        or "PathLike" in str(typing.get_type_hints(method)[field.name])
+    }
+
+
+def scores_of(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[Score]:
+    """Returns the scores of the tokens of prompts after their first."""
+    long = [ids for ids in prompts if len(ids) > 1]
+    scores = lm.score([ids[:1] for ids in long], [ids[1:] for ids in long]) if long else []
+    assert isinstance(scores, list)
+    found = iter(scores)
+    return [next(found) if len(ids) > 1 else Score([], [], [], []) for ids in prompts]
+
+
+def scored_tokens(lm: LanguageModel, ids: Sequence[int], score: Score) -> list[TokenScore]:
+    """Returns the tokens of a prompt with their log-probabilities and the most likely tokens in their places."""
+    assert lm.tokenizer is not None
+    text = lm.tokenizer.stream()
+    pieces = [text.push([one]) for one in ids]
+    pieces[-1] += text.flush()
+    found = [TokenScore(pieces[0], None)]
+    for piece, token, number, top, top_number in zip(pieces[1:], *score, strict=True):
+        other = None if top == token else (lm.tokenizer.decode([top]), top_number)
+        found.append(TokenScore(piece, number, other))
+    return found
+
+
+class Answer:
+    """Turns the pieces of a job into the parts of a response.
+
+    Args:
+      lm: the model.
+      request: the request.
+      prompts: its prompts.
+      job: its job.
+    """
+
+    def __init__(self, lm: LanguageModel, request: ApiRequest, prompts: Prompts, job: Job) -> None:
+        self._lm, self._request, self._prompts, self._job = lm, request, prompts, job
+        self._texts: list[RowText | None] = [None] * len(job.rows)
+        self._offsets = [0] * len(job.rows)
+        self._begun = False
+
+    def _echoed(self) -> list[Part]:
+        """Returns the prompts."""
+        scores: Sequence[Sequence[TokenScore]] = [()] * len(self._prompts.ids)
+        if self._job.scores:
+            scores = [
+                scored_tokens(self._lm, ids, score)
+                for ids, score in zip(self._prompts.ids, self._job.scores, strict=True)
+            ]
+        which = [row // self._request.n for row in range(len(self._job.rows))]
+        parts = [Part(row, self._prompts.texts[at], scores[at]) for row, at in enumerate(which)]
+        self._offsets = [len(part.text) for part in parts]
+        return parts
+
+    def parts(self, news: News) -> list[Part]:
+        """Returns the text of new pieces; before the first ones, the prompts if the request asks for them.
+
+        Raises:
+          Unavailable: the model's logits are not finite.
+        """
+        parts = self._echoed() if self._request.echo and not self._begun else []
+        self._begun = True
+        for row, piece in news:
+            result = piece.result
+            if result is not None and result.error is not None:
+                raise Unavailable(result.error, 500, "engine_error")
+            tokens: list[TokenScore] = []
+            offset = self._offsets[row]
+            if self._request.logprobs and piece.new_text is not None:
+                text = self._texts[row] = self._texts[row] or piece.new_text()
+                spans = text.spans(piece.token_records, result is not None)
+                # Text that becomes final only at the end belongs to the last token.
+                for (span, _), token in zip(spans, piece.token_records, strict=False):
+                    tokens.append(TokenScore(span, token.log_prob))
+                self._offsets[row] += sum(len(token.text) for token in tokens)
+            reason = None if result is None else finish_reason(result.finish_reason)
+            if piece.text or tokens or reason is not None:
+                parts.append(Part(row, piece.text, tokens, reason, offset))
+        return parts
+
+    def usage(self) -> dict[str, Any]:
+        """Returns the usage; each prompt counts once."""
+        pieces = [timing.piece for timing in self._job.timings]
+        counts = [piece.statistics for piece in pieces if piece is not None]
+        return usage_of(
+            sum(map(len, self._prompts.ids)),
+            sum(one.num_tokens for one in counts),
+            sum(one.num_reused_tokens for one in counts[:: self._request.n]),
+        )

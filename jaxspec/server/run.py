@@ -1,0 +1,158 @@
+"""Serves a model on a socket until a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.scheduler import Scheduler
+from jaxspec.methods import Method
+from jaxspec.server.answers import scores_of
+from jaxspec.server.app import Api, Settings
+from jaxspec.server.engine_thread import EngineThread
+from jaxspec.server.metrics import Metrics
+
+# How much longer than the engine's limit the server waits at the end, for responses to be written.
+_LAST_WRITES_S = 2
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach a host.
+
+    Examples:
+      >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+      (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to an address, and does not listen yet.
+
+    Raises:
+      ValueError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"the server cannot use port {port} of {host} ({reason}); give --host and --port"
+        ) from None
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of a server.
+
+    Attributes:
+      max_batch: texts that are decoded at once, for each method.
+      max_queue: further texts that may wait.
+      request_timeout_s: the maximum number of seconds for a request.
+      shutdown_timeout_s: the maximum number of seconds for the requests that run at the end. Then they get an error.
+    """
+
+    max_batch: int = 8
+    max_queue: int = 64
+    request_timeout_s: float = 600.0
+    shutdown_timeout_s: float = 30.0
+
+
+def serve(
+    lm: LanguageModel,
+    bound: socket.socket,
+    limits: Limits,
+    *,
+    method: Method,
+    api_key: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Serves a model until SIGINT or SIGTERM, then finishes the requests that run.
+
+    Args:
+      lm: the model, with a tokenizer.
+      bound: from `bind`.
+      limits: see `Limits`.
+      method, api_key: see `app.Settings`.
+      on_start: called when connections are accepted.
+
+    Returns:
+      The number of the signal.
+    """
+    metrics = Metrics(lm.name)
+    make = functools.partial(warm_scheduler, lm, limits.max_batch, method)
+    engine = EngineThread(
+        make, limits.max_batch + limits.max_queue, metrics, functools.partial(scores_of, lm)
+    )
+    app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s)).app()
+    # With another loop than asyncio's, a second Ctrl-C would not end the process.
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        lifespan="on",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(limits.shutdown_timeout_s) + _LAST_WRITES_S,
+    )
+    server = _Server(config, engine, limits.shutdown_timeout_s, on_start)
+    server.run(sockets=[bound])
+    return server.signal
+
+
+def warm_scheduler(lm: LanguageModel, max_batch: int, method: Method) -> Scheduler:
+    """Returns a scheduler after a short greedy text, whose programs are then compiled."""
+    scheduler = Scheduler(lm, max_batch=max_batch)
+    scheduler.add([0], max_new_tokens=2, method=method, ignore_eos=True)
+    while not scheduler.idle:
+        scheduler.step()
+    return scheduler
+
+
+class _Server(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, engine: EngineThread, timeout_s: float, on_start: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._engine, self._timeout_s, self._on_start = engine, timeout_s, on_start
+        self.signal: int | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.drain(self._timeout_s)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes the signals; the base class raises them again at the end, which would hide the exit status."""
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self.signal, self.should_exit = number, True

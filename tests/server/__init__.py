@@ -1,0 +1,120 @@
+"""Shared parts of the tests of the server: the application on a tiny model, and a scheduler that a test controls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Piece, Result, Statistics, Token
+from jaxspec.engine.scheduler import Event, Scheduler
+from jaxspec.methods import registry
+from jaxspec.server.answers import scores_of
+from jaxspec.server.app import Api, Settings
+from jaxspec.server.engine_thread import EngineThread
+from jaxspec.server.metrics import Metrics
+from jaxspec.testing import language_model
+
+TEMPLATE = "{% for one in messages %}{{ one.content }}e {% endfor %}"
+
+
+@functools.cache
+def model() -> LanguageModel:
+    """Returns the tiny model of all servers; tests compile its programs only once."""
+    return language_model(chat_template=TEMPLATE)
+
+
+class FakeScheduler:
+    """Generates the letters of "a", one token per step, as a test lets it.
+
+    Attributes:
+      rows: the requests that have not ended: their budget and the number of their tokens.
+      cancelled: the ids that were cancelled.
+      steps: the number of steps so far.
+      gate: steps wait for it.
+      fails: raised by the next step.
+      breaks: the id of a request that ends with an error.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.cancelled: list[int] = []
+        self.steps = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails: BaseException | None = None
+        self.breaks: int | None = None
+        self._numbers = itertools.count()
+
+    @property
+    def idle(self) -> bool:
+        return not self.rows
+
+    @property
+    def num_running(self) -> int:
+        return len(self.rows)
+
+    def add(self, **arguments: Any) -> int:
+        number = next(self._numbers)
+        self.rows[number] = [arguments["max_new_tokens"], 0]
+        return number
+
+    def cancel(self, id: int) -> None:
+        self.cancelled.append(id)
+        self.rows.pop(id, None)
+
+    def step(self) -> list[Event]:
+        self.gate.wait()
+        time.sleep(0.001)
+        self.steps += 1
+        if self.fails is not None:
+            raise self.fails
+        events = []
+        for number, row in list(self.rows.items()):
+            row[1] += 1
+            statistics = Statistics(row[1], row[1], 0, 0, 0, (0,), 1.0, 1.0, 0.0, num_prompt_tokens=1)
+            token, result = Token(2), None
+            if row[0] == row[1]:
+                result = Result("a" * row[1], [token] * row[1], "length", statistics)
+                del self.rows[number]
+            events.append(Event(number, Piece(number, "a", [token], statistics, result)))
+            if number == self.breaks:
+                self.rows.pop(number, None)
+                events[-1] = Event(number, None, MemoryError("no memory"))
+        return events
+
+
+def application(
+    make: Callable[[], Any] | None = None,
+    *,
+    max_open: int = 16,
+    time_limit_s: float = 60.0,
+    key: str | None = None,
+) -> tuple[Any, EngineThread]:
+    """Returns the application on the tiny model, with a scheduler of its own or another one, and its engine."""
+    lm = model()
+    metrics = Metrics(lm.name)
+    engine = EngineThread(
+        make or (lambda: Scheduler(lm)), max_open, metrics, functools.partial(scores_of, lm)
+    )
+    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s)
+    return Api(lm, engine, metrics, settings).app(), engine
+
+
+@contextlib.contextmanager
+def client(app: Any) -> Iterator[Any]:
+    """Yields a client of the application, under a local name."""
+    from starlette.testclient import TestClient
+
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as made:
+        yield made

@@ -1,0 +1,336 @@
+"""Loads a server with requests, many of them faulty, and checks each answer: `python -m tests.server.load`.
+
+Clients cancel, disconnect, read slowly, and send bad bodies and prompts that are too long; in the middle the server is
+killed and started again. In the end each request has its own text or its own error, no row is in use, and the memory
+of the process has not grown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.server.process import ServerProcess
+
+# Of the requests, in percent.
+KINDS = {
+    "whole": 36,
+    "stream": 20,
+    "cancel": 12,
+    "disconnect": 12,
+    "bad body": 8,
+    "long prompt": 5,
+    "slow reader": 7,
+}
+METHODS = ("autoregressive", "ngram", {"name": "ngram", "num_draft_tokens": 3})
+BAD = (b"{", b"[]", b'{"prompt": "a", "beams": 2}', b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [[]]}')
+NUM_PROMPTS = 12
+# In the second half of a long run. In a short one, programs for further numbers of rows are still being compiled.
+MAX_GROWTH_BYTES, LONG = 64 * 2**20, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Loads a server with requests, many of them faulty.
+
+    Attributes:
+      model: a directory with a model. Default: a tiny one with random weights.
+      requests: the number of requests.
+      clients: the number of clients at a time.
+      kills: how often the server is killed and started again.
+      max_tokens: the longest text; those whose clients go are four times as long.
+      max_batch: of the server. Each number of rows has programs of its own.
+      seed: of the choices.
+    """
+
+    model: str | None = None
+    requests: int = 2000
+    clients: int = 64
+    kills: int = 1
+    max_tokens: int = 40
+    max_batch: int = 8
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Report:
+    """What happened.
+
+    Attributes:
+      answered: requests with the outcome that they must have.
+      problems: the others, and rows or memory that were not freed; one line each.
+      outcomes: the number of requests by kind.
+      retries: how often requests were sent again: after status 429, or because the server was killed.
+      memory_bytes: of the process at half of the requests, and in the end.
+    """
+
+    answered: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    retries: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    memory_bytes: list[int] = dataclasses.field(default_factory=list)
+
+
+class Again(Exception):
+    """A request has to be sent again."""
+
+
+class Load:
+    """One run; see `Options`."""
+
+    def __init__(self, options: Options, start) -> None:
+        self._options, self._start = options, start
+        self._random = random.Random(options.seed)
+        self._server = start(0)
+        self._up = asyncio.Event()
+        self._up.set()
+        self.report = Report()
+
+    async def run(self) -> Report:
+        prompts = [f"Once upon a time {number}" for number in range(NUM_PROMPTS)]
+        bodies = [
+            {
+                "prompt": prompt,
+                "max_tokens": self._random.randint(4, self._options.max_tokens),
+                "temperature": 0,
+            }
+            for prompt in prompts
+        ]
+        # One by one, so that nothing is mixed in these.
+        self._expected = [(body, await self._whole(body)) for body in bodies]
+        if wrong := [text for _, text in self._expected if text.startswith("status")]:
+            raise RuntimeError(wrong[0])
+        kinds = self._random.choices(list(KINDS), list(KINDS.values()), k=self._options.requests)
+        self._todo = collections.deque(kinds)
+        self._kill_at = {
+            len(kinds) * (one + 1) // (2 * (self._options.kills + 1)) for one in range(self._options.kills)
+        }
+        try:
+            await asyncio.gather(*(self._client(number) for number in range(self._options.clients)))
+            await self._check_free()
+            self.report.memory_bytes.append(self._server.memory_bytes)
+        finally:
+            self._server.__exit__()
+        before, after = self.report.memory_bytes
+        if self._options.requests >= LONG and after > before + MAX_GROWTH_BYTES:
+            self.report.problems.append(f"the memory has grown from {before} to {after} bytes")
+        return self.report
+
+    async def _client(self, number: int) -> None:
+        choose = random.Random(self._options.seed + 1 + number)
+        while self._todo:
+            kind = self._todo.popleft()
+            done = self._options.requests - len(self._todo)
+            if done in self._kill_at:
+                await self._restart()
+            if done == self._options.requests // 2:
+                self.report.memory_bytes.append(self._server.memory_bytes)
+            await self._answered(kind, choose)
+
+    async def _restart(self) -> None:
+        self._up.clear()
+        port = self._server.port
+        self._server.__exit__()
+        self._server = await asyncio.to_thread(self._start, port)
+        self._up.set()
+
+    async def _answered(self, kind: str, choose: random.Random) -> None:
+        while True:
+            await self._up.wait()
+            try:
+                problem = await asyncio.wait_for(self._one(kind, choose), 120)
+            except Again as error:
+                self.report.retries[str(error)] += 1
+                await asyncio.sleep(0.05)
+                continue
+            except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+                self.report.retries[type(error).__name__] += 1
+                await asyncio.sleep(0.05)
+                continue
+            except TimeoutError:
+                problem = "no answer in 120 seconds"
+            break
+        self.report.outcomes[kind] += 1
+        if problem is None:
+            self.report.answered += 1
+        else:
+            self.report.problems.append(f"{kind}: {problem}")
+
+    async def _one(self, kind: str, choose: random.Random) -> str | None:
+        """Sends one request; returns what is wrong with the answer, or None."""
+        body, text = choose.choice(self._expected)
+        body = body | {"method": choose.choice(METHODS)}
+        long = body | {"max_tokens": 4 * self._options.max_tokens, "ignore_eos": True}
+        match kind:
+            case "whole":
+                return _difference(await self._whole(body), text)
+            case "stream":
+                return _difference(await self._stream(body), text)
+            case "slow reader":
+                return _difference(await self._stream(body, bytes_per_read=200, pause_s=0.01), text)
+            case "cancel":
+                return await self._cancel(long, choose.randint(1, 4))
+            case "disconnect":
+                async with self._sent(long):
+                    await asyncio.sleep(choose.random() / 20)
+                return None
+            case "bad body":
+                return await self._refused(choose.choice(BAD))
+            case "long prompt":
+                return await self._refused(json.dumps({"prompt": "word " * 3000}).encode())
+        raise AssertionError(kind)
+
+    @contextlib.asynccontextmanager
+    async def _sent(self, body: object):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=2**20)
+        try:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+            writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+            await writer.drain()
+            yield reader
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(self, body: object) -> tuple[int, dict]:
+        async with self._sent(body) as reader:
+            status = await _head(reader)
+            data = await reader.read()
+        if status == 429:
+            raise Again("status 429")
+        if not data:
+            raise EOFError
+        return status, json.loads(data)
+
+    async def _whole(self, body: dict) -> str:
+        status, found = await self._answer(body)
+        return found["choices"][0]["text"] if status == 200 else f"status {status}: {found}"
+
+    async def _refused(self, body: bytes) -> str | None:
+        status, found = await self._answer(body)
+        return None if status == 400 and found["error"]["message"] else f"status {status}: {found}"
+
+    async def _events(self, reader, **pace):
+        status = await _head(reader)
+        if status == 429:
+            raise Again("status 429")
+        assert status == 200, status
+        async for event in _events(reader, **pace):
+            yield event
+
+    async def _stream(self, body: dict, **pace) -> str:
+        text, reason = "", None
+        async with self._sent(body | {"stream": True}) as reader:
+            async for event in self._events(reader, **pace):
+                if event == "[DONE]":
+                    return text if reason is not None else "no finish reason"
+                found = json.loads(event)
+                if "error" in found:
+                    return f"error: {found}"
+                (choice,) = found["choices"]
+                text, reason = text + choice["text"], choice["finish_reason"]
+        raise EOFError
+
+    async def _cancel(self, body: dict, after: int) -> str | None:
+        async with self._sent(body | {"stream": True}) as reader:
+            async for event in self._events(reader):
+                after -= 1
+                if not after or event == "[DONE]":
+                    return None
+        raise EOFError
+
+    async def _check_free(self) -> None:
+        """Waits until no text runs or waits: rows of clients that have gone become free at once."""
+        for _ in range(200):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            lines = (await reader.read()).decode().splitlines()
+            writer.close()
+            open_texts = {
+                line.split("{")[0]: float(line.split()[-1])
+                for line in lines
+                if line.startswith("vllm:num_requests")
+            }
+            if not any(open_texts.values()):
+                return
+            await asyncio.sleep(0.05)
+        self.report.problems.append(f"rows are in use in the end: {open_texts}")
+
+
+async def _head(reader) -> int:
+    line = await reader.readline()
+    if not line:
+        raise EOFError
+    while await reader.readline() not in (b"\r\n", b""):
+        pass
+    return int(line.split()[1])
+
+
+async def _events(reader, bytes_per_read: int = 2**16, pause_s: float = 0.0):
+    """Yields the events of a response in chunks (Transfer-Encoding: chunked)."""
+    data, text = b"", b""
+    while new := await reader.read(bytes_per_read):
+        data += new
+        while b"\r\n" in data:
+            size = int(data[: data.index(b"\r\n")], 16)
+            begin = data.index(b"\r\n") + 2
+            if len(data) < begin + size + 2:
+                break
+            text, data = text + data[begin : begin + size], data[begin + size + 2 :]
+        while b"\n\n" in text:
+            event, _, text = text.partition(b"\n\n")
+            yield event.removeprefix(b"data: ").decode()
+        await asyncio.sleep(pause_s)
+
+
+def _difference(found: str, expected: str) -> str | None:
+    return None if found == expected else f"{found!r} instead of {expected!r}"
+
+
+def run(options: Options) -> Report:
+    """Runs a load."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = options.model
+        if given is None:
+            from tests.commands import write_model, write_tokenizer
+
+            directory = write_model(Path(folder) / "tiny")
+            write_tokenizer(directory)
+            given = str(directory)
+
+        def start(port: int) -> ServerProcess:
+            limits = ("--max-batch", options.max_batch, "--max-queue", 32)
+            return ServerProcess("--model", given, "--port", port, *limits, JAXSPEC_CACHE=f"{folder}/cache")
+
+        async def inside() -> Report:
+            return await Load(options, start).run()
+
+        return asyncio.run(inside())
+
+
+def work(options: Options) -> int:
+    """Prints the report; returns the exit status."""
+    began = time.perf_counter()
+    report = run(options)
+    print(f"{report.answered} of {options.requests} requests answered in {time.perf_counter() - began:.0f} s")
+    print("  ".join(f"{kind} {count}" for kind, count in sorted(report.outcomes.items())))
+    print("sent again: " + ("  ".join(f"{why} {count}" for why, count in report.retries.items()) or "none"))
+    print("memory, MiB: " + " ".join(f"{one / 2**20:.0f}" for one in report.memory_bytes))
+    print("\n".join(report.problems[:20]) or "no problems")
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    from jaxspec.console import frame
+
+    sys.exit(frame.run("tests.server.load", Options, work))

@@ -1,0 +1,74 @@
+"""A server in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+ROOT = Path(__file__).parents[2]
+
+
+class ServerProcess:
+    """`jaxspec serve` with some options, from its start to the end of the context.
+
+    Attributes:
+      url: the address of the API, up to `/v1`.
+      lines: the lines on standard error so far.
+    """
+
+    def __init__(self, *options: object, **environment: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", "serve", *map(str, options)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started = threading.Event()
+        self.url = ""
+        threading.Thread(target=self._listen, daemon=True).start()
+        if not self._started.wait(120) or not self.url:
+            self._process.kill()
+            raise RuntimeError(f"the server has not started: {self.lines}")
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line)
+            if found := re.search(r" is at (http://\S+/v1);", line):
+                self.url = found[1]
+                self._started.set()
+        self._started.set()
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2].partition("/")[0])
+
+    @property
+    def memory_bytes(self) -> int:
+        """The resident memory of the process, on Linux."""
+        text = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * int(re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)[1])
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Waits for the end; returns the exit status."""
+        return self._process.wait(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()

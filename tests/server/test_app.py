@@ -1,0 +1,311 @@
+"""The application's answers: forms of requests and responses, errors, keys, and what it counts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.server import TEMPLATE, application, client, model
+
+URL, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "ab"}]
+
+
+@pytest.fixture(scope="module")
+def http():
+    with client(application()[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return model()
+
+
+def asked(http, url, **body):
+    answer = http.post(url, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chunks(http, url, **body):
+    """The chunks of a stream, which ends with [DONE]."""
+    answer = http.post(url, json={**body, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd e"], ["ab", "cd e"]),
+        ([0, 12, 9], [[0, 12, 9]]),
+        ([[0, 12, 9], [3, 4]], [[0, 12, 9], [3, 4]]),
+    ],
+    ids=["text", "texts", "ids", "several ids"],
+)
+def test_a_completion_is_the_text_of_generate(http, lm, prompt, prompts):
+    results = lm.generate(prompts, max_new_tokens=6)
+    found = asked(http, URL, prompt=prompt, max_tokens=6, model="tiny")
+    assert (found["object"], found["model"], found["id"][:5]) == ("text_completion", "tiny", "cmpl-")
+    assert [choice["index"] for choice in found["choices"]] == list(range(len(prompts)))
+    assert [choice["text"] for choice in found["choices"]] == [result.text for result in results]
+    reasons = {"eos": "stop", "length": "length"}
+    assert [c["finish_reason"] for c in found["choices"]] == [reasons[r.finish_reason] for r in results]
+    num_prompt = sum(result.statistics.num_prompt_tokens for result in results)
+    num_tokens = sum(len(result.tokens) for result in results)
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, num_tokens)
+    assert usage["total_tokens"] == num_prompt + num_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampled_texts_are_those_of_generate(http, lm, stream):
+    options = {"n": 2, "seed": 3, "temperature": 1.0, "top_k": 5}
+    results = lm.generate(["ab", "cd"], max_new_tokens=6, **options)
+    texts = ["", "", "", ""]
+    for one in (
+        chunks(http, URL, prompt=["ab", "cd"], max_tokens=6, **options)
+        if stream
+        else [asked(http, URL, prompt=["ab", "cd"], max_tokens=6, **options)]
+    ):
+        for choice in one["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [result.text for result in results]
+    assert len(set(texts)) > 1
+
+
+def test_a_chat_streams_role_text_reason_and_usage(http, lm):
+    result = lm.generate(messages=MESSAGES, max_new_tokens=9)
+    found = chunks(
+        http, CHAT, messages=MESSAGES, max_completion_tokens=9, stream_options={"include_usage": True}
+    )
+    *texts, last = found
+    assert {one["object"] for one in found} == {"chat.completion.chunk"}
+    assert len({one["id"] for one in found}) == 1
+    assert texts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [one["choices"][0]["delta"] for one in texts]
+    assert "".join(delta.get("content", "") for delta in deltas) == result.text
+    assert deltas[-1] == {}
+    reasons = [one["choices"][0]["finish_reason"] for one in texts]
+    assert reasons == [None] * (len(texts) - 1) + ["length"]
+    assert all(one["usage"] is None for one in texts)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 9
+    assert last["metrics"]["time_to_first_token_ms"] > 0
+    whole = asked(http, CHAT, messages=MESSAGES, max_tokens=9)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": result.text, "refusal": None}
+    assert "usage" not in chunks(http, CHAT, messages=MESSAGES, max_tokens=3)[-1]
+
+
+def test_log_probabilities(http, lm):
+    result = lm.generate("ab", max_new_tokens=8, logprobs=True)
+    numbers = [token.log_prob for token in result.token_records]
+    choice = asked(http, URL, prompt="ab", max_tokens=8, temperature=0, logprobs=1)["choices"][0]
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(numbers, abs=1e-5)
+    assert "".join(found["tokens"]) == choice["text"] == result.text
+    assert [max(top.values()) for top in found["top_logprobs"]] == found["token_logprobs"]
+    for text, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(text)
+    streamed = [
+        one["choices"][0]["logprobs"] for one in chunks(http, URL, prompt="ab", max_tokens=8, logprobs=0)
+    ]
+    for name in ("tokens", "text_offset"):
+        assert [one for part in streamed if part for one in part[name]] == found[name]
+    chat = asked(http, CHAT, messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=1)
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert (
+        bytes(byte for one in content for byte in one["bytes"]).decode()
+        == chat["choices"][0]["message"]["content"]
+    )
+    assert all(one["top_logprobs"][0]["logprob"] == one["logprob"] for one in content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_prompts_as_lm_eval_reads_them(http, lm, stream):
+    context = lm.encode("ab")
+    greedy = lm.generate(context, max_new_tokens=4).tokens
+    other = [*greedy[:-1], (greedy[-1] + 1) % 13]
+    body = {"prompt": [context + greedy, context + other], "max_tokens": 1, "logprobs": 1}
+    body |= {"echo": True, "temperature": 0, "seed": 1234}
+    choices = asked(http, URL, **body)["choices"]
+    if stream:
+        parts = [choice for one in chunks(http, URL, **body) for choice in one["choices"]]
+        first, last = (
+            [one for one in parts if one["logprobs"] and one["index"] == index] for index in (0, 1)
+        )
+        choices = [
+            {"logprobs": {name: [v for p in own for v in p["logprobs"][name]] for name in own[0]["logprobs"]}}
+            for own in (first, last)
+        ]
+    for choice, continuation in zip(choices, (greedy, other), strict=True):
+        score = lm.score(context, continuation)
+        numbers = choice["logprobs"]["token_logprobs"]
+        assert numbers[0] is None
+        assert numbers[len(context) : -1] == pytest.approx(score.log_probs, abs=1e-5)
+        top = [max(one.values()) for one in choice["logprobs"]["top_logprobs"][len(context) : -1]]
+        assert [a == b for a, b in zip(numbers[len(context) : -1], top, strict=True)] == score.greedy
+        assert len(choice["logprobs"]["tokens"]) == len(context) + 4 + 1
+
+
+def test_stop_echo_and_minimum(http, lm):
+    text = lm.generate("ab", max_new_tokens=12).text
+    stop = text[3:5]
+    found = asked(http, URL, prompt="ab", max_tokens=12, stop=stop, echo=True)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("ab" + text[: text.find(stop)], "stop")
+    by_ids = asked(http, URL, prompt=[0, 12], max_tokens=2, echo=True)["choices"][0]["text"]
+    assert by_ids.startswith("ab ")
+    streamed = chunks(http, URL, prompt="ab", max_tokens=12, stop=[stop], echo=True)
+    assert "".join(one["choices"][0]["text"] for one in streamed) == found["text"]
+    count = asked(http, URL, prompt="ab", max_tokens=9, min_tokens=9)["usage"]["completion_tokens"]
+    assert count == 9
+
+
+def test_the_method_of_a_request_and_what_it_counts(http, lm):
+    def counter(name):
+        found = re.search(rf"^vllm:{name}{{[^}}]*}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+        return float(found[1])
+
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    before = [counter(f"spec_decode_{name}_total") for name in names]
+    method = {"name": "ngram", "num_draft_tokens": 3, "ngram_min": 1}
+    body = {"prompt": "ab ab ab ab", "max_tokens": 24}
+    metrics = asked(http, URL, **body, method=method)["metrics"]
+    counts = lm.generate(
+        body["prompt"], max_new_tokens=24, method="ngram", num_draft_tokens=3, ngram_min=1
+    ).statistics
+    assert metrics["method"] == "ngram"
+    assert metrics["speculative_decoding"] == {
+        "mean_acceptance_length": counts.mean_acceptance_length_drafting,
+        "draft_acceptance_rate": counts.draft_acceptance_rate,
+        "acceptance_histogram": list(counts.acceptance_histogram),
+        "num_spec_steps": counts.num_drafts,
+        "num_accepted_draft_tokens": counts.num_accepted_tokens,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_spec_tokens": 3,
+    }
+    assert metrics["tokens_per_round"] == counts.mean_acceptance_length
+    after = [counter(f"spec_decode_{name}_total") for name in names]
+    gained = [one - other for one, other in zip(after, before, strict=True)]
+    assert gained == [counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens]
+    assert 'position="2"' in http.get("/metrics").text
+    assert counter("num_requests_running") == 0
+    plain = asked(http, URL, **body, method="autoregressive")
+    assert plain["metrics"]["speculative_decoding"] is None
+    assert asked(http, URL, **body, n=2, temperature=1)["metrics"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
+        ({"max_new_tokens": 3}, "max_new_tokens", "perhaps you meant max_tokens"),
+        ({"tools": [{}]}, "tools", "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; give at least 1"),
+        ({"max_tokens": "many"}, "max_tokens", "give a whole number"),
+        ({"max_tokens": 1000}, "prompt", "exceed the model's context of 512"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
+        ({"prompt": [99]}, "prompt", "token id 99 of the prompt is outside the vocabulary"),
+        ({"prompt": []}, "prompt", "prompt is []"),
+        ({"prompt": [["a"]]}, "prompt", "prompt has ['a']"),
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": "\ud800"}, "prompt", "not text in UTF-8"),
+        ({"prompt": "ab " * 600}, "prompt", "the model's context is 512"),
+        ({"temperature": -1}, "temperature", "temperature is -1"),
+        ({"temperature": [0.5]}, "temperature", "give one value"),
+        ({"top_p": 2}, "top_p", "top_p is 2"),
+        ({"seed": -1}, "seed", "seed is -1"),
+        ({"n": 0}, "n", "n is 0; give at least 1"),
+        ({"n": 10**9}, "n", "give at most 16"),
+        ({"stop": [3]}, "stop", "give a string"),
+        ({"stop": ["a"] * 17}, "stop", "give at most 16"),
+        ({"stream": "yes"}, "stream", "give True or False"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"logprobs": 5}, "logprobs", "give 0 or 1"),
+        ({"logprobs": 1, "temperature": 1}, "logprobs", "give temperature 0"),
+        ({"method": "nope"}, "method", "unknown method 'nope'"),
+        ({"method": {"name": "ngram", "exit_layer": 2}}, "method", "method ngram has no option"),
+        ({"method": {"name": "ngram", "prompt": "x"}}, "method", "unknown option prompt"),
+        ({"method": {"name": "draft-model", "draft": "/etc"}}, "method", "a file of the server"),
+        ({"method": {"name": "ngram", "reference": ["/etc/passwd"]}}, "method", "a file of the server"),
+        ({"method": "medusa"}, "method", "head"),
+        ({"model": "gpt-5"}, "model", "this server has 'tiny'"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_wrong_request_names_its_field(http, body, param, said):
+    answer = http.post(URL, content=json.dumps({"prompt": "ab", **body}))
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if "model" in body else 400)
+    assert said in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b"\xff", 400),
+        (b'{"prompt": ' + b"[" * 5000, 400),
+        (b" " * (5 * 2**20), 413),
+    ],
+    ids=["cut", "list", "bytes", "deep", "large"],
+)
+def test_a_body_that_is_no_request(http, content, status):
+    answer = http.post(URL, content=content)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_neutral_and_null_fields_are_accepted(http):
+    body = {"tools": [], "logit_bias": None, "best_of": 1, "user": "me", "stop": None, "top_k": -1}
+    asked(http, URL, prompt="ab", max_tokens=2, **body)
+
+
+def test_other_paths(http, lm):
+    (model,) = http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
+    assert http.get("/health").json() == {"status": "ok"}
+    missing = http.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+    assert http.get(URL).status_code == 405
+    assert http.post("/tokenize", json={"prompt": "ab cd"}).json()["tokens"] == lm.encode("ab cd")
+    plain = http.post("/tokenize", json={"prompt": "ab cd", "add_special_tokens": False}).json()
+    assert (plain["tokens"], plain["count"]) == (lm.encode("ab cd")[1:], 2)
+    chat = http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert chat == lm.encode(MESSAGES)
+    assert http.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": "ab cd"}
+    assert http.post("/detokenize", json={"tokens": [99]}).status_code == 400
+    assert http.post("/tokenize", json={"prompt": ["a", "b"]}).json()["error"]["param"] == "prompt"
+    info = http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["chat_template"]) == ("<s>", "</s>", TEMPLATE)
+
+
+def test_a_key_and_the_host():
+    with client(application(key="secret")[0]) as http:
+        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secre"}):
+            answer = http.get("/v1/models", headers=header)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (
+            http.get("/v1/models", headers={"authorization": "Bearer secret", "host": "x.org"}).status_code
+            == 200
+        )
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/health").status_code == 200
+    with client(application()[0]) as http:
+        for host, status in {
+            "evil.org": 403,
+            "127.0.0.1:80": 200,
+            "[::1]": 200,
+            "localhost.evil.org": 403,
+        }.items():
+            assert http.get("/v1/models", headers={"host": host}).status_code == status

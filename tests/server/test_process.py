@@ -1,0 +1,104 @@
+"""`jaxspec serve` as a process, with the client of OpenAI; and the errors of the command."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+
+import pytest
+
+from tests.commands import called, one_error
+from tests.server import load
+from tests.server.process import ServerProcess
+
+openai = pytest.importorskip("openai")
+
+
+def test_the_client_of_openai_and_the_end_by_sigterm(model):
+    options = (
+        "--model",
+        model,
+        "--port",
+        0,
+        "--method",
+        "ngram",
+        "--chat-template",
+        "chatml",
+        "--max-batch",
+        2,
+    )
+    with ServerProcess(*options, JAXSPEC_API_KEY="secret") as server:
+        stranger = openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+        with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
+            (name,) = (one.id for one in client.models.list())
+            messages = [{"role": "user", "content": "Once upon"}]
+            method = {"method": {"name": "ngram", "ngram_max": 3}}
+            whole = client.chat.completions.create(
+                model=name, messages=messages, max_tokens=12, extra_body=method
+            )
+            stream = client.chat.completions.create(
+                model=name,
+                messages=messages,
+                max_tokens=12,
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=True,
+            )
+            parts = list(stream)
+            text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+            assert text == whole.choices[0].message.content
+            assert parts[-1].usage == whole.usage
+            assert whole.model_extra["metrics"]["method"] == "ngram"
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body={"beams": 2})
+            assert refused.value.param == "beams"
+            # SIGTERM while a text is generated: the text is finished first.
+            begun, found = threading.Event(), []
+
+            def read() -> None:
+                for part in client.completions.create(model=name, prompt="Once", max_tokens=300, stream=True):
+                    found.append(part.choices[0])
+                    begun.set()
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            assert begun.wait(60)
+            server.kill(signal.SIGTERM)
+            reader.join(60)
+            assert found[-1].finish_reason in ("length", "stop")
+            assert server.wait() == 0
+        assert all(line.startswith("jaxspec: ") for line in server.lines), server.lines
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host", "0.0.0.0"), "give --api-key or JAXSPEC_API_KEY"),
+        (("--max-batch", 0), "--max-batch is 0; give at least 1"),
+        (("--port", 70000), "--port is 70000"),
+        (("--api-key", "schlüssel"), "--api-key has"),
+        (
+            ("--host", "no.such.host.invalid", "--api-key", "x"),
+            "cannot use port 8000 of no.such.host.invalid",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line(capsys, model, options, said):
+    assert said in one_error(lambda *given: called(capsys, *given), "serve", "--model", model, *options)
+
+
+def test_a_port_in_use_is_one_line(capsys, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = one_error(lambda *given: called(capsys, *given), "serve", "--model", model, "--port", port)
+    assert f"port {port} of 127.0.0.1" in said
+
+
+@pytest.mark.full
+def test_a_small_load_with_faults(model):
+    report = load.run(load.Options(model=str(model), requests=160, clients=12, max_tokens=12, max_batch=2))
+    assert report.problems == []
+    assert report.answered == 160
