@@ -60,7 +60,7 @@ def test_two_actors(model, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     variables = {"JAX_PLATFORMS": "cpu", "JAXSPEC_CACHE": "off"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
         prompts = ray.data.from_items(
             [{"id": number, "prompt": "Once " * (number % 4 + 1)} for number in range(40)]
