@@ -33,8 +33,8 @@ KINDS = {
 METHODS = ("autoregressive", "ngram", {"name": "ngram", "num_draft_tokens": 3})
 BAD = (b"{", b"[]", b'{"prompt": "a", "beams": 2}', b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [[]]}')
 NUM_PROMPTS = 12
-# In the second half of a long run. In a short one, programs for further numbers of rows are still being compiled.
-MAX_GROWTH_BYTES, LONG = 64 * 2**20, 1000
+# In the last tenth of a long run. Before, programs for further numbers of rows are still being compiled.
+MAX_GROWTH_BYTES, LONG = 16 * 2**20, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Report:
       problems: the others, and rows or memory that were not freed; one line each.
       outcomes: the number of requests by kind.
       retries: how often requests were sent again: after status 429, or because the server was killed.
-      memory_bytes: of the process at half of the requests, and in the end.
+      memory_bytes: of the process at half of the requests, then after each tenth of them.
     """
 
     answered: int = 0
@@ -119,7 +119,7 @@ class Load:
             self.report.memory_bytes.append(self._server.memory_bytes)
         finally:
             self._server.__exit__()
-        before, after = self.report.memory_bytes
+        *_, before, after = self.report.memory_bytes
         if self._options.requests >= LONG and after > before + MAX_GROWTH_BYTES:
             self.report.problems.append(f"the memory has grown from {before} to {after} bytes")
         return self.report
@@ -131,7 +131,8 @@ class Load:
             done = self._options.requests - len(self._todo)
             if done in self._kill_at:
                 await self._restart()
-            if done == self._options.requests // 2:
+            tenths, rest = divmod(10 * done, self._options.requests)
+            if tenths >= 5 and rest < 10:
                 self.report.memory_bytes.append(self._server.memory_bytes)
             await self._answered(kind, choose)
 
