@@ -36,7 +36,7 @@ class Options:
       repeats: measurements of each kind.
     """
 
-    model: str = "large"
+    model: str = "smollm2"
     method: MethodName = "autoregressive"
     shared: int = 500
     own: int = 24
