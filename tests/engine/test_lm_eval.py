@@ -83,7 +83,7 @@ def test_scores_of_tasks(lm, tasks, method):
         for at, (log_prob, greedy) in enumerate(sample["filtered_resps"]):
             context, continuation = sample["arguments"][at]
             assert context + continuation == sample["doc"]["question"] + sample["doc"]["choices"][at]
-            score = lm.score(context, continuation)
+            score = lm.score(*model._encode_pair(context, continuation))
             assert float(log_prob) == pytest.approx(score.log_prob, abs=1e-4)
             assert greedy == score.is_greedy
     assert len(model.results) == len(QUESTIONS)
