@@ -153,7 +153,7 @@ class Batch:
                 self._running[number] = job, len(job.results)
                 job.results.append(None)
                 added.append(number)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             for number in added:
                 self._scheduler.cancel(number)
                 del self._running[number]

@@ -119,6 +119,14 @@ BAD = [
     ({"prompt": ["ab", "cd"]}, "2 prompts"),
     ({"prompt": "ab", "max_new_tokens": 10**9}, "context"),
     ({"prompt": "ab", "method": "mine"}, "mine"),
+    ({"prompt": "ab", "self": 1}, "unknown option self"),
+    ({"prompt": "ab", "acceptor": [1]}, "unknown acceptor [1]"),
+    (b'{"id": NaN, "prompt": "ab"}', "not valid JSON: Out of range"),
+    ({"custom_id": "x", "url": [], "body": {}}, "the url is []"),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "n": 10**30}},
+        "n is 1000000000000000000000000000000; give a number from 1 to 128",
+    ),
     ({"messages": [{"role": "user", "content": "ab"}]}, "chat template"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings"),
     (
