@@ -310,3 +310,10 @@ def test_a_key_and_the_host():
             "localhost.evil.org": 403,
         }.items():
             assert http.get("/v1/models", headers={"host": host}).status_code == status
+        for origin, status in {
+            "http://localhost:3000": 200,
+            "https://evil.org": 403,
+            "http://localhost.evil.org": 403,
+            "null": 403,
+        }.items():
+            assert http.get("/v1/models", headers={"origin": origin}).status_code == status
