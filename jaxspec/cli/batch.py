@@ -59,8 +59,8 @@ class Batch(AnswerOptions):
         shard, prompts = shard_of(self.shard, os.environ), Path(self.prompts)
         lines = read_lines(prompts, shard)
         output = shard.path(Path(self.output))
-        if output.is_dir():
-            raise ValueError(f"`output` {output} is a directory; give the name of a file")
+        if output.exists() and not output.is_file():  # such as a directory or /dev/stdout
+            raise ValueError(f"`output` {output} is not a file; give the name of a file")
         status = 0
         with Progress() as progress:
             progress("loading the model")

@@ -106,9 +106,13 @@ class Batch:
     def job(self) -> dict[str, Any]:
         """The properties on which results depend besides the lines. Methods are not among them: they are lossless."""
         acceptor = self._options.get("acceptor")
+        chat = self._lm.tokenizer and self._lm.tokenizer.chat
         return {
             "model": self._lm.fingerprint,
             "precision": self._lm.precision,
+            "eos_token_ids": self._lm.config.eos_token_ids,
+            "defaults": self._lm.defaults,
+            "chat_template": chat.template if chat else None,
             "options": self._options | {"acceptor": acceptor if acceptor in LOSSY else None},
             "seed": self._seed,
             "system": self._system,
@@ -149,7 +153,7 @@ class Batch:
                 self._running[number] = job, len(job.results)
                 job.results.append(None)
                 added.append(number)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             for number in added:
                 self._scheduler.cancel(number)
                 del self._running[number]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxspec.engine.conversation import STREAM_ROUNDS
 from jaxspec.engine.generation_options import GenerationOptions
 from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.requests import RowRequest, needs_sampling
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Texts
 from jaxspec.engine.session import Shapes
@@ -18,6 +18,7 @@ from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
+from jaxspec.methods.acceptors import build_acceptor
 from jaxspec.methods.auto import Auto
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Scheduler:
 
     def add(
         self,
+        /,  # an option may be called `self`, and is refused like other unknown ones
         prompt: Any = None,
         *,
         messages: Any = None,
@@ -221,6 +223,7 @@ class Scheduler:
 
     def _group(self, method: AnyMethod, options: GenerationOptions, request: RowRequest) -> _Group:
         """Returns the group of a request, a new one if necessary."""
+        build_acceptor(options.acceptor, needs_sampling([request]))  # a wrong one may have no hash
         numbers = request.temperature, request.top_k, request.top_p, request.min_p
         by_distribution = isinstance(method, Method) and method.by_distribution
         key = (

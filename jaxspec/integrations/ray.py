@@ -73,12 +73,12 @@ class Generate:
             given["messages" if name == "messages" else "prompt"] = prompt
             try:
                 rows[scheduler.add(**given)] = row
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 results[row] = str(error)
         while not scheduler.idle:
             for event in scheduler.step():
                 if event.error is not None:
-                    raise event.error  # Ray runs the block again
+                    raise event.error  # ends the job, unless Ray's `actor_task_retry_on_errors` is set
                 if event.result is not None:
                     results[rows[event.id]] = event.result.error or event.result
         return dict(batch) | _columns(results)

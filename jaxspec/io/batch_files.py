@@ -22,8 +22,9 @@ from jaxspec.host.messages import shown
 
 # The longest line, and the seconds between two times that results are forced to the disk.
 _MAX_BYTES, _LOOK_S = 64_000_000, 1.0
-# The beginning of a result; see `Results.add`.
-_RESULT = re.compile(rb'\{"(?:key": "|id": "batch_req_)([0-9a-f]{8})-([0-9a-f]{32})".*\}\n', re.DOTALL)
+# A result, see `Results.add`, also without the space that other programs leave out; and the beginnings of results.
+_RESULT = re.compile(rb'\{"(?:key": ?"|id": ?"batch_req_)([0-9a-f]{8})-([0-9a-f]{32})".*\}\n', re.DOTALL)
+_HEADS = b'{"key": "', b'{"id": "batch_req_'
 
 
 class Shard(NamedTuple):
@@ -50,11 +51,11 @@ class Shard(NamedTuple):
 
 
 ALL = Shard()
-# For each system: the variables of the index, of the first index, and of the count.
+# For each system: the variables of the index, of the first index, of the distance of two, and of the count.
 _VARIABLES = (
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT"),
-    ("JOB_COMPLETION_INDEX", "", "JOB_COMPLETIONS"),
-    ("SLURM_PROCID", "", "SLURM_NTASKS"),
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP", "SLURM_ARRAY_TASK_COUNT"),
+    ("JOB_COMPLETION_INDEX", "", "", "JOB_COMPLETIONS"),
+    ("SLURM_PROCID", "", "", "SLURM_NTASKS"),
 )
 
 
@@ -77,9 +78,10 @@ def shard_of(text: str | None, environment: Mapping[str, str]) -> Shard:
         return Shard()
     given = text
     if text == "auto":
-        for index, first, count in _VARIABLES:
+        for index, first, step, count in _VARIABLES:
             if index in environment and count in environment:
                 number = int(environment[index]) - int(environment.get(first, 0))
+                number //= int(environment.get(step, 1))
                 given = f"{number}/{environment[count]}"
                 break
         else:
@@ -161,6 +163,7 @@ def _lines(path: Path, shard: Shard) -> Iterator[Line]:
 def _content(data: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
         content = parse_json(data.decode())
+        json.dumps(content, allow_nan=False)  # results must be valid JSON too
     except ValueError as error:
         return None, f"the line is not valid JSON: {error}"
     if not isinstance(content, dict):
@@ -250,9 +253,9 @@ class Results:
         whole = 0
         with self.path.open("rb") as reader:
             for number, data in enumerate(reader, 1):
-                if not data.endswith(b"\n"):
-                    break  # a process was killed while it wrote this line
                 found = _RESULT.fullmatch(data)
+                if not data.endswith(b"\n") and any(data[: len(one)] == one[: len(data)] for one in _HEADS):
+                    break  # a process was killed while it wrote this line
                 if found is None:
                     file.close()
                     raise ValueError(

@@ -54,7 +54,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # With these, the generated token may differ from the most likely one.
 _CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
-_MAX_STOPS = 16
+_MAX_STOPS, _MAX_COPIES = 16, 128
 _PYTHON = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt"}
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
 # JSON has no infinity; the number is vLLM's.
@@ -70,7 +70,8 @@ class BadField(ValueError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(fitted(message))
-        self.param = param
+        # A name of the request may be long, or have characters that UTF-8 has not.
+        self.param = None if param is None else fitted(param)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ def request_of(url: str, body: Any) -> ApiRequest:
       >>> request.prompts, request.options, request.method, request.method_options
       (['Hi'], {'max_new_tokens': 4}, 'ngram', {'ngram_max': 3})
     """
-    if url not in _FIELDS:
+    if not isinstance(url, str) or url not in _FIELDS:
         raise BadField(f"the url is {shown(url)}; give {COMPLETIONS} or {CHAT}", "url")
     if not isinstance(body, Mapping):
         raise BadField(f"the body is {shown(body)}; give a JSON object")
@@ -158,8 +159,8 @@ def request_of(url: str, body: Any) -> ApiRequest:
     if "chat_template_kwargs" in given:
         options["chat_template_kwargs"] = _typed(given, "chat_template_kwargs", Mapping, "a JSON object")
     copies = _checked("n", whole, given.get("n", 1))
-    if copies < 1:
-        raise BadField(f"n is {copies}; give at least 1", "n")
+    if not 1 <= copies <= _MAX_COPIES:
+        raise BadField(f"n is {shown(copies)}; give a number from 1 to {_MAX_COPIES}", "n")
     stream = _checked("stream", flag, given.get("stream", False))
     return ApiRequest(
         url,

@@ -47,7 +47,8 @@ class Settings:
     Attributes:
       method: the method of requests that name none.
       api_key: the key that each request but those to /health must have; None for none. Without a key, only requests to
-        a local name are answered, because a page in a browser can send requests to this machine under another name.
+        a local name are answered, and of pages in a browser only those of a local name: any page can send requests to
+        this machine, also under another name.
       time_limit_s: the maximum number of seconds from a request to the end of its response.
     """
 
@@ -251,11 +252,12 @@ class _Keyed:
     def _refusal(self, scope: Scope) -> Refused | None:
         headers = dict(scope["headers"])
         if self._key is None:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if host not in _LOCAL and host.rpartition(":")[0] not in _LOCAL:
-                return Refused(
-                    403, f"the host is {shown(host)}; without an API key only local names are answered"
-                )
+            for name, default in (b"host", b""), (b"origin", b"localhost"):
+                value = headers.get(name, default).decode("latin-1")
+                host = value.removeprefix("http://").removeprefix("https://")
+                if host not in _LOCAL and host.rpartition(":")[0] not in _LOCAL:
+                    said = f"the {name.decode()} is {shown(value)}"
+                    return Refused(403, f"{said}; without an API key only local names are answered")
         elif scope["path"] != "/health":
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if not hmac.compare_digest(given, self._key.encode()):

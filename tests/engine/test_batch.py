@@ -119,6 +119,14 @@ BAD = [
     ({"prompt": ["ab", "cd"]}, "2 prompts"),
     ({"prompt": "ab", "max_new_tokens": 10**9}, "context"),
     ({"prompt": "ab", "method": "mine"}, "mine"),
+    ({"prompt": "ab", "self": 1}, "unknown option self"),
+    ({"prompt": "ab", "acceptor": [1]}, "unknown acceptor [1]"),
+    (b'{"id": NaN, "prompt": "ab"}', "not valid JSON: Out of range"),
+    ({"custom_id": "x", "url": [], "body": {}}, "the url is []"),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "n": 10**30}},
+        "n is 1000000000000000000000000000000; give a number from 1 to 128",
+    ),
     ({"messages": [{"role": "user", "content": "ab"}]}, "chat template"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings"),
     (
@@ -186,7 +194,22 @@ def test_a_text_does_not_depend_on_its_place(tmp_path, lm, options):
     assert (len(set(same)) > 1) == bool(options)
 
 
-def test_results_of_another_job_are_not_mixed(tmp_path, lm):
+@pytest.mark.parametrize("content", [b"my only notes", b'{"prompt": "ab"}', b'{"key', b'{"key": "12'])
+def test_a_file_of_something_else_is_not_emptied(tmp_path, content):
+    """A last line without its end is removed only if it is the beginning of a result."""
+    output = tmp_path / "output"
+    output.write_bytes(content)
+    if content.startswith(b'{"key'):
+        with Results(output, {}):
+            assert not output.read_bytes()
+        return
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a result of a batch; give another output"):
+        Results(output, {}).__enter__()
+    assert output.read_bytes() == content
+
+
+def test_results_of_another_job_are_not_mixed(tmp_path, lm, chat_lm):
+    assert Batch(lm).job != Batch(chat_lm).job  # of the same model with another template
     path = written(tmp_path / "in", PLAIN[:2])
     output = run(lm, path)
     run(lm, path, method="ngram", max_batch=1)  # which changes no text
@@ -194,6 +217,9 @@ def test_results_of_another_job_are_not_mixed(tmp_path, lm):
     for options in ({"options": OPTIONS | {"temperature": 1.0}}, {"system": "e"}):
         with pytest.raises(ValueError, match=r"results of another model or other options; .* another output"):
             run(lm, path, **options)
+    compact = [json.dumps(one, separators=(",", ":")) for one in answers(output)]  # as jq writes it
+    output.write_text("".join(f"{one}\n" for one in compact))
+    assert run(lm, path).read_text().splitlines() == compact
     output.write_text("text\n" + output.read_text())
     with pytest.raises(ValueError, match=r"line 1 of .* is not a result of a batch; give another output"):
         run(lm, path)
@@ -221,6 +247,7 @@ def test_the_shard_of_this_process():
     assert shard_of("3/8", {}) == (3, 8)
     array = {"SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "8"}
     assert shard_of("auto", array | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == (3, 8)
+    assert shard_of("auto", array | {"SLURM_ARRAY_TASK_ID": "15", "SLURM_ARRAY_TASK_STEP": "2"}) == (7, 8)
     assert shard_of("auto", {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "5"}) == (2, 5)
     for wrong in ("8/8", "-1/8", "1", "a/b", "0/0"):
         with pytest.raises(ValueError, match=f"shard is '{wrong}'; give index/count"):

@@ -205,6 +205,7 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
     ("body", "param", "said"),
     [
         ({"frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
+        ({"\ud800": 1}, r"\ud800", "unknown field"),
         ({"max_new_tokens": 3}, "max_new_tokens", "perhaps you meant max_tokens"),
         ({"tools": [{}]}, "tools", "tools is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -222,8 +223,8 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"temperature": [0.5]}, "temperature", "give one value"),
         ({"top_p": 2}, "top_p", "top_p is 2"),
         ({"seed": -1}, "seed", "seed is -1"),
-        ({"n": 0}, "n", "n is 0; give at least 1"),
-        ({"n": 10**9}, "n", "give at most 16"),
+        ({"n": 0}, "n", "n is 0; give a number from 1 to 128"),
+        ({"n": 100}, "n", "give at most 16"),
         ({"stop": [3]}, "stop", "give a string"),
         ({"stop": ["a"] * 17}, "stop", "give at most 16"),
         ({"stream": "yes"}, "stream", "give True or False"),
@@ -309,3 +310,10 @@ def test_a_key_and_the_host():
             "localhost.evil.org": 403,
         }.items():
             assert http.get("/v1/models", headers={"host": host}).status_code == status
+        for origin, status in {
+            "http://localhost:3000": 200,
+            "https://evil.org": 403,
+            "http://localhost.evil.org": 403,
+            "null": 403,
+        }.items():
+            assert http.get("/v1/models", headers={"origin": origin}).status_code == status
