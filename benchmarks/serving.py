@@ -43,7 +43,7 @@ class Options:
       rows: the numbers of rows of speculation, separated by commas.
       refilled: the number of rows of the comparison with fixed batches.
       methods: the methods beside plain decoding, separated by commas.
-      weights: formats of the weights, separated by commas; `as-is` for those of the model.
+      formats: formats of the weights, separated by commas; `as-is` for those of the model.
       requests: requests per row of a workload with mixed lengths.
       shortest, longest: tokens of its texts, uniform on a logarithmic scale.
       max_new_tokens: of each text for speculation.
@@ -54,7 +54,7 @@ class Options:
     rows: str = "1,4,8,16"
     refilled: int = 8
     methods: str = "ngram,auto"
-    weights: str = "as-is,int8"
+    formats: str = "as-is,int8"
     requests: int = 6
     shortest: int = 8
     longest: int = 256
@@ -77,7 +77,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     """
     report: dict[str, Any] = {"speculation": {}}
     names = [PLAIN, *(name.strip() for name in options.methods.split(","))]
-    for weights in options.weights.split(","):
+    for weights in options.formats.split(","):
         own: dict[str, Any] = {} if weights == "as-is" else {"weights": weights}
         lm = dataclasses.replace(options.model, **own).load()
         report |= {"model": lm.name, "device": lm.device_kind}
