@@ -149,7 +149,7 @@ class EngineThread:
 
     Attributes:
       num_open: the number of texts that wait or run.
-      num_running: the number of texts with a row, after the last step.
+      num_running: the number of texts with a row, after the last step or command.
       is_ready: whether the scheduler is made.
       error: the error that ended the thread; None while it works.
     """
@@ -266,6 +266,7 @@ class EngineThread:
             if command is None:
                 return False
             command()
+            self.num_running = self._scheduler.num_running  # the command may have freed the last row
 
     def _add(self, job: Job) -> None:
         self._ids[job] = []

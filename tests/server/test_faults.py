@@ -116,6 +116,19 @@ def test_a_client_that_goes_frees_its_row(stream):
         assert engine.num_open == 0
 
 
+def test_no_row_is_reported_after_the_last_client_has_gone():
+    scheduler = FakeScheduler()
+
+    @started(scheduler)
+    async def test(app, engine):
+        goes = Exchange(app, prompt="ab", max_tokens=400)
+        await until(lambda: engine.num_running == 1)
+        goes.gone.set()
+        await goes.task
+        await until(lambda: engine.num_open == 0)
+        await until(lambda: engine.num_running == 0)
+
+
 def test_a_client_that_goes_while_it_waits_is_never_started():
     scheduler = FakeScheduler()
 
