@@ -52,7 +52,7 @@ def test_each_setting_is_theirs(name, length):
     given = {} if name != "repetition_penalty" else {name: SETTINGS[name]}
     rules = Rules.of({} if given else {name: SETTINGS[name]})
     requests = [RowRequest(tuple(row[:BEGIN].tolist()), 9, (EOS,), **given, rules=rules) for row in text]
-    penalties = Settings(requests).of(requests)
+    penalties = Settings.for_all(requests).of(requests)
     assert penalties is not None
     tokens = jnp.asarray(np.pad(text, ((0, 0), (0, 3))))
     found = penalties.apply(jnp.asarray(logits)[:, None], tokens, jnp.full(40, length))[:, 0]
