@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -226,9 +227,13 @@ def test_a_chain_keeps_the_token_that_stops_it(name):
         tuple(row[:count])
         for row, count in zip(proposal.tokens.tolist(), proposal.count.tolist(), strict=True)
     ]
-    for draft in set(drafts):
-        assert not any(stops(name, draft[:i]) for i in range(1, len(draft)))
-        assert len(draft) == K or stops(name, draft)
+    counts = collections.Counter(drafts)
+    too_long = {
+        draft: n for draft, n in counts.items() if any(stops(name, draft[:i]) for i in range(1, len(draft)))
+    }
+    too_short = {draft: n for draft, n in counts.items() if len(draft) < K and not stops(name, draft)}
+    assert not too_long and not too_short, f"of {dict(counts)}"
+    for draft in counts:
         row = drafts.index(draft)
         for i in range(len(draft)):
             probs = tiny.warp(logits_after(draft[:i]), temperature)
