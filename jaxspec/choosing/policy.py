@@ -106,6 +106,7 @@ class Times:
 
     Attributes:
       ratios: observed ÷ predicted time of rounds, by candidate and batch size.
+      disturbed: the keys of ratios from disturbed times, see `Policy.learn`.
       prefill_ms: time per token of a prefill; None before the first long prompt.
       compile_ms: the longest compile time of a program; None before the first compilation.
       missed_ms: time lost so far because a candidate's programs were not compiled, by candidate.
@@ -117,6 +118,7 @@ class Times:
     compile_ms: float | None = None
     missed_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     programs: dict[str, float] = dataclasses.field(default_factory=dict)
+    disturbed: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
 
 class Choice(NamedTuple):
@@ -214,12 +216,13 @@ class Policy:
 
         The candidate has an expectation, or it is plain decoding.
 
-        It is chosen before the prefill, which also makes the candidate's state. Plain decoding is chosen until the time
-        of a step is known. The arguments are those of `next`, before the prefill.
+        It is chosen before the prefill, which also makes the candidate's state. Plain decoding is chosen until an
+        undisturbed time of a step is known. The arguments are those of `next`, before the prefill.
         """
         usable = np.array([at in self.informed and ready(at) for at in range(len(self.names))])
         self._first = (OFF, 0)
-        if usable.any() and self._ratio(OFF) is not None:
+        plain = self.names[OFF], self._batch
+        if usable.any() and plain in self.times.ratios and plain not in self.times.disturbed:
             self._first = self._best(lengths, remaining, np.zeros(len(usable)), usable)
         return self._first
 
@@ -356,6 +359,7 @@ class Policy:
         took_ms: float,
         fair: bool,
         taken_up: bool = False,
+        disturbed: bool = False,
     ) -> float | None:
         """Learns from a call of the loop.
 
@@ -367,6 +371,8 @@ class Policy:
           took_ms: the time of the call.
           fair: whether this time can be compared with the prediction: it includes no compilation or other work.
           taken_up: whether this time includes bringing the candidate's own state up to date.
+          disturbed: whether work in the background made a fair time longer. Such a time is used only until another one
+            is known.
 
         Returns:
           The predicted time in milliseconds; None if only proportions are known so far.
@@ -385,8 +391,8 @@ class Policy:
         self._left -= count
         if not count:
             return known_ms
-        if fair:
-            self._observe(candidate, took_ms / predicted)
+        if fair and not (disturbed and self._ratio(candidate)):
+            self._observe(candidate, took_ms / predicted, disturbed)
             for name, share in self._missed.items():
                 self.times.missed_ms[name] = self.times.missed_ms.get(name, 0.0) + took_ms * share
         # Count the loss in predicted times, because a slow moment of the machine must not change it.
@@ -420,11 +426,14 @@ class Policy:
             if at != candidate and (at not in self._played or self._drafts[at - 1].replayed):
                 self.counts = beliefs.with_rounds(self.counts, at, rounds, asked=self._longest[at - 1])
 
-    def _observe(self, candidate: int, ratio: float) -> None:
-        # The first measured times of a candidate are unreliable, so its ratio starts from that of plain decoding.
-        before = self._ratio(candidate) or ratio
+    def _observe(self, candidate: int, ratio: float, disturbed: bool = False) -> None:
+        key = self.names[candidate], self._batch
+        # The first measured times of a candidate are unreliable, so its ratio starts from that of plain decoding. The
+        # first undisturbed time replaces a disturbed one.
+        before = (None if key in self.times.disturbed else self._ratio(candidate)) or ratio
         factor = min(max(ratio / before, 1 / SURPRISE), SURPRISE)
-        self.times.ratios[self.names[candidate], self._batch] = before * factor**LEARNING
+        self.times.ratios[key] = before * factor**LEARNING
+        (self.times.disturbed.add if disturbed else self.times.disturbed.discard)(key)
 
     def _ratio(self, candidate: int) -> float | None:
         """Returns observed ÷ predicted time of a candidate, or else of plain decoding; None if neither was measured."""

@@ -211,7 +211,7 @@ def test_what_pays_is_chosen_and_nothing_else(costs, chosen):
     lm.step_costs, lm._alternatives.known.times.missed_ms["ngram"] = costs, 1e9
     with pytest.MonkeyPatch.context() as patch:  # the times of a machine are not those of the table
         patch.setattr(
-            Policy, "_observe", lambda self, candidate, ratio: self.times.ratios.update({("off", 1): 1.0})
+            Policy, "_observe", lambda self, candidate, *ratio: self.times.ratios.update({("off", 1): 1.0})
         )
         result = played(lm, [7, 1, 7, 1], max_new_tokens=120, ignore_eos=True)
     assert result.tokens == tiny.greedy((7, 1, 7, 1), 120)
@@ -230,14 +230,15 @@ def test_nothing_is_compiled_for_a_text_that_is_too_short_to_pay():
     assert lm.executables.num_compilations == before
 
 
-def make(costs=FREE, times=None, batch=1, file=None):
-    made = Policy(["ngram"], [DraftCost(lookup=True, replayed=True)], [4], costs, batch, times=times)
+def make(costs=FREE, times=None, batch=1, file=None, measured=True):
+    cost = DraftCost(lookup=True, replayed=True)
+    made = Policy(["ngram"], [cost], [4], costs, batch, times=times, measured=measured)
     return Record(made, file)
 
 
-def learn(one, rounds, took_ms, fair=True):
+def learn(one, rounds, took_ms, fair=True, disturbed=False):
     tokens = [0] * sum(1 + accepted for _, accepted in rounds)
-    one.learn([rounds], [tokens], np.array([9]), took_ms, fair)
+    one.learn([rounds], [tokens], np.array([9]), took_ms, fair, disturbed=disturbed)
 
 
 def turn(one, ready=True):
@@ -263,6 +264,19 @@ def test_times_that_are_not_fair_teach_nothing():
     assert not one.policy.times.ratios
     learn(one, [(0, 0)] * 8, 72.0)
     assert one.policy.times.ratios == {("off", 1): pytest.approx(1.0)}
+
+
+def test_a_disturbed_time_is_used_until_there_is_another():
+    one = make(measured=False)
+    turn(one)
+    learn(one, [(0, 0)] * 8, 100.0, disturbed=True)
+    learn(one, [(0, 0)] * 8, 300.0, disturbed=True)
+    assert one.policy.times.ratios == {("off", 1): pytest.approx(100 / 72)}
+    one.policy.informed = [1]
+    assert one.policy.begin(np.array([9]), np.array([500]), lambda at: True) == (0, 0)
+    learn(one, [(0, 0)] * 8, 72.0)
+    assert one.policy.times.ratios == {("off", 1): pytest.approx(1.0)}
+    assert one.policy.begin(np.array([9]), np.array([500]), lambda at: True) != (0, 0)
 
 
 def test_what_bringing_a_state_up_takes_is_expected_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -88,7 +89,9 @@ COUNTS = {"ngram": Counts(np.array([[9.0, 1.0], [3.5, 6.0]]), np.array([[10.0, 0
 
 def test_what_was_learnt_is_read_again(tmp_path):
     path, key = tmp_path / "auto" / "model.json", {"model": "abc"}
-    auto_file.write(path, key, TIMES, COUNTS)
+    disturbed = ("suffix", 1)
+    given = dataclasses.replace(TIMES, ratios=TIMES.ratios | {disturbed: 3.0}, disturbed={disturbed})
+    auto_file.write(path, key, given, COUNTS)
     times, counts = auto_file.read(path, key)
     assert times == TIMES
     assert counts["ngram"].accept.tolist() == COUNTS["ngram"].accept.tolist()

@@ -75,10 +75,13 @@ class Record:
         took_ms: float,
         fair: bool,
         taken_up: bool = False,
+        disturbed: bool = False,
     ) -> None:
         """Takes the result of a call of the loop by the last choice, see `Policy.learn`."""
         (candidate, length, _), count = self.choice, max(map(len, rounds), default=0)
-        expected_ms = self.policy.learn((candidate, length), rounds, tokens, lengths, took_ms, fair, taken_up)
+        expected_ms = self.policy.learn(
+            (candidate, length), rounds, tokens, lengths, took_ms, fair, taken_up, disturbed
+        )
         played = count, sum(map(len, tokens))
         turn = Chosen(self._round, self.policy.names[candidate], length, *played, expected_ms, took_ms)
         if self.chosen and self.chosen[-1].round >= self._chosen_at:

@@ -71,6 +71,7 @@ class Known:
         the batch and chunk size.
       lengths: a cache of draft lengths as device arrays. It avoids a transfer per call, which takes as long as several
         rounds of a small model.
+      ran: names of candidates, with shapes of the batch, whose rounds have run in this process.
       eager: whether all programs are compiled at once, without a check that they save time. Measurements set this.
     """
 
@@ -83,6 +84,7 @@ class Known:
         default_factory=weakref.WeakKeyDictionary
     )
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
+    ran: set[tuple[str, Any]] = dataclasses.field(default_factory=set)
     eager: bool = False
 
 
@@ -150,7 +152,7 @@ class Switching(Strategy):
         self.recorded = plan.file is not None
         # The candidate whose state is held (0: plain decoding), and that state.
         self._at, self._held = 0, None
-        self._fair, self._took_up = True, False
+        self._disturbed = self._took_up = False
 
     def _policy(self, batch: int) -> Policy:
         """Returns the policy for a batch of `batch` rows."""
@@ -358,8 +360,10 @@ class Switching(Strategy):
         if self._plan.explain and not self._plan.replayed and not self._record.expected:
             self._record.explain(lengths, remaining, ready)
         at, length, rounds = self._record.next(lengths, remaining, turn.max_rounds, held, ready)
-        # A compilation in the background slows the rounds down.
-        self._fair, self._took_up = not self._executables.busy, False
+        # A compilation in the background slows the rounds down. So do XLA's preparations in the first run of a program.
+        ran, program = self._plan.known.ran, (self._record.policy.names[at], shapes)
+        self._disturbed, self._took_up = self._executables.busy or program not in ran, False
+        ran.add(program)
         if at == 0:
             self.changed()
             return params, parts, state, rounds
@@ -374,11 +378,8 @@ class Switching(Strategy):
         took_ms = 1e3 * (time.perf_counter() - self._began)
         rounds = [played_rounds(row) for row in gained]
         tokens = [[token.id for token in row] for row in gained]
-        # A time measured during a background compilation is inaccurate. It is used only until the first time is known,
-        # and later times correct it.
-        fair = self._fair or not self._record.policy.timed
-        fair = fair and self._executables.blocked_ms == self._blocked_ms and not self._took_up
-        self._record.learn(rounds, tokens, self._turn.lengths, took_ms, fair, self._took_up)
+        fair = self._executables.blocked_ms == self._blocked_ms and not self._took_up
+        self._record.learn(rounds, tokens, self._turn.lengths, took_ms, fair, self._took_up, self._disturbed)
 
     def _of(self, at: int, params: Weights, parts: Parts, length: int) -> tuple[Weights, Parts]:
         candidate, lengths = self._plan.candidates[at - 1], self._plan.known.lengths

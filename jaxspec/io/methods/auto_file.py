@@ -45,7 +45,7 @@ def write(path: Path, key: dict[str, Any], times: Times, counts: dict[str, Count
         "format": FORMAT,
         "key": key,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "ratios": [[name, batch, ratio] for (name, batch), ratio in times.ratios.items()],
+        "ratios": [[*of, ratio] for of, ratio in times.ratios.items() if of not in times.disturbed],
         "prefill_ms": times.prefill_ms,
         "compile_ms": times.compile_ms,
         "programs": times.programs,
