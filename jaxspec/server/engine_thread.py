@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.scheduler import Event
 
+_LOG = logging.getLogger(__name__)
 # How long the event loop waits for the thread at the end: it may be compiling.
 _JOIN_S = 5.0
 # The number of a row in its job, and its new piece.
@@ -305,6 +307,9 @@ class EngineThread:
 
     def _tell(self, events: Sequence[Event]) -> None:
         news: dict[Job, News | Exception] = {}
+        # One error ends all requests of a group.
+        for failed in {id(event.error): event.error for event in events if event.error is not None}.values():
+            _LOG.error("generation failed", exc_info=failed)
         for event in events:
             if event.id not in self._rows:  # a row of a job that another event of this step has ended
                 continue
@@ -328,6 +333,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._arrive, news)
 
     def _die(self, error: BaseException) -> None:
+        _LOG.error("the engine has ended", exc_info=error)
         with self._lock:
             self.error = error
         with contextlib.suppress(RuntimeError):

@@ -201,7 +201,12 @@ def test_a_reader_that_stands_still_is_left_at_the_time_limit():
         assert engine.num_open == 0
 
 
-def test_a_failed_text_does_not_fail_the_others():
+def logged(caplog):
+    """The types of the logged errors."""
+    return [record.exc_info[0] for record in caplog.records if record.name.startswith("jaxspec.server")]
+
+
+def test_a_failed_text_does_not_fail_the_others(caplog):
     scheduler = FakeScheduler()
 
     @started(scheduler)
@@ -216,9 +221,10 @@ def test_a_failed_text_does_not_fail_the_others():
         (failed,) = (one for one in texts if one.status == 500)
         assert "no memory" in json.loads(failed.data)["error"]["message"]
         assert engine.num_open == 0
+        assert logged(caplog) == [MemoryError]
 
 
-def test_a_dead_engine_answers_500_and_is_not_healthy():
+def test_a_dead_engine_answers_500_and_is_not_healthy(caplog):
     scheduler = FakeScheduler()
 
     @started(scheduler)
@@ -234,6 +240,7 @@ def test_a_dead_engine_answers_500_and_is_not_healthy():
         health = Exchange(app, "/health")
         await health.task
         assert (health.status, json.loads(health.data)["status"]) == (503, "failed")
+        assert logged(caplog) == [SystemError]
 
 
 def test_an_engine_that_does_not_start_is_reported():
