@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 from typing import Any
@@ -93,7 +94,7 @@ class Serve:
             )
         least = {"max_batch": 1, "max_queue": 0, "request_timeout_seconds": 1, "shutdown_timeout_seconds": 0}
         for name, number in least.items():
-            if not getattr(self, name) >= number:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least {number}")
+            if not number <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least {number}")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}; give a number from 0 to {2**16 - 1}")
