@@ -52,11 +52,12 @@ class Serve:
         """Serves until a signal; returns the exit status."""
         require("serve", "starlette", "uvicorn", "prometheus_client")
         from jaxspec.server import run
+        from jaxspec.server.app import is_loopback
 
         if processes.several():
             raise ValueError("jaxspec serve runs in one process; start one server for each model")
         key = self.api_key or os.environ.get("JAXSPEC_API_KEY") or None
-        self._check(key, run.is_loopback(self.host))
+        self._check(key, is_loopback(self.host))
         method = made(self.method, self.drafting)
         bound = run.bind(self.host, self.port)
         with bound:

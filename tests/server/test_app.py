@@ -306,7 +306,14 @@ def test_a_key_and_the_host():
         for host, status in {
             "evil.org": 403,
             "127.0.0.1:80": 200,
+            "127.0.0.2:8000": 200,
             "[::1]": 200,
+            "[::1]:8000": 200,
+            "localhost:8000": 200,
+            "[localhost": 403,
+            "127.0.0.1@evil.org": 403,
+            "127.0.0.1.evil.org:80": 403,
+            "192.168.0.1": 403,
             "localhost.evil.org": 403,
         }.items():
             assert http.get("/v1/models", headers={"host": host}).status_code == status
@@ -315,5 +322,6 @@ def test_a_key_and_the_host():
             "https://evil.org": 403,
             "http://localhost.evil.org": 403,
             "null": 403,
+            "chrome-extension://localhost": 403,
         }.items():
             assert http.get("/v1/models", headers={"origin": origin}).status_code == status
