@@ -36,7 +36,7 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     """Returns the prompts of a request.
 
     Raises:
-      ValueError: a text cannot be encoded, a message is wrong, or there is no chat template.
+      ValueError: a text cannot be encoded, a message or token id is wrong, or there is no chat template.
     """
     assert lm.tokenizer is not None
     if request.is_chat:
@@ -45,24 +45,30 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
         return Prompts([lm.encode(messages, chat_template_kwargs=variables)], [""])
     ids, texts = [], []
     for prompt in request.prompts:
-        ids.append(lm.encode(prompt) if isinstance(prompt, str) else prompt)
-        texts.append(prompt if isinstance(prompt, str) else decoded(lm, prompt) if request.echo else "")
+        if isinstance(prompt, str):
+            ids.append(lm.encode(prompt))
+            texts.append(prompt)
+        else:
+            ids.append(checked_ids(lm, "prompt", prompt))
+            texts.append(lm.tokenizer.decode(prompt) if request.echo else "")
     return Prompts(ids, texts)
 
 
-def decoded(lm: LanguageModel, ids: Sequence[int]) -> str:
-    """Returns the text of token ids.
+def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
+    """Returns the token ids of the field `name` of a request.
 
     Raises:
-      ValueError: an id is outside the vocabulary.
+      BadField: they are no list of token ids, or one is outside the vocabulary.
     """
+    largest = lm.config.vocab_size - 1
+    if not isinstance(ids, list):
+        raise BadField(f"{name} is {shown(ids)}; give a list of token ids", name)
     for one in ids:
-        if not 0 <= one < lm.config.vocab_size:
-            raise ValueError(
-                f"token id {one} is outside the vocabulary; ids are from 0 to {lm.config.vocab_size - 1}"
+        if type(one) is not int or not 0 <= one <= largest:
+            raise BadField(
+                f"{name} has the token id {shown(one)}; ids are whole numbers from 0 to {largest}", name
             )
-    assert lm.tokenizer is not None
-    return lm.tokenizer.decode(ids)
+    return ids
 
 
 def rows_of(

@@ -24,13 +24,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.arguments import flag, whole
+from jaxspec.host.arguments import flag
 from jaxspec.host.files import parse_json
 from jaxspec.host.messages import shown
 from jaxspec.io.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method
-from jaxspec.server.answers import Answer, Prompts, decoded, encoded, rows_of
+from jaxspec.server.answers import Answer, Prompts, checked_ids, encoded, rows_of
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
 from jaxspec.server.refusals import EXPECTED, Refused, refused
@@ -184,11 +184,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of `tokens`, as the field `prompt`."""
         try:
-            ids = (await self._object(request)).get("tokens")
-            if not isinstance(ids, list):
-                raise BadField(f"tokens is {shown(ids)}; give a list of token ids", "tokens")
-            ids = [whole("tokens", one, "token id") for one in ids]
-            return JSONResponse({"prompt": decoded(self._lm, ids)})
+            ids = checked_ids(self._lm, "tokens", (await self._object(request)).get("tokens"))
+            return JSONResponse({"prompt": self._tokenizer.decode(ids)})
         except (ValueError, OSError) as error:
             raise refused(error) from None
 
