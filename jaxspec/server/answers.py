@@ -14,7 +14,7 @@ from jaxspec.engine.results import Score
 from jaxspec.engine.text import RowText
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
-from jaxspec.io.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
+from jaxspec.io.openai import COMPLETIONS, ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
 from jaxspec.methods import Method, registry
 from jaxspec.server.engine_thread import Job, News, Unavailable
 
@@ -40,6 +40,12 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     """
     assert lm.tokenizer is not None
     if request.is_chat:
+        if not lm.tokenizer.has_chat_template:
+            raise BadField(
+                f"{lm.name} has no chat template; send a prompt to {COMPLETIONS}, or start jaxspec serve with "
+                "--chat-template",
+                "messages",
+            )
         (messages,), _ = batch_of(None, list(request.messages))
         variables = request.options.get("chat_template_kwargs")
         return Prompts([lm.encode(messages, chat_template_kwargs=variables)], [""])

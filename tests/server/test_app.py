@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxspec.testing import language_model
 from tests.server import TEMPLATE, application, client, model
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -334,3 +335,13 @@ def test_token_ids_are_checked(http, url, field, one):
     assert (answer.status_code, error["param"]) == (400, field)
     assert re.search(f"has the token id '?{one}'?; ids are|give a text, token ids, or", error["message"])
     assert "\n" not in error["message"]
+
+
+def test_a_chat_without_a_template_is_refused_for_clients_of_the_api():
+    with client(application(lm=language_model())[0]) as http:
+        for url in (CHAT, "/tokenize"):
+            answer = http.post(url, json={"messages": MESSAGES})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "messages")
+            assert "no chat template; send a prompt to /v1/completions" in error["message"]
+            assert "chat_template=" not in error["message"]
