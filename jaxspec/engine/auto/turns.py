@@ -178,13 +178,13 @@ class Switching(Strategy):
         )
 
     @property
-    def drafted_by(self) -> str:
-        tokens: Counter[str] = Counter()
-        for one in self._record.chosen:
-            if one.name != "off" and one.num_rounds:
-                tokens[one.name] += one.num_tokens
+    def drafting(self) -> str | None:
+        at = self._record.choice.candidate
+        return self._record.policy.names[at] if at else None
+
+    def drafted_by(self, tokens: Mapping[str, int]) -> str:
         if tokens:
-            return f"auto: {', '.join(name for name, _ in tokens.most_common())}"
+            return f"auto: {', '.join(name for name, _ in Counter(tokens).most_common())}"
         unready = self._record.policy.unready
         why = f"the programs of {unready[0]} were not ready" if unready else "no draft is expected to pay"
         return f"auto: plain decoding, {why}"
