@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from tests.server import FakeScheduler, application
+from jaxspec.server import engine_thread
+from jaxspec.server.answers import scores_of
+from tests.server import FakeScheduler, application, model
 
 URL = "/v1/completions"
 
@@ -199,6 +201,43 @@ def test_a_reader_that_stands_still_is_left_at_the_time_limit():
         await slow.task
         assert not slow.whole
         assert engine.num_open == 0
+
+
+def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
+    """A piece has prompts of together 4 tokens, or one longer prompt."""
+    monkeypatch.setattr(engine_thread, "_SCORED_TOKENS", 4)
+    scheduler = FakeScheduler()
+    pieces = []
+
+    def score(prompts):
+        pieces.append((scheduler.steps, [len(ids) for ids in prompts]))
+        return scores_of(model(), prompts)
+
+    @started(scheduler, score=score, max_open=64)
+    async def test(app, engine):
+        runs = Exchange(app, prompt="ab", max_tokens=400)
+        await until(lambda: scheduler.rows)
+        scheduler.gate.clear()
+        options = {"echo": True, "logprobs": 0, "max_tokens": 2}
+        lengths = (2, 2, 3, 9, 1)
+        asked = Exchange(app, prompt=[[3] * length for length in lengths], **options)
+        await until(lambda: engine.num_open == 6)
+        goes = Exchange(app, prompt=[[3] * 9] * 50, **options)
+        await until(lambda: engine.num_open == 56)
+        scheduler.gate.set()
+        await asked.task
+        await until(lambda: len(pieces) > 4)
+        scheduler.gate.clear()
+        goes.gone.set()
+        await goes.task
+        scheduler.gate.set()
+        await until(lambda: engine.num_open == 1)
+        assert [sizes for _, sizes in pieces[:4]] == [[2, 2], [3], [9], [1]]
+        assert len(pieces) < 54
+        assert len({steps for steps, _ in pieces}) == len(pieces)  # a step is between two pieces
+        found = json.loads(asked.data)["choices"]
+        assert [len(one["logprobs"]["tokens"]) for one in found] == list(lengths)
+        runs.gone.set()
 
 
 def logged(caplog):
