@@ -118,7 +118,8 @@ class Session:
       prefixes: keeps caches of texts, from which requests that begin with the same tokens continue. None for none.
       elastic: whether requests arrive with `add`, while others run. `requests` are then only examples of them, of the
         same `Shapes`. The batch begins with the power of two of rows that the present requests need, and gets more
-        rows when requests wait.
+        rows when requests wait. Sampled texts that the other rows of a batch would influence have a batch of one row
+        each, so that they do not depend on the requests beside them.
 
     Attributes:
       strategy, requests, loop: as given.
@@ -139,9 +140,9 @@ class Session:
     ) -> None:
         self.loop, self._executables, self._params = loop, loop.executables, params
         self.strategy, self._drafter, self._acceptor = strategy, strategy.drafter, loop.put(acceptor)
-        # Whether no two rows may draw the same random numbers.
-        self.draws_apart = strategy.mixes_rows and not acceptor.coupled
-        self.requests = drawn_apart(requests) if self.draws_apart else requests
+        # Whether the other rows influence a text: through the drafts that the acceptor takes in one row.
+        mixes = strategy.mixes_rows and not acceptor.coupled and needs_sampling(requests)
+        self.requests = drawn_apart(requests) if mixes and not elastic else requests
         self._shapes = Shapes.of(requests)
         self._elastic = elastic
         self._waiting: deque[_Held] = deque()
@@ -152,7 +153,7 @@ class Session:
         self._rows: list[_Held | None] = []
         # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
         self._refills: deque[_Refill] = deque()
-        self._max_batch = max_batch
+        self._max_batch = 1 if mixes and elastic else max_batch
         self._reuse = None if prefixes is None else Reuse(prefixes, loop, params, strategy.drafter)
         # The texts from which requests continue, by index, until their prefill begins.
         self._found: dict[int, Prefix] = {} if prefix is None else {0: prefix}

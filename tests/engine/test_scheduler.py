@@ -128,15 +128,31 @@ def test_seeds_and_copies(lm):
     assert len({tuple(texts[number]) for number in ids}) == 3
 
 
-def test_rows_with_a_shared_mask_never_draw_the_same_numbers(lm):
+def test_a_seed_gives_one_text_where_drafts_depend_on_the_other_rows(lm):
+    """Also for two requests with the same seed, whose draws one batch would reveal to each other."""
     drafter, _ = tiny.drafter_of("asd-shared", "confidence", lm.config)
     scheduler = Scheduler(lm)
     options = {"temperature": 1.0, "method": drafter}
-    ids = [add(scheduler, SHORT[0], seed=3, **options) for _ in range(2)]
+    seeds, prompts = (3, 4, 3), (SHORT[0], SHORT[1], SHORT[0])
+    ids = [add(scheduler, prompt, seed=seed, **options) for prompt, seed in zip(prompts, seeds, strict=True)]
     texts = tokens_of(run(scheduler))
-    assert texts[ids[0]] != texts[ids[1]]
-    again = add(scheduler, SHORT[0], seed=3, **options)
-    assert tokens_of(run(scheduler))[again] == texts[ids[0]]
+    for number, prompt, seed in zip(ids, prompts, seeds, strict=True):
+        alone = lm.generate(list(prompt), seed=seed, max_new_tokens=BUDGET, ignore_eos=True, **options)
+        assert texts[number] == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({}, 2), ({"temperature": 1.0}, 2), ({"temperature": 1.0, "acceptor": "block"}, 1)],
+    ids=["greedy", "coupled", "block"],
+)
+def test_texts_of_auto_share_a_batch_unless_its_choices_influence_them(lm, options, rows):
+    scheduler = Scheduler(lm)
+    for prompt in SHORT[:2]:
+        add(scheduler, prompt, method="auto", **options)
+    run(scheduler, steps=1)
+    assert (scheduler.num_running, scheduler.num_waiting) == (rows, 2 - rows)
+    run(scheduler)
 
 
 def test_a_cancelled_request_frees_its_row(lm):
