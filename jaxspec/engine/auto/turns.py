@@ -72,6 +72,7 @@ class Known:
       lengths: a cache of draft lengths as device arrays. It avoids a transfer per call, which takes as long as several
         rounds of a small model.
       ran: names of candidates, with shapes of the batch, whose rounds have run in this process.
+      num_dropped: `Executables.num_dropped` at the time when `programs` and `begins` were valid.
       eager: whether all programs are compiled at once, without a check that they save time. Measurements set this.
     """
 
@@ -85,7 +86,16 @@ class Known:
     )
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
     ran: set[tuple[str, Any]] = dataclasses.field(default_factory=set)
+    num_dropped: int = 0
     eager: bool = False
+
+    def forget_dropped(self, num_dropped: int) -> None:
+        """Forgets the programs if some have been dropped since the last time; they are found again, or compiled."""
+        if num_dropped != self.num_dropped:
+            self.num_dropped = num_dropped
+            self.programs.clear()
+            self.begins.clear()
+            self.ran.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +239,7 @@ class Switching(Strategy):
     def begin(
         self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
     ) -> tuple[DecodeState, Emitted]:
+        self._plan.known.forget_dropped(self._executables.num_dropped)
         self._record = Record(self._policy(request.length.shape[0]), self._plan.file)
         self._prepare(params, parts, request, static)
         began, blocked_ms = time.perf_counter(), self._executables.blocked_ms
@@ -352,6 +363,7 @@ class Switching(Strategy):
         The arguments are the parameters, parts and state of plain decoding.
         """
         _, _, lengths, remaining = turn
+        self._plan.known.forget_dropped(self._executables.num_dropped)
         shapes = self._shapes(parts, state)
         ready = functools.partial(self._ready, shapes=shapes)
         self._compile(params, parts, state, lengths, remaining, shapes)
@@ -435,7 +447,7 @@ class Switching(Strategy):
     def _ready(self, at: int, shapes: Any) -> bool:
         """Returns whether a candidate's programs are compiled.
 
-        A positive result is remembered, because compiled programs are never dropped.
+        A positive result is remembered until programs are dropped.
         """
         programs = self._programs(at).get(shapes)
         if programs is None or not programs.fits:
