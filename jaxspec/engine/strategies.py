@@ -102,8 +102,8 @@ class Strategy(abc.ABC):
         """Takes note that rows were inserted or that the capacity has grown: other drafters' states are invalid."""
         return
 
-    def widened(self, batch: int) -> None:
-        """Takes note that the batch has `batch` rows now; other drafters' states are invalid."""
+    def resized(self, batch: int) -> None:
+        """Takes note that the batch has `batch` rows now, the first ones; other drafters' states are invalid."""
         return
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.engine import buckets
+from jaxspec.engine import buckets, memory
 from jaxspec.engine import scheduler as module
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.session import Session
@@ -87,6 +87,40 @@ def test_auto_drafts_while_the_batch_gets_wider():
         if all("ngram" in event.result.drafted_by for event in events if event.result is not None):
             return
     pytest.fail("auto never drafted")
+
+
+@pytest.mark.representatives("draft-model")
+@pytest.mark.parametrize("method", ["asd", "draft-model", "eagle", "auto"])
+def test_a_batch_is_narrow_again_after_a_burst(lm, method):
+    """The text of the first row goes on through 1, 8, and again 1 row."""
+    options = {"method": "auto"} if method == "auto" else tiny.options(method)
+    scheduler, widths = Scheduler(lm, max_rounds=2), []
+    first = add(scheduler, SHORT[1], max_new_tokens=60, **options)
+    (group,) = scheduler._groups.values()
+    events = run(scheduler, steps=2)
+    short = [add(scheduler, prompt, max_new_tokens=4, **options) for prompt in SHORT]
+    while not scheduler.idle:
+        widths.append(len(group.texts.session._rows))
+        events += run(scheduler, steps=1)
+    assert (widths[0], max(widths), widths[-1]) == (1, 8, 1)
+    texts = tokens_of(events)
+    assert texts[first] == tiny.greedy(SHORT[1], 60)
+    assert [texts[number] for number in short] == [tiny.greedy(prompt, 4) for prompt in SHORT]
+
+
+@pytest.mark.parametrize("burst", [False, True], ids=["one by one", "at once"])
+def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, burst):
+    monkeypatch.setattr(memory, "cache_fits", lambda config, dtype, rows, capacity, device: rows <= 2)
+    scheduler, events, running, ids = Scheduler(lm, max_rounds=2), [], [], []
+    for prompt in SHORT:
+        ids.append(add(scheduler, prompt))
+        events += [] if burst else run(scheduler, steps=1)
+    while not scheduler.idle:
+        running.append(scheduler.num_running)
+        events += run(scheduler, steps=1)
+    assert max(running) == 2
+    texts = tokens_of(events)
+    assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in SHORT]
 
 
 def test_requests_share_a_batch_if_their_programs_are_the_same(lm):

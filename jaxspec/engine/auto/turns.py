@@ -212,9 +212,10 @@ class Switching(Strategy):
     def changed(self) -> None:
         self._at, self._held = 0, None
 
-    def widened(self, batch: int) -> None:
+    def resized(self, batch: int) -> None:
         self.changed()
-        self._record.policy.widen(batch)
+        self._remember(range(batch, len(self._record.policy.counts.accept)))
+        self._record.policy.resize(batch)
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         self._remember([row])
