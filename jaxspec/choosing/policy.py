@@ -187,18 +187,18 @@ class Policy:
         self._missed: dict[str, float] = {}
         self._unready: list[str] = []
 
-    def widen(self, batch: int) -> None:
-        """Adds rows without a text, up to `batch`."""
-        new = batch - self._batch
+    def resize(self, batch: int) -> None:
+        """Keeps the first `batch` rows, or adds rows without a text."""
+        new = max(batch - self._batch, 0)
         counts = beliefs.no_counts(new, len(self.names), self.counts.accept.shape[2])
         self.counts = Counts(
-            np.concatenate([self.counts.accept, counts.accept]),
-            np.concatenate([self.counts.draft, counts.draft]),
+            np.concatenate([self.counts.accept[:batch], counts.accept]),
+            np.concatenate([self.counts.draft[:batch], counts.draft]),
         )
         self._given, self._tokens, self._lost = (
-            np.pad(numbers, (0, new)) for numbers in (self._given, self._tokens, self._lost)
+            np.pad(numbers[:batch], (0, new)) for numbers in (self._given, self._tokens, self._lost)
         )
-        self._lookups += [None] * new
+        self._lookups = [*self._lookups[:batch], *[None] * new]
         self._batch, self._left = batch, 0
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 from typing import Any
@@ -51,11 +52,12 @@ class Serve:
         """Serves until a signal; returns the exit status."""
         require("serve", "starlette", "uvicorn", "prometheus_client")
         from jaxspec.server import run
+        from jaxspec.server.app import is_loopback
 
         if processes.several():
             raise ValueError("jaxspec serve runs in one process; start one server for each model")
         key = self.api_key or os.environ.get("JAXSPEC_API_KEY") or None
-        self._check(key, run.is_loopback(self.host))
+        self._check(key, is_loopback(self.host))
         method = made(self.method, self.drafting)
         bound = run.bind(self.host, self.port)
         with bound:
@@ -93,7 +95,7 @@ class Serve:
             )
         least = {"max_batch": 1, "max_queue": 0, "request_timeout_seconds": 1, "shutdown_timeout_seconds": 0}
         for name, number in least.items():
-            if not getattr(self, name) >= number:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least {number}")
+            if not number <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number of at least {number}")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port is {self.port}; give a number from 0 to {2**16 - 1}")

@@ -30,8 +30,8 @@ from jaxspec.decoding.rows import (
     Stats,
     grow,
     insert,
+    resize,
     take,
-    widen,
 )
 from jaxspec.decoding.scoring import Scores, score
 
@@ -52,9 +52,9 @@ __all__ = [
     "grow",
     "insert",
     "prefill",
+    "resize",
     "run_rounds",
     "score",
     "start_prefill",
     "take",
-    "widen",
 ]

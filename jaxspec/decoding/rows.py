@@ -200,18 +200,18 @@ def grow(state: Any, capacity: int) -> Any:
     return dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, extra))))
 
 
-def widen(state: DecodeState, batch: int) -> DecodeState:
-    """Returns a state of `batch` rows, static; the new rows are done."""
+def resize(state: DecodeState, batch: int) -> DecodeState:
+    """Returns the first `batch` rows of a state, static; if it has fewer, the new rows are done."""
 
-    def enlarge(node: Any) -> Any:
+    def cut_or_pad(node: Any) -> Any:
         if isinstance(node, KVCache):
-            return kv.widen(node, batch)
-        # Copies of the last row, whose numbers are valid.
+            return kv.resize(node, batch)
+        # New rows are copies of the last one, whose numbers are valid.
         return node[jnp.minimum(jnp.arange(batch), len(node) - 1)]
 
-    wider: DecodeState = jax.tree.map(enlarge, state, is_leaf=lambda node: isinstance(node, KVCache))
+    resized: DecodeState = jax.tree.map(cut_or_pad, state, is_leaf=lambda node: isinstance(node, KVCache))
     new = jnp.arange(batch) >= len(state.length)
-    return dataclasses.replace(wider, done=wider.done | new, length=jnp.where(new, 1, wider.length))
+    return dataclasses.replace(resized, done=resized.done | new, length=jnp.where(new, 1, resized.length))
 
 
 def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:

@@ -249,9 +249,9 @@ def grow(state: State, *, capacity: int, mesh: Mesh | None) -> State:
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "mesh"))
-def widen(state: DecodeState, *, batch: int, mesh: Mesh | None) -> DecodeState:
-    """See `decoding.widen`."""
-    return constrained(mesh, decoding.widen(state, batch))
+def resize(state: DecodeState, *, batch: int, mesh: Mesh | None) -> DecodeState:
+    """See `decoding.resize`."""
+    return constrained(mesh, decoding.resize(state, batch))
 
 
 @dataclasses.dataclass(frozen=True)

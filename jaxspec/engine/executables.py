@@ -23,6 +23,9 @@ from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.engine.stored_programs import Key
 from jaxspec.host.progress import Progress
 
+# Programs kept; the least recently used one is dropped. Clients of a server may ask for any number of them, by options
+# of methods, filters and lengths, and each takes 10 MB or more. A batch of one method uses fewer than ten.
+MAX_PROGRAMS = 128
 # Specialised executables kept; the least recently used one is dropped.
 MAX_VARIANTS = 16
 # A jitted function, its traced arguments and its static ones.
@@ -66,6 +69,7 @@ class Executables:
       longest_ms: the longest compile time of one executable, milliseconds.
       blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
       variants: counts of the specialised executables.
+      num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS`.
       warmed: the keys of prefills that `LanguageModel.warm_up` has compiled.
     """
 
@@ -75,17 +79,19 @@ class Executables:
         self.longest_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
+        self.num_dropped = 0
         self.warmed: set[Any] = set()
         self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._variant_pool: Worker | None = None
-        self._futures: dict[Any, Future[Any]] = {}
+        # Those that were used last come last.
+        self._futures: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
         self._pools: dict[str, Worker] = {}
         self._described: list[Future[None]] = []
         self._whats: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
         self._keeping: list[Future[None]] = []
         self._kept_ms: dict[Any, float] = {}
-        self._shapes: dict[Any, Any] = {}
+        self._shapes: OrderedDict[Any, Any] = OrderedDict()
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function(*args, **static)`; positional arguments are traced, keyword arguments are static."""
@@ -138,7 +144,7 @@ class Executables:
                 self._described.append(future)
                 self._whats[future] = what
                 if not loads:
-                    self._keeping.append(future)
+                    self._keeping = [*(one for one in self._keeping if not one.done()), future]
 
         submit(_with_callers_precision(prepare))
 
@@ -180,6 +186,8 @@ class Executables:
         if key not in self._shapes:
             found = Key(function, args, static).shapes()
             self._shapes[key] = function.eval_shape(*args, **static) if found is None else found  # type: ignore[attr-defined]
+            if len(self._shapes) > MAX_PROGRAMS:
+                self._shapes.popitem(last=False)
         return self._shapes[key]
 
     @property
@@ -249,10 +257,16 @@ class Executables:
         with self._lock:
             known = self._futures.get(key)
             if known is not None:
+                self._futures.move_to_end(key)
                 return key, known, False
             future: Future[Any] = Future()
             self._futures[key] = future
-            return key, future, True
+            unused = [one for one, of in self._futures.items() if of.done()]
+            for dropped in unused[: max(len(self._futures) - MAX_PROGRAMS, 0)]:
+                del self._futures[dropped]
+                self._kept_ms.pop(dropped, None)
+                self.num_dropped += 1
+        return key, future, True
 
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
@@ -277,7 +291,7 @@ class Executables:
         except BaseException as error:
             # The entry is removed, so that the next call tries again: this may have been an interruption.
             with self._lock:
-                del self._futures[key]
+                self._futures.pop(key, None)
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
@@ -325,6 +339,7 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     background.go_on()
     with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
         program = lowered.compile(compiler_options=compiler_options(args))
+    function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
     key.write(program, lowered.out_info)
     return _Made(program, loaded=False, kept=key.path is not None)
 

@@ -31,13 +31,14 @@ class GenerationOptions:
         One number, or one per prompt. Default: the value in generation_config.json, or else 0.
       n: texts per prompt. The results of a prompt follow each other, and each has its own random stream; with more than
         one, `generate` returns a list.
-      temperature: the sampling temperature; 0 for greedy decoding. Default: the value in the model's
-        generation_config.json, or else greedy.
+      temperature: the sampling temperature; 0 or a number below 1e-5 for greedy decoding. Default: the value in the
+        model's generation_config.json, or else greedy.
       top_k, top_p, min_p: filters of the sampling distribution, see `sampling.Sampling`. At temperature 0 they have no
         effect, and a `RuntimeWarning` reports it. Default: the values in generation_config.json, or else no filter.
       repetition_penalty, presence_penalty, frequency_penalty: penalties on repeated tokens, see `penalties.Penalties`.
         They are part of the model's sampling distribution with every method: a draft token counts as text for the
-        tokens after it. Default: the values in generation_config.json, or else no penalty.
+        tokens after it. At most 1e5; a repetition penalty is at least 1e-5. Default: the values in
+        generation_config.json, or else no penalty.
       seed: the seed of the random numbers; each prompt of a list has its own random stream. With one seed per prompt,
         a prompt's text does not depend on its position in the list. Method `auto` is an exception unless the acceptor
         is coupled: it chooses for the whole batch, and prompts with the same seed use different random streams.

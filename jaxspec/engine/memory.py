@@ -124,13 +124,20 @@ def check_copy_fits(
         )
 
 
+def cache_fits(
+    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
+) -> bool:
+    """Whether a cache fits beside a loaded model; True if the free memory is unknown."""
+    free = free_bytes(device)
+    return free is None or cache.size_bytes(config, batch_size, capacity, dtype) <= free
+
+
 def check_cache_fits(
     config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
 ) -> None:
     """Refuses a cache that does not fit beside a loaded model; see `check_fits`."""
-    _, slots = needed_bytes(config, dtype, batch_size, capacity)
-    free = free_bytes(device)
-    if free is not None and slots > free:
+    if not cache_fits(config, dtype, batch_size, capacity, device):
+        slots, free = cache.size_bytes(config, batch_size, capacity, dtype), free_bytes(device) or 0
         raise ValueError(
             f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "
             f"{free / _GIB:.2f} GiB free; take a smaller batch or fewer tokens"

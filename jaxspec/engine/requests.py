@@ -28,6 +28,10 @@ Integers = int | Sequence[int | None] | None
 Numbers = float | Sequence[float | None] | None
 # The most tokens to generate if `max_new_tokens` is not given.
 DEFAULT_BUDGET = 128
+# Temperatures below it mean greedy, as in vLLM: such a distribution has one token, and smaller ones are 0 in float32.
+MIN_TEMPERATURE = 1e-5
+# The largest penalty, and the inverse of the smallest repetition penalty: float32 logits do not overflow with it.
+MAX_PENALTY = 1e5
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MASK = "give 0 or 1 for each token id of the prompts"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
@@ -42,7 +46,8 @@ class RowRequest:
       max_new_tokens: at least 1.
       eos_ids: the tokens that end it.
       stop_ids: the tokens of `eos_ids` that the call has added to the model's own.
-      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy.
+      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy. A temperature below
+        `MIN_TEMPERATURE` becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
       seed: the seed of its random numbers.
@@ -77,6 +82,8 @@ class RowRequest:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
         if not 0 <= self.top_k < 2**31:
@@ -85,13 +92,17 @@ class RowRequest:
             raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; give a number from 0 to 1")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}; give a positive number, 1 for none"
+                f"repetition_penalty is {self.repetition_penalty}; give a number from {1 / MAX_PENALTY:g} to "
+                f"{MAX_PENALTY:g}, 1 for none"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}; give a finite number, 0 for none")
+            if not abs(getattr(self, name)) <= MAX_PENALTY:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; give a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}, "
+                    "0 for none"
+                )
 
 
 def needs_sampling(requests: Sequence[RowRequest]) -> bool:

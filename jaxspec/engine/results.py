@@ -233,7 +233,7 @@ class Result:
         accepted by an acceptor that changes the distribution (`acceptor="typical"`).
       expected, choices: with `method="auto"` and `explain`, the estimates of the candidates, the fastest first, and the
         choices for the whole batch up to this text's end; else ().
-      drafted_by: the name of the method; with method `auto`, the methods that drafted, or why none did.
+      drafted_by: the name of the method; with method `auto`, the methods that drafted in this text, or why none did.
       new_text: returns a new converter of the tokens to text, for `spans`; None for a result that was read from a file.
 
     Examples:

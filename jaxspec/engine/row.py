@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Row:
         self._text = new_text()
         self._first: Moment | None = None
         self._tokens: list[Token] = []
+        self._drafted: Counter[str] = Counter()
 
     def take(
         self,
@@ -112,15 +114,16 @@ class Row:
     ) -> Piece:
         """Converts one update to one piece; the last piece contains the result.
 
-        `now`: the time; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected` and
-        `Result.choices`.
+        `now`: the time; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected`,
+        `Result.choices` and `Result.drafted_by`.
         """
-        began = self._began
-        if self._first is None:
-            self._first = now
+        began, begins = self._began, self._first is None
+        self._first = self._first or now
         gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)
         tokens = update.tokens[:used]
         self._tokens += tokens
+        if not begins and strategy.drafting is not None:  # the first token is the prefill's
+            self._drafted[strategy.drafting] += len(tokens)
         # Rounds that ran before the host found the stop string are not part of this text.
         counts = recount(self._tokens) if stopped else _counts(update.stats)
         width = len(update.stats.acceptance_histogram)
@@ -151,7 +154,7 @@ class Row:
             gamma(),
             self._lossy,
             *chosen,
-            strategy.drafted_by,
+            strategy.drafted_by(self._drafted),
             self._new_text,
         )
         return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)

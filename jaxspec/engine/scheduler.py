@@ -64,13 +64,11 @@ class _Group:
       texts: their texts and their session.
       method: kept, because the key of the group may contain its `id`.
       ids: the requests that have not ended.
-      drawn: the random streams in use, if no two rows may draw the same numbers; else None.
     """
 
     texts: Texts
     method: AnyMethod
-    ids: dict[int, RowRequest] = dataclasses.field(default_factory=dict)
-    drawn: set[tuple[int, int]] | None = None
+    ids: set[int] = dataclasses.field(default_factory=set)
 
 
 class Scheduler:
@@ -79,9 +77,12 @@ class Scheduler:
     Requests that need the same compiled programs form a group, which shares a batch: the same method with its options,
     greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities. Each step
     runs one group; groups with requests take turns. The batch of a group begins with the power of two of rows that its
-    requests need, and gets more when requests wait. When its last request ends, its caches are freed.
+    requests need, gets more when requests wait, as far as memory allows, and fewer when most are free. When its last
+    request ends, its caches are freed.
 
-    Greedy text does not depend on the other requests. Sampled text with a seed is the same on the same programs.
+    Text does not depend on the other requests: greedy text never, and sampled text with a seed is the same on the same
+    programs. Sampled requests whose drafts would depend on the other rows (a shared mask, or method `auto` with another
+    acceptor than coupled) run one after another.
 
     Args:
       lm: the model.
@@ -175,12 +176,7 @@ class Scheduler:
             group = self._group(made, common, request)
         processes.check_same(lm.mesh, "a request", repr((request, stops, common)))
         number = next(self._numbers)
-        if group.drawn is not None:
-            free = itertools.count(request.stream)
-            stream = next(one for one in free if (request.seed, one) not in group.drawn)
-            request = dataclasses.replace(request, stream=stream)
-            group.drawn.add((request.seed, stream))
-        group.ids[number] = request
+        group.ids.add(number)
         self._group_of[number] = group
         group.texts.begin(number, request, stops, group.texts.now())
         group.texts.session.add(number, request)
@@ -216,10 +212,7 @@ class Scheduler:
         return [Event(piece.index, piece) for piece in pieces]
 
     def _forget(self, number: int) -> None:
-        group = self._group_of.pop(number)
-        request = group.ids.pop(number)
-        if group.drawn is not None:
-            group.drawn.remove((request.seed, request.stream))
+        self._group_of.pop(number).ids.remove(number)
 
     def _group(self, method: AnyMethod, options: GenerationOptions, request: RowRequest) -> _Group:
         """Returns the group of a request, a new one if necessary."""
@@ -239,8 +232,6 @@ class Scheduler:
                 del self._groups[one]
             session = self._lm._session([request], method, options, elastic=True)
             self._groups[key] = _Group(self._lm._texts(session, options), method)
-            if session.draws_apart:
-                self._groups[key].drawn = set()
         # A row needs its own cache while its prompt is fed.
         self._lm._check_memory([request], 1, self._groups[key].texts.session.strategy.drafter.reach)
         return self._groups[key]

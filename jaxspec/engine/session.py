@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxspec import decoding
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts
-from jaxspec.engine import buckets, compiled
+from jaxspec.engine import buckets, compiled, memory
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.penalty_rows import Settings
@@ -117,8 +117,9 @@ class Session:
       prefix: a text whose caches hold the tokens before `start` of the only request; they are used up.
       prefixes: keeps caches of texts, from which requests that begin with the same tokens continue. None for none.
       elastic: whether requests arrive with `add`, while others run. `requests` are then only examples of them, of the
-        same `Shapes`. The batch begins with the power of two of rows that the present requests need, and gets more
-        rows when requests wait.
+        same `Shapes`. The batch begins with the power of two of rows that the present requests need, gets more rows
+        when requests wait, as far as memory allows, and fewer when most are free. Sampled texts that the other rows of
+        a batch would influence have a batch of one row each, so that they do not depend on the requests beside them.
 
     Attributes:
       strategy, requests, loop: as given.
@@ -139,9 +140,9 @@ class Session:
     ) -> None:
         self.loop, self._executables, self._params = loop, loop.executables, params
         self.strategy, self._drafter, self._acceptor = strategy, strategy.drafter, loop.put(acceptor)
-        # Whether no two rows may draw the same random numbers.
-        self.draws_apart = strategy.mixes_rows and not acceptor.coupled
-        self.requests = drawn_apart(requests) if self.draws_apart else requests
+        # Whether the other rows influence a text: through the drafts that the acceptor takes in one row.
+        mixes = strategy.mixes_rows and not acceptor.coupled and needs_sampling(requests)
+        self.requests = drawn_apart(requests) if mixes and not elastic else requests
         self._shapes = Shapes.of(requests)
         self._elastic = elastic
         self._waiting: deque[_Held] = deque()
@@ -152,13 +153,15 @@ class Session:
         self._rows: list[_Held | None] = []
         # Rows whose long prompts are being fed, in order of arrival. They count as ended until then.
         self._refills: deque[_Refill] = deque()
-        self._max_batch = max_batch
+        self._max_batch = 1 if mixes and elastic else max_batch
         self._reuse = None if prefixes is None else Reuse(prefixes, loop, params, strategy.drafter)
         # The texts from which requests continue, by index, until their prefill begins.
         self._found: dict[int, Prefix] = {} if prefix is None else {0: prefix}
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
         self._halt = np.zeros(0, bool)
+        # The last check of `_narrow`: the wanted and present numbers of rows, and the number of compilations.
+        self._tried = (0, 0, 0)
 
     @property
     def done(self) -> bool:
@@ -251,6 +254,7 @@ class Session:
         """
         if self._state is None:
             return self._begin(self._first())
+        self._narrow()
         updates = self._refill() or self._feed()
         if updates or all(held is None for held in self._rows):
             return updates
@@ -274,6 +278,9 @@ class Session:
         if not self._elastic:
             self._feed_shared([held.request for held in list(self._waiting)[:count]])
             return [self._next([]) for _ in range(count)]
+        asked = [held.request for held in list(self._waiting)[:count]]
+        capacity = buckets.start_capacity(asked, self._drafter.reach)
+        count = min(count, self._affordable(self._width(count), 1, capacity))
         # Long prompts wait for the next step, which feeds them in chunks.
         first: list[_Held | None] = []
         long: list[_Held] = []
@@ -341,8 +348,8 @@ class Session:
         if self._elastic and len(self._waiting) > len(free):
             before = len(self._rows)
             wanted = min(before - len(free) + len(self._waiting), self._max_batch)
-            if (width := self._width(wanted)) > before:
-                self._widen(width)
+            if (width := self._affordable(self._width(wanted), before, self.capacity)) > before:
+                self._resize(width)
                 free += range(before, width)
         requests = [
             held.request for refill in self._refills for held in refill.rows.values() if held is not None
@@ -489,20 +496,50 @@ class Session:
         kept = [(which, row) for which, (row, held) in enumerate(rows.items()) if held is not None]
         return self._updates(emitted, kept, begins=True)
 
-    def _use_parts(self) -> None:
-        # Ended rows need some sampling parameters too; their tokens are discarded.
-        some = self.requests[0]
-        self._parts = self._parts_of([some if held is None else held.request for held in self._rows])
+    def _examples(self) -> list[RowRequest]:
+        """Returns the request of each row; ended rows need some numbers too, and their tokens are discarded."""
+        return [self.requests[0] if held is None else held.request for held in self._rows]
 
-    def _widen(self, batch: int) -> None:
-        """Adds free rows, up to `batch` in all."""
-        self._state = self._executables.call(compiled.widen, self._state, batch=batch, mesh=self.loop.mesh)
-        new = batch - len(self._rows)
-        self._rows += [None] * new
-        self._lengths = np.pad(self._lengths, (0, new), constant_values=1)
-        self._halt = np.pad(self._halt, (0, new), constant_values=True)
+    def _use_parts(self) -> None:
+        self._parts = self._parts_of(self._examples())
+
+    def _affordable(self, width: int, least: int, capacity: int) -> int:
+        """Returns the number of rows up to `width` whose cache fits into memory now, at least `least`."""
+        if self.loop.mesh is None:
+            config, dtype = self.loop.config, self._params.target["embed"].dtype
+            device = self.loop.device or jax.local_devices()[0]
+            while width > least and not memory.cache_fits(config, dtype, width, capacity, device):
+                width = max(self._width(width // 2), least)
+        return width
+
+    def _resize(self, batch: int) -> None:
+        """Keeps the first `batch` rows, or adds free ones."""
+        self._state = self._executables.call(compiled.resize, self._state, batch=batch, mesh=self.loop.mesh)
+        new = max(batch - len(self._rows), 0)
+        self._rows = [*self._rows[:batch], *[None] * new]
+        self._lengths = np.pad(self._lengths[:batch], (0, new), constant_values=1)
+        self._halt = np.pad(self._halt[:batch], (0, new), constant_values=True)
         self._use_parts()
-        self.strategy.widened(batch)
+        self.strategy.resized(batch)
+
+    def _narrow(self) -> None:
+        """Drops the free rows after the last text if they are three quarters of the batch and no request waits.
+
+        Only to a number of rows for which the loop is compiled already.
+        """
+        assert self._state is not None
+        used = [row + 1 for row, held in enumerate(self._rows) if held is not None]
+        width = self._width(max(used, default=1))
+        if not self._elastic or self._waiting or self._refills or 4 * width > len(self._rows):
+            return
+        tried = width, len(self._rows), self._executables.num_compilations
+        if tried == self._tried:
+            return
+        self._tried = tried
+        state = self._executables.shapes(compiled.resize, self._state, batch=width, mesh=self.loop.mesh)
+        arguments, static = self._rounds_of(state, self._parts_of(self._examples()[:width]))
+        if self._executables.ready(self._executables.key(compiled.run_rounds, *arguments, **static)):
+            self._resize(width)
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None
@@ -573,9 +610,13 @@ class Session:
 
     def _prepare_rounds(self, state: Any) -> None:
         """Compiles the loop in the background for a state of these shapes."""
-        numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(self._halt.shape, bool)
-        static = self.loop.rounds_static(self._drafter)
-        self._executables.prepare(compiled.run_rounds, self._params, self._parts, state, *numbers, **static)
+        arguments, static = self._rounds_of(state, self._parts)
+        self._executables.prepare(compiled.run_rounds, *arguments, **static)
+
+    def _rounds_of(self, state: Any, parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the loop for a state of these shapes, traced and static."""
+        numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
+        return (self._params, parts, state, *numbers), self.loop.rounds_static(self._drafter)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
         distribution, penalties = self.loop.put(

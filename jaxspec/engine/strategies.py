@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,8 +60,12 @@ class Strategy(abc.ABC):
         self._loop, self.drafter = loop, loop.put(drafter)
 
     @property
-    def drafted_by(self) -> str:
-        """The methods that have drafted so far, see `Result.drafted_by`."""
+    def drafting(self) -> str | None:
+        """The method that drafted in the last call of `rounds`; None if it is always the same, or none drafted."""
+        return None
+
+    def drafted_by(self, tokens: Mapping[str, int]) -> str:
+        """Returns `Result.drafted_by` of a text; `tokens`: its tokens from the calls of each `drafting`."""
         return self.name
 
     @property
@@ -98,8 +102,8 @@ class Strategy(abc.ABC):
         """Takes note that rows were inserted or that the capacity has grown: other drafters' states are invalid."""
         return
 
-    def widened(self, batch: int) -> None:
-        """Takes note that the batch has `batch` rows now; other drafters' states are invalid."""
+    def resized(self, batch: int) -> None:
+        """Takes note that the batch has `batch` rows now, the first ones; other drafters' states are invalid."""
         return
 
     @abc.abstractmethod

@@ -19,7 +19,9 @@ class Generate:
 
     Ray makes one instance, and so one model, per actor. A row with a wrong prompt gets an error, and does not end the
     job. The text of a row does not depend on its block: rows without a seed have one made from their prompt. So a
-    block that Ray runs again, after a lost machine, has the same rows.
+    block that Ray runs again, after a lost machine, has the same rows. An error of the engine, such as too little
+    memory, is raised: it ends the job, unless Ray's `DataContext` has `actor_task_retry_on_errors` or
+    `max_errored_blocks`.
 
     Args:
       model: a model, or the `model` of `load`.
@@ -78,7 +80,7 @@ class Generate:
         while not scheduler.idle:
             for event in scheduler.step():
                 if event.error is not None:
-                    raise event.error  # ends the job, unless Ray's `actor_task_retry_on_errors` is set
+                    raise event.error
                 if event.result is not None:
                     results[rows[event.id]] = event.result.error or event.result
         return dict(batch) | _columns(results)

@@ -288,16 +288,17 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     return dataclasses.replace(cache, layers=[(pad(keys), pad(values)) for keys, values in cache.layers])
 
 
-def widen(cache: KVCache, batch: int) -> KVCache:
-    """Returns the same cache with `batch` rows; the new ones are empty."""
+def resize(cache: KVCache, batch: int) -> KVCache:
+    """Returns the first `batch` rows of a cache, with empty rows at the end if it has fewer."""
     rows = len(cache.rope_length)
 
-    def pad(buffer: jax.Array) -> jax.Array:
-        extra = buffer.shape[0] // rows * (batch - rows)
-        return jnp.pad(buffer, [(0, extra)] + [(0, 0)] * (buffer.ndim - 1))
+    def cut_or_pad(buffer: jax.Array) -> jax.Array:
+        size = buffer.shape[0] // rows * batch
+        extra = max(size - buffer.shape[0], 0)
+        return jnp.pad(buffer[:size], [(0, extra)] + [(0, 0)] * (buffer.ndim - 1))
 
-    wider: KVCache = jax.tree.map(pad, cache)
-    return wider
+    resized: KVCache = jax.tree.map(cut_or_pad, cache)
+    return resized
 
 
 def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | int = 0) -> KVCache:

@@ -14,7 +14,7 @@ from jaxspec.engine.results import Score
 from jaxspec.engine.text import RowText
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
-from jaxspec.io.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
+from jaxspec.io.openai import COMPLETIONS, ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
 from jaxspec.methods import Method, registry
 from jaxspec.server.engine_thread import Job, News, Unavailable
 
@@ -36,33 +36,45 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     """Returns the prompts of a request.
 
     Raises:
-      ValueError: a text cannot be encoded, a message is wrong, or there is no chat template.
+      ValueError: a text cannot be encoded, a message or token id is wrong, or there is no chat template.
     """
     assert lm.tokenizer is not None
     if request.is_chat:
+        if not lm.tokenizer.has_chat_template:
+            raise BadField(
+                f"{lm.name} has no chat template; send a prompt to {COMPLETIONS}, or start jaxspec serve with "
+                "--chat-template",
+                "messages",
+            )
         (messages,), _ = batch_of(None, list(request.messages))
         variables = request.options.get("chat_template_kwargs")
         return Prompts([lm.encode(messages, chat_template_kwargs=variables)], [""])
     ids, texts = [], []
     for prompt in request.prompts:
-        ids.append(lm.encode(prompt) if isinstance(prompt, str) else prompt)
-        texts.append(prompt if isinstance(prompt, str) else decoded(lm, prompt) if request.echo else "")
+        if isinstance(prompt, str):
+            ids.append(lm.encode(prompt))
+            texts.append(prompt)
+        else:
+            ids.append(checked_ids(lm, "prompt", prompt))
+            texts.append(lm.tokenizer.decode(prompt) if request.echo else "")
     return Prompts(ids, texts)
 
 
-def decoded(lm: LanguageModel, ids: Sequence[int]) -> str:
-    """Returns the text of token ids.
+def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
+    """Returns the token ids of the field `name` of a request.
 
     Raises:
-      ValueError: an id is outside the vocabulary.
+      BadField: they are no list of token ids, or one is outside the vocabulary.
     """
+    largest = lm.config.vocab_size - 1
+    if not isinstance(ids, list):
+        raise BadField(f"{name} is {shown(ids)}; give a list of token ids", name)
     for one in ids:
-        if not 0 <= one < lm.config.vocab_size:
-            raise ValueError(
-                f"token id {one} is outside the vocabulary; ids are from 0 to {lm.config.vocab_size - 1}"
+        if type(one) is not int or not 0 <= one <= largest:
+            raise BadField(
+                f"{name} has the token id {shown(one)}; ids are whole numbers from 0 to {largest}", name
             )
-    assert lm.tokenizer is not None
-    return lm.tokenizer.decode(ids)
+    return ids
 
 
 def rows_of(

@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import hmac
+import ipaddress
 import secrets
 import time
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,22 +24,44 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.arguments import flag, whole
+from jaxspec.host.arguments import flag
 from jaxspec.host.files import parse_json
 from jaxspec.host.messages import shown
 from jaxspec.io.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method
-from jaxspec.server.answers import Answer, Prompts, decoded, encoded, rows_of
+from jaxspec.server.answers import Answer, Prompts, checked_ids, encoded, rows_of
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
 from jaxspec.server.refusals import EXPECTED, Refused, refused
 from jaxspec.server.responding import Exchange
 
 MAX_BODY_BYTES = 4 * 2**20
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 # nginx's status for a client that has gone; nobody reads it.
 _GONE = 499
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach a host.
+
+    Examples:
+      >>> is_loopback("127.0.0.2"), is_loopback("localhost"), is_loopback("0.0.0.0")
+      (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_local(netloc: str) -> bool:
+    """Whether a host, with or without a port, is a loopback one; an IPv6 address is in brackets."""
+    try:
+        return is_loopback(urllib.parse.urlsplit(f"//{netloc}").hostname or "")
+    except ValueError:  # brackets around something else
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +184,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of `tokens`, as the field `prompt`."""
         try:
-            ids = (await self._object(request)).get("tokens")
-            if not isinstance(ids, list):
-                raise BadField(f"tokens is {shown(ids)}; give a list of token ids", "tokens")
-            ids = [whole("tokens", one, "token id") for one in ids]
-            return JSONResponse({"prompt": decoded(self._lm, ids)})
+            ids = checked_ids(self._lm, "tokens", (await self._object(request)).get("tokens"))
+            return JSONResponse({"prompt": self._tokenizer.decode(ids)})
         except (ValueError, OSError) as error:
             raise refused(error) from None
 
@@ -254,8 +275,7 @@ class _Keyed:
         if self._key is None:
             for name, default in (b"host", b""), (b"origin", b"localhost"):
                 value = headers.get(name, default).decode("latin-1")
-                host = value.removeprefix("http://").removeprefix("https://")
-                if host not in _LOCAL and host.rpartition(":")[0] not in _LOCAL:
+                if not _is_local(value.removeprefix("http://").removeprefix("https://")):
                     said = f"the {name.decode()} is {shown(value)}"
                     return Refused(403, f"{said}; without an API key only local names are answered")
         elif scope["path"] != "/health":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
+import logging
 import queue
 import threading
 import time
@@ -15,8 +17,11 @@ from typing import Any, Protocol
 from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.scheduler import Event
 
+_LOG = logging.getLogger(__name__)
 # How long the event loop waits for the thread at the end: it may be compiling.
 _JOIN_S = 5.0
+# The most tokens of prompts that are scored between two steps, unless one prompt has more.
+_SCORED_TOKENS = 512
 # The number of a row in its job, and its new piece.
 News = list[tuple[int, Piece]]
 
@@ -102,12 +107,12 @@ class Job:
     Attributes:
       arrived: the time at which it was submitted, by `time.perf_counter`.
       timings: the times of each text.
-      scores: the scores of `to_score`, once the scheduler has accepted the job.
+      scores: the scores of `to_score`, complete once the scheduler has accepted the job.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], to_score: Sequence[Sequence[int]] = ()) -> None:
         self.rows, self.to_score = rows, to_score
-        self.scores: Sequence[Score] = ()
+        self.scores: list[Score] = []
         self.arrived = time.perf_counter()
         self.timings = [Timing() for _ in rows]
         # Without a limit: a text is small, and the engine thread must not wait for a slow reader.
@@ -145,7 +150,7 @@ class EngineThread:
       make: makes the scheduler, in the thread; compilation ahead of requests belongs here.
       max_open: the maximum number of texts that wait or run.
       observer: counts what happens; None for nothing.
-      score: returns the scores of prompts.
+      score: returns the scores of prompts; None if no job has any to score.
 
     Attributes:
       num_open: the number of texts that wait or run.
@@ -159,7 +164,7 @@ class EngineThread:
         make: Callable[[], Runs],
         max_open: int,
         observer: Observer | None = None,
-        score: Callable[[Sequence[Sequence[int]]], Sequence[Score]] = lambda prompts: (),
+        score: Callable[[Sequence[Sequence[int]]], Sequence[Score]] | None = None,
     ) -> None:
         self._make, self.max_open, self._observer, self._score = make, max_open, observer, score
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -248,8 +253,7 @@ class EngineThread:
             self._scheduler = self._make()
             self.is_ready = True
             while self._obey():
-                if self._unscored:  # one at a time, between the rounds of the others
-                    self._begin(self._unscored.popleft())
+                self._score_some()
                 if not self._scheduler.idle:
                     self._tell(self._scheduler.step())
                 self.num_running = self._scheduler.num_running
@@ -275,13 +279,29 @@ class EngineThread:
         else:
             self._begin(job)
 
+    def _score_some(self) -> None:
+        """Scores some prompts of the first job that waits for it, so that the rounds of others continue soon."""
+        if not self._unscored:
+            return
+        job = self._unscored[0]
+        if job in self._ids:  # else its client has gone
+            left = job.to_score[len(job.scores) :]
+            count = sum(size <= _SCORED_TOKENS for size in itertools.accumulate(map(len, left)))
+            assert self._score is not None
+            try:
+                job.scores += self._score(left[: max(count, 1)])
+            except Exception as error:
+                self._drop(job)
+                self._post({job: error})
+        if job not in self._ids or len(job.scores) == len(job.to_score):
+            self._unscored.popleft()
+            self._begin(job)
+
     def _begin(self, job: Job) -> None:
         ids = self._ids.get(job)
-        if ids is None:  # its client has gone
+        if ids is None:  # it has ended
             return
         try:
-            if job.to_score:
-                job.scores = self._score(job.to_score)
             for row, arguments in enumerate(job.rows):
                 ids.append(self._scheduler.add(**arguments))
                 self._rows[ids[-1]] = job, row
@@ -305,6 +325,9 @@ class EngineThread:
 
     def _tell(self, events: Sequence[Event]) -> None:
         news: dict[Job, News | Exception] = {}
+        # One error ends all requests of a group.
+        for failed in {id(event.error): event.error for event in events if event.error is not None}.values():
+            _LOG.error("generation failed", exc_info=failed)
         for event in events:
             if event.id not in self._rows:  # a row of a job that another event of this step has ended
                 continue
@@ -328,6 +351,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._arrive, news)
 
     def _die(self, error: BaseException) -> None:
+        _LOG.error("the engine has ended", exc_info=error)
         with self._lock:
             self.error = error
         with contextlib.suppress(RuntimeError):

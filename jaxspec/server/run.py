@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -23,21 +22,6 @@ from jaxspec.server.metrics import Metrics
 
 # How much longer than the engine's limit the server waits at the end, for responses to be written.
 _LAST_WRITES_S = 2
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach a host.
-
-    Examples:
-      >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-      (True, True, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bind(host: str, port: int) -> socket.socket:

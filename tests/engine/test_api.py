@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ import jaxspec
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.engine import executables as module
 from jaxspec.engine import memory
+from jaxspec.engine.auto import candidates
 from jaxspec.engine.executables import Executables
 from jaxspec.protocol import Outcome, Weights
 from tests import tiny
@@ -122,6 +126,46 @@ def test_a_failed_compilation_is_tried_again():
         executables.call(double, jnp.ones(2))
     assert executables.call(double, jnp.ones(2)).tolist() == [2, 2]
     assert executables.num_compilations == 1
+
+
+def test_the_programs_used_least_recently_are_dropped(monkeypatch):
+    """Nothing holds them, and they are compiled again when they are needed."""
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
+    executables = Executables()
+    add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
+    keys = [executables.key(add, jnp.ones(2), number=number) for number in range(4)]
+    programs = {}
+    for number in (0, 1, 2, 0, 3):
+        program = executables.compiled(add, jnp.ones(2), number=number)
+        programs[number] = weakref.ref(program)
+        assert program(jnp.ones(2)).tolist() == [1 + number] * 2
+    del program
+    gc.collect()
+    assert [executables.ready(key) for key in keys] == [True, False, True, True]
+    assert [programs[number]() is None for number in range(4)] == [False, True, False, False]
+    assert (executables.num_compilations, executables.num_dropped) == (4, 1)
+    assert executables.call(add, jnp.ones(2), number=1).tolist() == [2, 2]
+    assert executables.num_compilations == 5
+
+
+def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
+    """Also those of method `auto`, which holds programs of its candidates."""
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(candidates, "MAX_PROGRAMS", 2)
+    lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
+    made = lm._alternatives._made
+    with lm.compiled_early():
+        for number in (1, 2, 3):
+            for method in ("auto", "ngram"):
+                options = {"method": method, "num_draft_tokens": number, "max_new_tokens": 24}
+                result = lm.generate(list(prompt), ignore_eos=True, **options)
+                assert result.tokens == tiny.greedy(prompt, 24)
+                lm.executables.wait()
+    assert lm.executables.num_dropped > 0
+    assert len(lm.executables._futures) <= 4
+    assert len(made) == 2
+    known = lm._alternatives.known
+    assert sum(map(len, known.programs.values())) <= 4
 
 
 @pytest.mark.parametrize("how", ["prepare", "variant"])

@@ -46,6 +46,15 @@ def test_a_text_is_plain_decodings_in_other_numbers(kind):
     assert sum(row.statistics.num_accepted_tokens for row in mine) > 0
 
 
+def test_a_result_names_what_drafted_in_its_own_text():
+    """The short text ends before the first draft."""
+    lm = tiny.language_model()
+    with forced([(0, 0, 2), (1, 2, 2)], made()):
+        short, long = auto(lm, PROMPTS[:2], max_new_tokens=[3, 20], ignore_eos=True)
+    assert short.drafted_by == "auto: plain decoding, no draft is expected to pay"
+    assert long.drafted_by == "auto: ngram"
+
+
 @pytest.mark.full
 def test_a_text_ends_where_logits_are_not_finite():
     config, params = tiny.engine_config(), tiny.params(tiny.TARGET)

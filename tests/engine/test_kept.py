@@ -98,6 +98,10 @@ def test_what_was_learnt_is_read_again(tmp_path):
     assert counts["ngram"].draft.tolist() == COUNTS["ngram"].draft.tolist()
     assert "date" in json.loads(path.read_text(encoding="utf-8"))
     assert auto_file.read(path, {"model": "another"}) is None
+    names = [f"ngram {number}" for number in range(2000)]  # of a server that has run for long
+    auto_file.write(path, key, dataclasses.replace(TIMES, programs=dict.fromkeys(names, 1.0)), COUNTS)
+    times, _ = auto_file.read(path, key)
+    assert list(times.programs) == names[-500:]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,54 @@ def test_two_processes_decode_as_one(tmp_path_factory):
     assert [drafted > 0 for _, drafted in found] == [False, True, False, True]
 
 
+def records(path: Path) -> dict[int, dict]:
+    """Returns the results of a batch by their ids; each id has one."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["id"]: line for line in lines}
+
+
+@pytest.mark.full
+def test_two_processes_answer_a_batch_as_one(tmp_path_factory, tmp_path):
+    """A line is wrong, another one sampled; there are more lines than rows."""
+    model = write_tiny(tmp_path_factory, TARGET)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    ids = [[5], [7, 1, 7], [5, 5], [9], [2, 3]]
+    lines = [{"id": at, "prompt": prompt} for at, prompt in enumerate(ids)]
+    lines += [{"id": 5, "prompt": []}, {"id": 6, "prompt": [5], "temperature": 1.0, "seed": 3}]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    options = ("--model", str(model), "--max-new-tokens", "5", "--max-batch", "2", "--method", "ngram")
+    command = ("batch", str(prompts), "--output", str(output), *options, "--mesh", "data=2,model=4")
+    (first, out, err), second = ended(command_of_two(*command))
+    assert (first, out, second) == (0, "", (0, "", "")), (err, second)
+    assert "7 prompts answered, 1 of them with an error" in err
+    found = records(output)
+    expected = load(model).generate(ids, max_new_tokens=5, method="autoregressive")
+    texts = load(model).tokenizer
+    assert [found[at].get("tokens", found[at]["text"]) for at in range(len(ids))] == [
+        one.tokens if texts is None else one.text for one in expected
+    ]
+    assert "empty" in found[5]["error"]
+    assert found[6]["num_tokens"] == 5
+
+
+@pytest.mark.full
+def test_a_batch_on_a_mesh_is_that_of_one_device(tmp_path):
+    """With the model that comes with jaxspec; also with a number of rows that the mesh does not divide."""
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["Once upon a time", "The dog", "A", "It was", "One day, Tom"]
+    prompts.write_text("".join(f"{json.dumps({'id': at, 'prompt': one})}\n" for at, one in enumerate(texts)))
+    expected = load("small").generate(texts, max_new_tokens=12, method="autoregressive")
+    for mesh, rows in (("data=2", "4"), ("data=2", "3"), ("data=2", "1"), ("data=2,model=2", "4")):
+        output = tmp_path / f"{mesh}-{rows}.jsonl"
+        options = ("--model", "small", "--max-new-tokens", "12", "--method", "ngram", "--max-batch", rows)
+        command = ("batch", str(prompts), "--output", str(output), *options, "--mesh", mesh)
+        ((status, _, err),) = ended([begun("-m", "jaxspec", *command)])
+        assert status == 0, err
+        found = records(output)
+        assert [found[at]["text"] for at in range(len(texts))] == [one.text for one in expected]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "which"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.engine import buckets
+from jaxspec.engine import buckets, memory
 from jaxspec.engine import scheduler as module
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.session import Session
@@ -89,6 +89,40 @@ def test_auto_drafts_while_the_batch_gets_wider():
     pytest.fail("auto never drafted")
 
 
+@pytest.mark.representatives("draft-model")
+@pytest.mark.parametrize("method", ["asd", "draft-model", "eagle", "auto"])
+def test_a_batch_is_narrow_again_after_a_burst(lm, method):
+    """The text of the first row goes on through 1, 8, and again 1 row."""
+    options = {"method": "auto"} if method == "auto" else tiny.options(method)
+    scheduler, widths = Scheduler(lm, max_rounds=2), []
+    first = add(scheduler, SHORT[1], max_new_tokens=60, **options)
+    (group,) = scheduler._groups.values()
+    events = run(scheduler, steps=2)
+    short = [add(scheduler, prompt, max_new_tokens=4, **options) for prompt in SHORT]
+    while not scheduler.idle:
+        widths.append(len(group.texts.session._rows))
+        events += run(scheduler, steps=1)
+    assert (widths[0], max(widths), widths[-1]) == (1, 8, 1)
+    texts = tokens_of(events)
+    assert texts[first] == tiny.greedy(SHORT[1], 60)
+    assert [texts[number] for number in short] == [tiny.greedy(prompt, 4) for prompt in SHORT]
+
+
+@pytest.mark.parametrize("burst", [False, True], ids=["one by one", "at once"])
+def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, burst):
+    monkeypatch.setattr(memory, "cache_fits", lambda config, dtype, rows, capacity, device: rows <= 2)
+    scheduler, events, running, ids = Scheduler(lm, max_rounds=2), [], [], []
+    for prompt in SHORT:
+        ids.append(add(scheduler, prompt))
+        events += [] if burst else run(scheduler, steps=1)
+    while not scheduler.idle:
+        running.append(scheduler.num_running)
+        events += run(scheduler, steps=1)
+    assert max(running) == 2
+    texts = tokens_of(events)
+    assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in SHORT]
+
+
 def test_requests_share_a_batch_if_their_programs_are_the_same(lm):
     scheduler = Scheduler(lm)
     drawn = {"temperature": 0.7, "top_p": 0.9}
@@ -128,15 +162,31 @@ def test_seeds_and_copies(lm):
     assert len({tuple(texts[number]) for number in ids}) == 3
 
 
-def test_rows_with_a_shared_mask_never_draw_the_same_numbers(lm):
+def test_a_seed_gives_one_text_where_drafts_depend_on_the_other_rows(lm):
+    """Also for two requests with the same seed, whose draws one batch would reveal to each other."""
     drafter, _ = tiny.drafter_of("asd-shared", "confidence", lm.config)
     scheduler = Scheduler(lm)
     options = {"temperature": 1.0, "method": drafter}
-    ids = [add(scheduler, SHORT[0], seed=3, **options) for _ in range(2)]
+    seeds, prompts = (3, 4, 3), (SHORT[0], SHORT[1], SHORT[0])
+    ids = [add(scheduler, prompt, seed=seed, **options) for prompt, seed in zip(prompts, seeds, strict=True)]
     texts = tokens_of(run(scheduler))
-    assert texts[ids[0]] != texts[ids[1]]
-    again = add(scheduler, SHORT[0], seed=3, **options)
-    assert tokens_of(run(scheduler))[again] == texts[ids[0]]
+    for number, prompt, seed in zip(ids, prompts, seeds, strict=True):
+        alone = lm.generate(list(prompt), seed=seed, max_new_tokens=BUDGET, ignore_eos=True, **options)
+        assert texts[number] == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({}, 2), ({"temperature": 1.0}, 2), ({"temperature": 1.0, "acceptor": "block"}, 1)],
+    ids=["greedy", "coupled", "block"],
+)
+def test_texts_of_auto_share_a_batch_unless_its_choices_influence_them(lm, options, rows):
+    scheduler = Scheduler(lm)
+    for prompt in SHORT[:2]:
+        add(scheduler, prompt, method="auto", **options)
+    run(scheduler, steps=1)
+    assert (scheduler.num_running, scheduler.num_waiting) == (rows, 2 - rows)
+    run(scheduler)
 
 
 def test_a_cancelled_request_frees_its_row(lm):

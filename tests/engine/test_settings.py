@@ -18,7 +18,7 @@ from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import Guard
 from jaxspec.console.terminal import printable
 from jaxspec.engine.penalty_rows import Settings
-from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.requests import MAX_PENALTY, MIN_TEMPERATURE, RowRequest
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.testing import reference
@@ -91,6 +91,37 @@ def test_bans_hold_where_transformers_has_them():
     assert penalties.banned[1].tolist() == [-1] * 4
     assert penalties.words.tolist() == [[[3, 4]], [[-1, -1]]]
     assert (penalties.ngram.tolist(), penalties.longest_ngram) == ([3, 0], 3)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-38, 9e-6])
+def test_a_temperature_that_is_almost_0_is_greedy(lm, temperature):
+    request = RowRequest((1,), 1, temperature=temperature)
+    assert request.temperature == 0
+    assert RowRequest((1,), 1, temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
+    result = lm.generate([1, 2, 3], max_new_tokens=6, temperature=temperature)
+    assert result.tokens == slow([1, 2, 3], 6)
+
+
+@pytest.mark.parametrize("repetition", [1 / MAX_PENALTY, MAX_PENALTY])
+@pytest.mark.parametrize("other", [-MAX_PENALTY, MAX_PENALTY])
+def test_the_largest_penalties_leave_finite_logits(lm, repetition, other):
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    options = dict(zip(names, (repetition, other, other), strict=True))
+    result = lm.generate([1, 2, 3], max_new_tokens=12, temperature=1.0, **options)
+    assert (len(result.tokens), result.error) == (12, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(("repetition_penalty", number) for number in (1e-40, 9e-6, 1.1e5, 1e39, float("inf"), -1.0, 0.0)),
+        *(("presence_penalty", number) for number in (1.1e5, -1e39, float("nan"))),
+        ("frequency_penalty", 1e39),
+    ],
+)
+def test_penalties_beyond_float32_are_refused(lm, name, number):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {number}; give a number from")):
+        lm.generate([1, 2, 3], **{name: number})
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,14 @@ def application(
     max_open: int = 16,
     time_limit_s: float = 60.0,
     key: str | None = None,
+    lm: LanguageModel | None = None,
+    score: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, EngineThread]:
-    """Returns the application on the tiny model, with a scheduler of its own or another one, and its engine."""
-    lm = model()
+    """Returns the application on a model, by default `model`, with its own or another scheduler, and its engine."""
+    lm = lm or model()
     metrics = Metrics(lm.name)
     engine = EngineThread(
-        make or (lambda: Scheduler(lm)), max_open, metrics, functools.partial(scores_of, lm)
+        make or (lambda: Scheduler(lm)), max_open, metrics, score or functools.partial(scores_of, lm)
     )
     settings = Settings(registry.make("autoregressive", {}), key, time_limit_s)
     return Api(lm, engine, metrics, settings).app(), engine

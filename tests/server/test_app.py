@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxspec.testing import language_model
 from tests.server import TEMPLATE, application, client, model
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -213,7 +214,7 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"max_tokens": "many"}, "max_tokens", "give a whole number"),
         ({"max_tokens": 1000}, "prompt", "exceed the model's context of 512"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
-        ({"prompt": [99]}, "prompt", "token id 99 of the prompt is outside the vocabulary"),
+        ({"prompt": [99]}, "prompt", "prompt has the token id 99; ids are whole numbers from 0 to 12"),
         ({"prompt": []}, "prompt", "prompt is []"),
         ({"prompt": [["a"]]}, "prompt", "prompt has ['a']"),
         ({"prompt": None}, "prompt", "prompt is missing"),
@@ -285,7 +286,6 @@ def test_other_paths(http, lm):
     chat = http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     assert chat == lm.encode(MESSAGES)
     assert http.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": "ab cd"}
-    assert http.post("/detokenize", json={"tokens": [99]}).status_code == 400
     assert http.post("/tokenize", json={"prompt": ["a", "b"]}).json()["error"]["param"] == "prompt"
     info = http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["chat_template"]) == ("<s>", "</s>", TEMPLATE)
@@ -306,7 +306,14 @@ def test_a_key_and_the_host():
         for host, status in {
             "evil.org": 403,
             "127.0.0.1:80": 200,
+            "127.0.0.2:8000": 200,
             "[::1]": 200,
+            "[::1]:8000": 200,
+            "localhost:8000": 200,
+            "[localhost": 403,
+            "127.0.0.1@evil.org": 403,
+            "127.0.0.1.evil.org:80": 403,
+            "192.168.0.1": 403,
             "localhost.evil.org": 403,
         }.items():
             assert http.get("/v1/models", headers={"host": host}).status_code == status
@@ -315,5 +322,26 @@ def test_a_key_and_the_host():
             "https://evil.org": 403,
             "http://localhost.evil.org": 403,
             "null": 403,
+            "chrome-extension://localhost": 403,
         }.items():
             assert http.get("/v1/models", headers={"origin": origin}).status_code == status
+
+
+@pytest.mark.parametrize("one", [99, 13, -1, True, 1.0, 2**70, "a", None])
+@pytest.mark.parametrize(("url", "field"), [("/tokenize", "prompt"), ("/detokenize", "tokens")])
+def test_token_ids_are_checked(http, url, field, one):
+    answer = http.post(url, json={field: [0, one]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert re.search(f"has the token id '?{one}'?; ids are|give a text, token ids, or", error["message"])
+    assert "\n" not in error["message"]
+
+
+def test_a_chat_without_a_template_is_refused_for_clients_of_the_api():
+    with client(application(lm=language_model())[0]) as http:
+        for url in (CHAT, "/tokenize"):
+            answer = http.post(url, json={"messages": MESSAGES})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "messages")
+            assert "no chat template; send a prompt to /v1/completions" in error["message"]
+            assert "chat_template=" not in error["message"]

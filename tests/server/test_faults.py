@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from tests.server import FakeScheduler, application
+from jaxspec.server import engine_thread
+from jaxspec.server.answers import scores_of
+from tests.server import FakeScheduler, application, model
 
 URL = "/v1/completions"
 
@@ -201,7 +203,49 @@ def test_a_reader_that_stands_still_is_left_at_the_time_limit():
         assert engine.num_open == 0
 
 
-def test_a_failed_text_does_not_fail_the_others():
+def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
+    """A piece has prompts of together 4 tokens, or one longer prompt."""
+    monkeypatch.setattr(engine_thread, "_SCORED_TOKENS", 4)
+    scheduler = FakeScheduler()
+    pieces = []
+
+    def score(prompts):
+        pieces.append((scheduler.steps, [len(ids) for ids in prompts]))
+        return scores_of(model(), prompts)
+
+    @started(scheduler, score=score, max_open=64)
+    async def test(app, engine):
+        runs = Exchange(app, prompt="ab", max_tokens=400)
+        await until(lambda: scheduler.rows)
+        scheduler.gate.clear()
+        options = {"echo": True, "logprobs": 0, "max_tokens": 2}
+        lengths = (2, 2, 3, 9, 1)
+        asked = Exchange(app, prompt=[[3] * length for length in lengths], **options)
+        await until(lambda: engine.num_open == 6)
+        goes = Exchange(app, prompt=[[3] * 9] * 50, **options)
+        await until(lambda: engine.num_open == 56)
+        scheduler.gate.set()
+        await asked.task
+        await until(lambda: len(pieces) > 4)
+        scheduler.gate.clear()
+        goes.gone.set()
+        await goes.task
+        scheduler.gate.set()
+        await until(lambda: engine.num_open == 1)
+        assert [sizes for _, sizes in pieces[:4]] == [[2, 2], [3], [9], [1]]
+        assert len(pieces) < 54
+        assert len({steps for steps, _ in pieces}) == len(pieces)  # a step is between two pieces
+        found = json.loads(asked.data)["choices"]
+        assert [len(one["logprobs"]["tokens"]) for one in found] == list(lengths)
+        runs.gone.set()
+
+
+def logged(caplog):
+    """The types of the logged errors."""
+    return [record.exc_info[0] for record in caplog.records if record.name.startswith("jaxspec.server")]
+
+
+def test_a_failed_text_does_not_fail_the_others(caplog):
     scheduler = FakeScheduler()
 
     @started(scheduler)
@@ -216,9 +260,10 @@ def test_a_failed_text_does_not_fail_the_others():
         (failed,) = (one for one in texts if one.status == 500)
         assert "no memory" in json.loads(failed.data)["error"]["message"]
         assert engine.num_open == 0
+        assert logged(caplog) == [MemoryError]
 
 
-def test_a_dead_engine_answers_500_and_is_not_healthy():
+def test_a_dead_engine_answers_500_and_is_not_healthy(caplog):
     scheduler = FakeScheduler()
 
     @started(scheduler)
@@ -234,6 +279,7 @@ def test_a_dead_engine_answers_500_and_is_not_healthy():
         health = Exchange(app, "/health")
         await health.task
         assert (health.status, json.loads(health.data)["status"]) == (503, "failed")
+        assert logged(caplog) == [SystemError]
 
 
 def test_an_engine_that_does_not_start_is_reported():

@@ -77,7 +77,10 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
     ("options", "said"),
     [
         (("--host", "0.0.0.0"), "give --api-key or JAXSPEC_API_KEY"),
-        (("--max-batch", 0), "--max-batch is 0; give at least 1"),
+        (("--max-batch", 0), "--max-batch is 0; give a number of at least 1"),
+        (("--shutdown-timeout-seconds", "inf"), "is inf; give a number of at least 0"),
+        (("--shutdown-timeout-seconds", "nan"), "is nan; give a number of at least 0"),
+        (("--request-timeout-seconds", "inf"), "is inf; give a number of at least 1"),
         (("--port", 70000), "--port is 70000"),
         (("--api-key", "schlüssel"), "--api-key has"),
         (

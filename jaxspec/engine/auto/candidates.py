@@ -8,6 +8,7 @@ import functools
 import math
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine import stored_programs
 from jaxspec.engine.auto.turns import Known, Plan, Switching
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.executables import MAX_PROGRAMS
 from jaxspec.engine.requests import RowRequest, needs_sampling
 from jaxspec.engine.strategies import Strategy, for_drafter
 from jaxspec.io.methods import auto_file
@@ -52,7 +54,7 @@ class Alternatives:
         key: Callable[[], dict[str, Any]],
     ) -> None:
         self._model, self._resources, self._device, self._key = model, resources, device, key
-        self._made: dict[Any, tuple[Candidate, ...]] = {}
+        self._made: OrderedDict[Any, tuple[Candidate, ...]] = OrderedDict()
         self._kept_at = -math.inf
 
     @functools.cached_property
@@ -102,6 +104,7 @@ class Alternatives:
         key = dataclasses.replace(method, choices=None, explain=False), distributions
         with contextlib.suppress(TypeError):  # an option that cannot be a key
             if key in self._made:
+                self._made.move_to_end(key)
                 return self._made[key]
         made = method.candidates(self._model, self._resources(distributions))
         if self._device is not None:
@@ -110,6 +113,8 @@ class Alternatives:
             made = tuple(dataclasses.replace(one, drafter=put(one.drafter)) for one in made)
         with contextlib.suppress(TypeError):
             self._made[key] = made
+            if len(self._made) > MAX_PROGRAMS:  # each set has programs of its own
+                self._made.popitem(last=False)
         return made
 
     def strategy(

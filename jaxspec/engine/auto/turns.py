@@ -72,6 +72,7 @@ class Known:
       lengths: a cache of draft lengths as device arrays. It avoids a transfer per call, which takes as long as several
         rounds of a small model.
       ran: names of candidates, with shapes of the batch, whose rounds have run in this process.
+      num_dropped: `Executables.num_dropped` at the time when `programs` and `begins` were valid.
       eager: whether all programs are compiled at once, without a check that they save time. Measurements set this.
     """
 
@@ -85,7 +86,16 @@ class Known:
     )
     lengths: dict[int, Any] = dataclasses.field(default_factory=dict)
     ran: set[tuple[str, Any]] = dataclasses.field(default_factory=set)
+    num_dropped: int = 0
     eager: bool = False
+
+    def forget_dropped(self, num_dropped: int) -> None:
+        """Forgets the programs if some have been dropped since the last time; they are found again, or compiled."""
+        if num_dropped != self.num_dropped:
+            self.num_dropped = num_dropped
+            self.programs.clear()
+            self.begins.clear()
+            self.ran.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +188,13 @@ class Switching(Strategy):
         )
 
     @property
-    def drafted_by(self) -> str:
-        tokens: Counter[str] = Counter()
-        for one in self._record.chosen:
-            if one.name != "off" and one.num_rounds:
-                tokens[one.name] += one.num_tokens
+    def drafting(self) -> str | None:
+        at = self._record.choice.candidate
+        return self._record.policy.names[at] if at else None
+
+    def drafted_by(self, tokens: Mapping[str, int]) -> str:
         if tokens:
-            return f"auto: {', '.join(name for name, _ in tokens.most_common())}"
+            return f"auto: {', '.join(name for name, _ in Counter(tokens).most_common())}"
         unready = self._record.policy.unready
         why = f"the programs of {unready[0]} were not ready" if unready else "no draft is expected to pay"
         return f"auto: plain decoding, {why}"
@@ -202,9 +212,10 @@ class Switching(Strategy):
     def changed(self) -> None:
         self._at, self._held = 0, None
 
-    def widened(self, batch: int) -> None:
+    def resized(self, batch: int) -> None:
         self.changed()
-        self._record.policy.widen(batch)
+        self._remember(range(batch, len(self._record.policy.counts.accept)))
+        self._record.policy.resize(batch)
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         self._remember([row])
@@ -229,6 +240,7 @@ class Switching(Strategy):
     def begin(
         self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
     ) -> tuple[DecodeState, Emitted]:
+        self._plan.known.forget_dropped(self._executables.num_dropped)
         self._record = Record(self._policy(request.length.shape[0]), self._plan.file)
         self._prepare(params, parts, request, static)
         began, blocked_ms = time.perf_counter(), self._executables.blocked_ms
@@ -352,6 +364,7 @@ class Switching(Strategy):
         The arguments are the parameters, parts and state of plain decoding.
         """
         _, _, lengths, remaining = turn
+        self._plan.known.forget_dropped(self._executables.num_dropped)
         shapes = self._shapes(parts, state)
         ready = functools.partial(self._ready, shapes=shapes)
         self._compile(params, parts, state, lengths, remaining, shapes)
@@ -435,7 +448,7 @@ class Switching(Strategy):
     def _ready(self, at: int, shapes: Any) -> bool:
         """Returns whether a candidate's programs are compiled.
 
-        A positive result is remembered, because compiled programs are never dropped.
+        A positive result is remembered until programs are dropped.
         """
         programs = self._programs(at).get(shapes)
         if programs is None or not programs.fits:

@@ -23,6 +23,8 @@ from jaxspec.host.user_cache import keep, kept, user_cache
 FORMAT = "jaxspec.auto/2"
 # Limits of a file's contents: a longer one is damaged.
 _MAX_POSITIONS, _MAX_NAMES = 256, 1000
+# The programs of which times are written, the last ones.
+_MAX_PROGRAMS = 500
 
 
 def path_of(key: dict[str, Any]) -> Path | None:
@@ -48,7 +50,7 @@ def write(path: Path, key: dict[str, Any], times: Times, counts: dict[str, Count
         "ratios": [[*of, ratio] for of, ratio in times.ratios.items() if of not in times.disturbed],
         "prefill_ms": times.prefill_ms,
         "compile_ms": times.compile_ms,
-        "programs": times.programs,
+        "programs": dict(list(times.programs.items())[-_MAX_PROGRAMS:]),
         "counts": {
             name: {"accept": one.accept.round(3).tolist(), "draft": one.draft.round(3).tolist()}
             for name, one in counts.items()
