@@ -916,6 +916,11 @@ class LanguageModel:
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
                 "jaxspec.methods, or a subclass of jaxspec.protocol.Drafter"
             )
+        if target.config.exact and getattr(drafter, "config", None) == self.config:
+            raise ValueError(
+                f"the drafter {type(drafter).__name__} runs the model with a config that is not exact; make it with "
+                "lm.loaded.exact.config, or give a method by name"
+            )
         needed = drafter.num_nodes + 1
         if drafter.verify_widths[-1] != needed or drafter.reach < needed:
             raise ValueError(

@@ -228,21 +228,19 @@ def _weights_left(rows: jax.Array, matrix: jax.Array, padded: int) -> jax.Array:
     rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
     y = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), precision=precision_of(rows.dtype))
     # The barrier keeps the weights on the left: XLA would else fold the transpose into the product.
-    return jax.lax.optimization_barrier(y)[:, :count].T
+    product: jax.Array = jax.lax.optimization_barrier(y)[:, :count].T
+    return product
 
 
 def _eight_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns `_product` of float32 on a CPU, eight rows at a time, so that each row is summed in the same order."""
     rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
     count = rows.shape[0]
-    if count > EXACT_ROWS:
-        rows = jnp.pad(rows, ((0, -count % EXACT_ROWS), (0, 0)))
-        parts = rows.reshape(-1, EXACT_ROWS, rows.shape[1])
-        y = jax.lax.map(lambda part: _weights_left(part, matrix, EXACT_ROWS), parts)
-        y = y.reshape(-1, matrix.shape[0])[:count]
-    else:
-        y = _weights_left(rows, matrix, EXACT_ROWS)
-    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+    if count <= EXACT_ROWS:
+        return _weights_left(rows, matrix, EXACT_ROWS).reshape(*x.shape[:-1], *weight.shape[:-1])
+    parts = jnp.pad(rows, ((0, -count % EXACT_ROWS), (0, 0))).reshape(-1, EXACT_ROWS, rows.shape[1])
+    y: jax.Array = jax.lax.map(lambda part: _weights_left(part, matrix, EXACT_ROWS), parts)
+    return y.reshape(-1, matrix.shape[0])[:count].reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 @jax.named_scope("norm")

@@ -240,5 +240,11 @@ def test_refusals():
         made = type(lm)(lm.config, params, name="tiny", mesh=mesh)
         with pytest.raises(ValueError, match=rf"exact needs one CPU device .*{said}.*; leave exact out"):
             made.generate([1, 2], exact=True)
+    drafter, _ = tiny.drafter_of("layerskip", config=lm.config)
+    with pytest.raises(
+        ValueError,
+        match=r"LayerSkip runs the model with a config that is not exact; make it with lm\.loaded\.exact\.config",
+    ):
+        lm.generate("ab", exact=True, method=drafter)
     with pytest.raises(ValueError, match="exact is 'no'"):
         lm.generate("ab", exact="no")
