@@ -248,7 +248,7 @@ def gated(p: Params, normed: jax.Array, exact: bool = False) -> jax.Array:
 
 
 def _added(config: LlamaConfig, hidden: jax.Array, write: jax.Array) -> jax.Array:
-    if not config.exact:
+    if not config.exact or hidden.dtype == jnp.float32:
         return hidden + write
     # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
     wide, info = hidden.astype(jnp.float32) + write.astype(jnp.float32), jnp.finfo(hidden.dtype)
