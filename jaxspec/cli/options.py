@@ -157,7 +157,7 @@ class AnswerOptions:
     """How text is generated: the base of the commands that generate text.
 
     Attributes:
-      max_new_tokens: the token budget. Default: 128, or fewer if the context ends.
+      max_new_tokens: the token budget. Default: 128, within the context.
       min_new_tokens: no end of text before this number of tokens.
       stop: end the text before this string or special token. The escapes are \\n, \\t, \\r, \\\\ and \\uXXXX.
       stop_token_ids: end the text before this token.
@@ -168,6 +168,7 @@ class AnswerOptions:
       acceptor: how drafts are accepted. Only typical (Medusa's rule) is lossy: likely tokens become more frequent.
         With coupled, a seed gives plain decoding's text. Default: greedy at temperature 0, else block (coupled with
         auto).
+      exact: greedy text of the same bits with every method; slower.
     """
 
     max_new_tokens: int | None = None
@@ -179,6 +180,7 @@ class AnswerOptions:
     chat_template_kwargs: str | None = dataclasses.field(default=None, metadata={"metavar": "JSON"})
     ignore_eos: bool = False
     acceptor: AcceptorName | None = None
+    exact: bool = False
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
     penalties: PenaltyOptions = PenaltyOptions()
@@ -238,6 +240,7 @@ class AnswerOptions:
             "ignore_eos": self.ignore_eos,
             "chat_template_kwargs": self.template_variables,
             "acceptor": self.acceptor,
+            "exact": self.exact,
         }
         return dataclasses.asdict(self.sampling) | dataclasses.asdict(self.penalties) | arguments
 

@@ -25,6 +25,8 @@ class GenerationOptions:
         model's sampling distribution. With coupled (Daliri et al. 2024) it also equals the text of plain decoding with
         the same seed. typical is lossy: sampled text follows another distribution (see `lossy.TypicalAcceptor`), and
         `Result.lossy` is true. Default: greedy at temperature 0, else block (coupled with method `auto`).
+      exact: whether greedy text is the same, bit for bit in its logits, with every method and in every batch. Text is
+        generated more slowly. It needs one CPU device, whose products are tested first.
       max_new_tokens: the token budget. Like the sampling parameters, penalties and seed it is one number for all
         prompts or a list of one per prompt. Default: 128, or fewer if the context ends before.
       min_new_tokens: the number of tokens before which no end token of the model or of `stop_token_ids` is possible.
@@ -60,6 +62,7 @@ class GenerationOptions:
     """
 
     acceptor: AcceptorName | None = None
+    exact: bool = False
     max_new_tokens: Integers = None
     min_new_tokens: Integers = None
     n: int = 1

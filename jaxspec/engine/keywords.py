@@ -45,6 +45,7 @@ class Keywords(TypedDict, total=False):
     """The fields of `GenerationOptions`, followed by the options of all methods."""
 
     acceptor: AcceptorName | None
+    exact: bool
     max_new_tokens: Integers
     min_new_tokens: Integers
     n: int

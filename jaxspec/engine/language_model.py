@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import StepCosts
-from jaxspec.engine import buckets, head_check, memory, scoring
+from jaxspec.engine import buckets, exactness, head_check, memory, scoring
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.auto.candidates import Alternatives
 from jaxspec.engine.buckets import START_CAPACITY, bucket
@@ -568,8 +568,13 @@ class LanguageModel:
             )
         return size, tokens
 
-    def _loop(self, log_probs: bool = False) -> Loop:
-        return Loop(self.executables, self.config, log_probs, self.mesh, self.device)
+    @functools.cached_property
+    def _not_exact(self) -> str | None:
+        return exactness.refusal(self.loaded.exact, self.executables, self.device, self.mesh)
+
+    def _loop(self, log_probs: bool = False, exact: bool = False) -> Loop:
+        config = self.loaded.exact.config if exact else self.config
+        return Loop(self.executables, config, log_probs, self.mesh, self.device)
 
     def warm_up(
         self,
@@ -667,6 +672,8 @@ class LanguageModel:
         """
         ignore_eos = flag("ignore_eos", options.ignore_eos)
         flag("logprobs", options.logprobs)
+        if flag("exact", options.exact) and self._not_exact is not None:
+            raise ValueError(self._not_exact)
         chat = flag("chat", options.chat)
         chat_template_kwargs = template_variables(options.chat_template_kwargs)
         prompts = unpadded(prompts, attention_mask, self._pad_ids)
@@ -716,10 +723,11 @@ class LanguageModel:
             # The choices depend on measured times, and must not change the text of a seed.
             acceptor = "coupled"
         accept = build_acceptor(acceptor, needs_sampling(requests))
-        drafter, weights = self._parts(method, distributions, self.directory)
-        loop = self._loop(bool(options.logprobs))
+        target = self.loaded.exact if options.exact else self.loaded
+        drafter, weights = self._parts(method, distributions, self.directory, target)
+        loop = self._loop(bool(options.logprobs), bool(options.exact))
         strategy = (
-            self._alternatives.strategy(
+            (self._exact_alternatives if options.exact else self._alternatives).strategy(
                 method, loop, drafter, distributions, self.step_costs, requests, max_batch
             )
             if isinstance(method, Auto)
@@ -740,7 +748,7 @@ class LanguageModel:
             requests,
             max_batch=max_batch,
             prefix=prefix,
-            prefixes=self.prefixes,
+            prefixes=None if options.exact else self.prefixes,  # their caches are not exact
             elastic=elastic,
         )
 
@@ -772,7 +780,9 @@ class LanguageModel:
         """
         directory = self.directory if beside else None
         with needed():
-            drafter, weights = self._parts(self._made(method, method_options), distributions, directory)
+            drafter, weights = self._parts(
+                self._made(method, method_options), distributions, directory, self.loaded
+            )
         return drafter, weights.drafter
 
     def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
@@ -820,14 +830,21 @@ class LanguageModel:
 
     @functools.cached_property
     def _alternatives(self) -> Alternatives:
+        return self._alternatives_of(self.loaded)
+
+    @functools.cached_property
+    def _exact_alternatives(self) -> Alternatives:
+        return self._alternatives_of(self.loaded.exact)
+
+    def _alternatives_of(self, target: LoadedModel) -> Alternatives:
         device = self.device if self.mesh is None else None
         resources = functools.partial(self._resources, directory=self.directory)
-        return Alternatives(self.loaded, resources, device, self._auto_key)
+        return Alternatives(target, resources, device, functools.partial(self._auto_key, target))
 
-    def _auto_key(self) -> dict[str, Any]:
+    def _auto_key(self, target: LoadedModel) -> dict[str, Any]:
         """Returns what times and prices of method `auto` depend on."""
         costs = None if self.step_costs is None else repr(self.step_costs)
-        return self._cost_key | {"costs": costs}
+        return self._cost_key | {"costs": costs} | ({"exact": True} if target.config.exact else {})
 
     @property
     def _cost_key(self) -> dict[str, Any]:
@@ -878,22 +895,31 @@ class LanguageModel:
         return self._alternatives.compiled_early()
 
     def _parts(
-        self, method: AnyMethod, distributions: tuple[str, ...], directory: Path | None
+        self,
+        method: AnyMethod,
+        distributions: tuple[str, ...],
+        directory: Path | None,
+        target: LoadedModel,
     ) -> tuple[Drafter, Weights]:
-        """Returns the drafter of a method, or the drafter given, and the parameters of the loop."""
+        """Returns the drafter of a method for a target, or the drafter given, and the parameters of the loop."""
         drafter: Any
         if isinstance(method, Method):
             resources = self._resources(distributions, directory)
             resources = dataclasses.replace(
                 resources, first_accepted=functools.partial(head_check.first_accepted, self)
             )
-            drafter, params = method.build(self.loaded, resources)
+            drafter, params = method.build(target, resources)
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
         if not isinstance(drafter, Drafter):
             raise ValueError(
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
                 "jaxspec.methods, or a subclass of jaxspec.protocol.Drafter"
+            )
+        if target.config.exact and getattr(drafter, "config", None) == self.config:
+            raise ValueError(
+                f"the drafter {type(drafter).__name__} runs the model with a config that is not exact; make it with "
+                "lm.loaded.exact.config, or give a method by name"
             )
         needed = drafter.num_nodes + 1
         if drafter.verify_widths[-1] != needed or drafter.reach < needed:

@@ -75,10 +75,10 @@ class Scheduler:
     """Runs requests of one model as they arrive. It is used from one thread.
 
     Requests that need the same compiled programs form a group, which shares a batch: the same method with its options,
-    greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities. Each step
-    runs one group; groups with requests take turns. The batch of a group begins with the power of two of rows that its
-    requests need, gets more when requests wait, as far as memory allows, and fewer when most are free. When its last
-    request ends, its caches are freed.
+    greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities, exact or
+    not. Each step runs one group; groups with requests take turns. The batch of a group begins with the power of two of
+    rows that its requests need, gets more when requests wait, as far as memory allows, and fewer when most are free.
+    When its last request ends, its caches are freed.
 
     Text does not depend on the other requests: greedy text never, and sampled text with a seed is the same on the same
     programs. Sampled requests whose drafts would depend on the other rows (a shared mask, or method `auto` with another
@@ -223,6 +223,7 @@ class Scheduler:
             _key(method),
             options.acceptor,
             bool(options.logprobs),
+            bool(options.exact),
             Shapes.of([request]),
             distribution_name(*numbers) if by_distribution else None,
         )

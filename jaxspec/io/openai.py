@@ -19,7 +19,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BUDGETS = {COMPLETIONS: 16, CHAT: 512}
 # Numbers and flags that have the same name and meaning as options of `LanguageModel.generate`.
 _SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "acceptor"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "acceptor", "exact"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _SHARED = (

@@ -84,6 +84,11 @@ class LoadedModel:
 
         return method_files.fingerprint(self.config, self.params, self.sampled)
 
+    @functools.cached_property
+    def exact(self) -> LoadedModel:
+        """The model with an `exact` config, see `LlamaConfig`."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, exact=True))
+
     @property
     def exits(self) -> tuple[int, ...]:
         """The exits that it was trained for, in layers."""

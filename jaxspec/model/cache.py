@@ -21,7 +21,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import filled, precision_of
+from jaxspec.model.numerics import LANES, filled, of_two_rows, precision_of, sums
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
@@ -145,16 +145,20 @@ def attend(
     window: int | None,
     merged: bool,
     seen: jax.Array | None = None,
+    places: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
     A query sees the slots up to its own position, or the latest `window` of them. In a tree, `seen` bool[B, T, S] marks
-    the visible slots instead, and `positions` are the slots of the queries.
+    the visible slots instead, and `positions` are the slots of the queries. With `places`, int32[B, S], the position of
+    each slot, the result is exact in the sense of `LlamaConfig.exact`.
 
     Returns:
       [B, T, KV, G, hd].
     """
     slots = layer[0].shape[-2]
+    if places is not None:
+        return _by_positions(queries, layer, positions, window, merged, places, seen)
     layer_and_seen = layer if seen is None else (*layer, seen)
 
     def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
@@ -208,15 +212,19 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
 def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the unnormalised softmax over some slots: numerator [..., hd], denominator and maximum [..., 1]."""
     keys, values = layer
-    batch, length, slots = seen.shape
-    scores = _batched_product(q, keys, 1) * (1.0 / math.sqrt(q.shape[-1]))
-    # All heads of a row share one mask: [B, KV·G, T, S] against [B, 1, T, S].
-    split = scores.reshape(batch, -1, length, slots)
-    scores = jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
+    scores = _masked_scores(q, keys, seen)
     # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
     return _batched_product(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
+
+
+def _masked_scores(q: jax.Array, keys: jax.Array, seen: jax.Array, exact: bool = False) -> jax.Array:
+    batch, length, slots = seen.shape
+    scores = _batched_product(q, keys, 1, exact) * (1.0 / math.sqrt(q.shape[-1]))
+    # All heads of a row share one mask: [B, KV·G, T, S] against [B, 1, T, S].
+    split = scores.reshape(batch, -1, length, slots)
+    return jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
 
 
 def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
@@ -225,8 +233,11 @@ def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.A
     return mask if window is None else mask & (slots > positions[..., None] - window)
 
 
-def _batched_product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
-    """Returns a [..., M, K] times b [..., N, K] (contract 1) or b [..., K, N] (contract 0), float32[..., M, N]."""
+def _batched_product(a: jax.Array, b: jax.Array, contract: int, exact: bool = False) -> jax.Array:
+    """Returns a [..., M, K] times b [..., N, K] (contract 1) or b [..., K, N] (contract 0), float32[..., M, N].
+
+    `exact`: see `linear`.
+    """
     heads, last = tuple(range(a.ndim - 2)), a.ndim - 1
     dims = (((last,), (last - 1 + contract,)), (heads, heads))
     precision = precision_of(a.dtype)
@@ -234,8 +245,8 @@ def _batched_product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    if a.shape[-2] > 1:
-        return product(a, b)
+    if a.shape[-2] > 1 or exact:
+        return of_two_rows(lambda a: product(a, b), a)
     alone = functools.partial(filled, product)
     mixed: jax.Array = jax.lax.platform_dependent(a, b, tpu=alone, default=product)
     return mixed
@@ -276,6 +287,60 @@ def _by_blocks(
     empty = (jnp.int32(0), jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
     _, mixed, total, _ = jax.lax.while_loop(lambda carry: carry[0] * BLOCK < live, body, empty)
     return _by_query(mixed / total, queries)
+
+
+def _by_positions(
+    queries: jax.Array,
+    layer: Layer,
+    positions: jax.Array,
+    window: int | None,
+    merged: bool,
+    places: jax.Array,
+    seen: jax.Array | None,
+) -> jax.Array:
+    """Attention over the live slots, by blocks of positions: the result of a row depends on its own text alone.
+
+    XLA's float32 kernel adds the products of a row in the order of the slots, and a masked slot adds exactly 0. So a
+    row sums its own text in the order of positions, whether there are gaps or not. In a tree, the slot of a row is
+    behind its position by less than the number of rows. Sizes are multiples of `LANES`: other kernels sum in another
+    order, and the ends of XLA's vector loops compute another exponential.
+    """
+    q = _by_key_head(queries, merged)
+    head_dim, slots = q.shape[-1], layer[0].shape[-2]
+    width = min(BLOCK + (0 if seen is None else _lanes(queries.shape[1])), slots)
+    padding = [(0, 0)] * (q.ndim - 2) + [(0, -width % LANES), (0, -head_dim % LANES)]
+    live = jnp.max(positions) + 1
+
+    def cut(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index * BLOCK, slots - width), width, axis)
+
+    def body(carry: Blocks) -> Blocks:
+        index, mixed, total, top = carry
+        keys, values = (cut(x, index, q.ndim - 2) for x in layer)
+        place = cut(places, index, 1)[:, None]
+        mask = visible(positions, place, window) if seen is None else cut(seen, index, 2)
+        mask = jnp.pad(mask & (place // BLOCK == index), [(0, 0), (0, 0), padding[-2]])
+        scores = _masked_scores(q, jnp.pad(keys, [*padding[:-1], (0, 0)]), mask, exact=True)
+        # The sums so far are one more slot, whose score is the maximum so far.
+        before = jnp.broadcast_to(top, (*top.shape[:-1], LANES))
+        scores = jnp.concatenate([scores, before], axis=-1)
+        highest = jax.lax.optimization_barrier(jnp.max(scores, axis=-1, keepdims=True))
+        weights = jax.lax.optimization_barrier(jnp.exp(scores - highest))
+        new, old = weights[..., :-LANES], weights[..., -1:]
+        values = jnp.pad(values.astype(jnp.float32), padding)
+        new_mixed = _batched_product(new, values, 0, exact=True)[..., :head_dim]
+        # Without the barrier, XLA could add a product to a sum without rounding it, in some programs only.
+        mixed, total = jax.lax.optimization_barrier((mixed * old, total * old))
+        return index + 1, mixed + new_mixed, total + sums(new), highest
+
+    column = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
+    empty = (jnp.int32(0), jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
+    _, mixed, total, _ = jax.lax.while_loop(lambda carry: carry[0] * BLOCK < live, body, empty)
+    return _by_query(mixed / total, queries)
+
+
+def _lanes(count: int) -> int:
+    return -(-count // LANES) * LANES
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

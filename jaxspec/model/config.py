@@ -54,6 +54,8 @@ class LlamaConfig:
       model_type: `llama`, `mistral`, `ministral`, `qwen2` or `qwen3`, written to saved files.
       kv_copies: copies of each key/value head in parameters and cache, adjacent, each for an equal part of its query
         heads, so that a mesh can use more than KV devices (`model.sharding`). Not stored in files.
+      exact: whether the numbers of a row do not depend, to the last bit, on the other rows of a pass, their number, the
+        capacity of the cache or the slots of a tree, on a CPU. Not stored in files.
     """
 
     vocab_size: int
@@ -77,6 +79,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "llama"
     kv_copies: int = 1
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -107,8 +110,8 @@ class LlamaConfig:
 
     @property
     def plain(self) -> LlamaConfig:
-        """The same configuration with one copy of each key/value head."""
-        return self if self.kv_copies == 1 else dataclasses.replace(self, kv_copies=1)
+        """The same configuration with one copy of each key/value head, not `exact`."""
+        return dataclasses.replace(self, kv_copies=1, exact=False)
 
     @property
     def context_length(self) -> int:

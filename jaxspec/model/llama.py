@@ -163,7 +163,8 @@ def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quan
 @jax.named_scope("head")
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Applies final norm and head: hidden [..., D] → float32[..., V], or [..., N] if `params` has a `vocabulary`."""
-    return linear(final_norm(config, params, hidden), head(config, params), out_dtype=jnp.float32)
+    seen = final_norm(config, params, hidden)
+    return linear(seen, head(config, params), out_dtype=jnp.float32, exact=config.exact)
 
 
 def logits_of_draft(
@@ -177,7 +178,7 @@ def logits_of_draft(
 
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Applies the final norm to hidden [..., D]."""
-    return rms_norm(hidden, params["norm"], config.rms_norm_eps)
+    return rms_norm(hidden, params["norm"], config.rms_norm_eps, config.exact)
 
 
 def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
@@ -205,17 +206,18 @@ def attention(
     """Runs attention on its input `seen` [B, T, ·], as wide as `qkv`; returns its output [B, T, D] and the cache."""
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
-    qkv = linear(seen, p["qkv"], p.get("qkv_bias"))
+    qkv = linear(seen, p["qkv"], p.get("qkv_bias"), exact=config.exact)
     qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
     turning = qkv[..., : group + 1, :]
     if config.qk_norm:
-        turning = rms_norm(turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]), config.rms_norm_eps)
+        norms = jnp.stack([p["q_norm"]] * group + [p["k_norm"]])
+        turning = rms_norm(turning, norms, config.rms_norm_eps, config.exact)
     turned = rope.rotate(turning, *tables)
     mixed, layer_cache = attend(
         turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
     )
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
-    return linear(mixed, p["out"], p.get("out_bias")), layer_cache
+    return linear(mixed, p["out"], p.get("out_bias"), exact=config.exact), layer_cache
 
 
 def _attention(
@@ -227,21 +229,30 @@ def _attention(
     layer_cache: Any,
     keep: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
+    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps, config.exact)
     write, layer_cache = attention(config, p, normed, tables, attend, layer_cache)
-    return hidden + _kept(write, keep), layer_cache
+    return _added(config, hidden, _kept(write, keep)), layer_cache
 
 
 def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
     """Returns the residual stream [B, T, D] after an MLP sublayer with its norm; `keep` as in `run_block`."""
-    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
-    return hidden + _kept(linear(gated(p, normed), p["down"], p.get("down_bias")), keep)
+    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps, config.exact)
+    write = linear(gated(p, normed, config.exact), p["down"], p.get("down_bias"), exact=config.exact)
+    return _added(config, hidden, _kept(write, keep))
 
 
-def gated(p: Params, normed: jax.Array) -> jax.Array:
+def gated(p: Params, normed: jax.Array, exact: bool = False) -> jax.Array:
     """Returns the gated inner activations of an MLP sublayer [B, T, I] for its normed input [B, T, D]."""
-    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
+    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"), exact=exact)
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def _added(config: LlamaConfig, hidden: jax.Array, write: jax.Array) -> jax.Array:
+    if not config.exact or hidden.dtype == jnp.float32:
+        return hidden + write
+    # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
+    wide, info = hidden.astype(jnp.float32) + write.astype(jnp.float32), jnp.finfo(hidden.dtype)
+    return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(hidden.dtype)
 
 
 def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
@@ -250,16 +261,21 @@ def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
 
 
 def cached(
-    start: jax.Array, slots: jax.Array, window: int | None, merged: bool, seen: jax.Array | None = None
+    start: jax.Array,
+    slots: jax.Array,
+    window: int | None,
+    merged: bool,
+    seen: jax.Array | None = None,
+    places: jax.Array | None = None,
 ) -> Attend:
     """Returns an attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
 
-    `seen` is as in `cache.attend`.
+    `seen` and `places` are as in `cache.attend`.
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
         layer_cache = kv.write(layer_cache, k, v, start, merged)
-        return kv.attend(q, layer_cache, slots, window, merged, seen), layer_cache
+        return kv.attend(q, layer_cache, slots, window, merged, seen, places), layer_cache
 
     return attend
 
@@ -298,17 +314,19 @@ def run_layers(
     layers = range(config.num_layers) if layers is None else layers
     slots = positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
     seen: dict[int | None, jax.Array] = {}
+    places = jnp.arange(cache.capacity)[None] if config.exact else None
     if tree is not None:
         positions = tree.positions(start)
         windows = {config.window(layer) for layer in layers}
         seen = {window: tree.visible(start, cache.capacity, window) for window in windows}
+        places = tree.places(start, cache.capacity) if config.exact else None
     tables = rope.tables(config, positions, cache.rope_length)
     written = list(cache.layers)
     for layer in layers:
         p = params["layers"][layer]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
         window = config.window(layer)
-        attend = cached(start, slots, window, cache.merged, seen.get(window))
+        attend = cached(start, slots, window, cache.merged, seen.get(window), places)
 
         def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend

@@ -18,6 +18,9 @@ from jaxspec.model.quantisation import Outliers, Quantised
 FEW_ROWS = 32
 # On a TPU a single row is padded to this many rows, see `filled`: the rows of a register. Two rows cost as much.
 TPU_ROWS = 8
+# Where the result of a row must not depend on the others: the rows of one float32 product on a CPU, and the number of
+# output channels from which XLA's float32 kernel adds the products of a row one after the other.
+EXACT_ROWS, LANES = 8, 64
 # The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
 
@@ -32,23 +35,26 @@ def linear(
     weight: jax.Array | Quantised | Adapted,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    exact: bool = False,
 ) -> jax.Array:
     """Returns x [..., I] times weight [*O, I], plus bias [*O], as [..., *O].
 
     With output axes first, several rows are faster than with the other order, and one row is as fast. A quantised
     weight is multiplied as whole numbers and the result is scaled, so that no full-width copy of the weight is made;
-    x is rounded to int8 if the weight has `outliers`.
+    x is rounded to int8 if the weight has `outliers`. If `exact`, the result of a row depends neither on the other rows
+    nor on their number, on a CPU: XLA's kernel for two rows or more sums each row in the same order. With the weights
+    on the left, as in `_few_rows`, the order depends on the number of rows, which is therefore fixed.
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, Adapted):
-        return linear(x, weight.base, bias, out_dtype) + _low_rank(x, weight).astype(out_dtype)
+        return linear(x, weight.base, bias, out_dtype, exact) + _low_rank(x, weight).astype(out_dtype)
     if isinstance(weight, Quantised):
         if weight.outliers is not None:
             y = _int8_product(x, weight.packed, weight.outliers)
         else:
             # An unscaled result may exceed the range of float16.
             between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
-            y = linear(x, weight.values().astype(x.dtype), out_dtype=between)
+            y = linear(x, weight.values().astype(x.dtype), out_dtype=between, exact=exact)
         scaled: jax.Array = (y * weight.scale.astype(y.dtype)).astype(out_dtype)
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
@@ -56,7 +62,9 @@ def linear(
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
         special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype)
-    if rows <= FEW_ROWS and x.dtype == jnp.float32:
+    if x.dtype == jnp.float32 and exact:
+        special["cpu"] = _eight_rows
+    elif x.dtype == jnp.float32 and rows <= FEW_ROWS:
         special["cpu"] = _few_rows
     elif x.dtype == weight.dtype == jnp.bfloat16:
         special["cpu"] = functools.partial(_bfloat16_product, out_dtype=out_dtype)
@@ -210,20 +218,59 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
         each = [jax.lax.dot_general(row, matrix, contract, precision=precision) for row in apart]
         y = jnp.concatenate(each)
     else:
-        # The barrier keeps the weights on the left: XLA would else fold the transpose into the product.
-        padded = 4 if count <= 4 else -(-count // 8) * 8
-        rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
-        y = jax.lax.dot_general(matrix, rows, contract, precision=precision)
-        y = jax.lax.optimization_barrier(y)[:, :count].T
+        y = _weights_left(rows, matrix, 4 if count <= 4 else -(-count // 8) * 8)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
+def _weights_left(rows: jax.Array, matrix: jax.Array, padded: int) -> jax.Array:
+    """Returns rows [R, I], padded to `padded` rows, times matrix [O, I] as [R, O], see `_few_rows`."""
+    count = rows.shape[0]
+    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+    y = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), precision=precision_of(rows.dtype))
+    # The barrier keeps the weights on the left: XLA would else fold the transpose into the product.
+    product: jax.Array = jax.lax.optimization_barrier(y)[:, :count].T
+    return product
+
+
+def _eight_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `_product` of float32 on a CPU, eight rows at a time, so that each row is summed in the same order."""
+    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
+    count = rows.shape[0]
+    if count <= EXACT_ROWS:
+        return _weights_left(rows, matrix, EXACT_ROWS).reshape(*x.shape[:-1], *weight.shape[:-1])
+    parts = jnp.pad(rows, ((0, -count % EXACT_ROWS), (0, 0))).reshape(-1, EXACT_ROWS, rows.shape[1])
+    y: jax.Array = jax.lax.map(lambda part: _weights_left(part, matrix, EXACT_ROWS), parts)
+    return y.reshape(-1, matrix.shape[0])[:count].reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
 @jax.named_scope("norm")
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns x [..., D] over its root mean square, computed in float32, times weight [..., D]."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, exact: bool = False) -> jax.Array:
+    """Returns x [..., D] over its root mean square, computed in float32, times weight [..., D].
+
+    If `exact`, a row does not depend on the number of rows: XLA has several kernels for a sum, but see `linear`.
+    """
     wide = x.astype(jnp.float32)
+    if exact:
+        total = sums(wide * wide) + x.shape[-1] * eps
+        return (wide / jnp.sqrt(total / x.shape[-1])).astype(x.dtype) * weight
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight
+
+
+def sums(x: jax.Array) -> jax.Array:
+    """Returns the sums of float32 x [..., R, I] over the last axis, [..., R, 1], each row summed in the same order."""
+    ones, rows = jnp.ones((LANES, x.shape[-1]), x.dtype), x.reshape(-1, x.shape[-1])
+    total = of_two_rows(functools.partial(_product, weight=ones, out_dtype=x.dtype), rows)
+    return total[:, :1].reshape(*x.shape[:-1], 1)
+
+
+def of_two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Returns product(rows) for rows [..., R, I]; a single row is padded, because XLA sums it in another order."""
+    if rows.shape[-2] > 1:
+        return product(rows)
+    padding = [(0, 0)] * (rows.ndim - 2) + [(0, 1), (0, 0)]
+    two = product(jax.lax.optimization_barrier(jnp.pad(rows, padding)))
+    return jax.lax.slice_in_dim(two, 0, 1, axis=rows.ndim - 2)
 
 
 def cosine(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -136,6 +136,13 @@ class Tree:
         """Returns the position of each row, int32[B, T]; `start`, int32[B], is the slot of the first."""
         return start[:, None] - self.begin + self.depth
 
+    def places(self, start: jax.Array, slots: int) -> jax.Array:
+        """Returns the position of each cache slot, int32[B, slots]; `start` and `slots` are as in `visible`."""
+        of_row, within, depths = self._rows_at(start, slots, self.depths)
+        return jnp.where(
+            within, (start - self.begin)[:, None] + jnp.take_along_axis(depths, of_row, 1), jnp.arange(slots)
+        )
+
     def visible(self, start: jax.Array, slots: int, window: int | None) -> jax.Array:
         """Returns the mask of the cache slots that each row sees, bool[B, T, slots].
 
@@ -144,22 +151,22 @@ class Tree:
           slots: the cache's capacity.
           window: the attention window in positions, None for all.
         """
-        batch, rows = start.shape[0], self.depths.shape[1]
-        depth, behind, depths = (
-            jnp.broadcast_to(of, (batch, *of.shape[1:])) for of in (self.depth, self.behind, self.depths)
-        )
-        # The distance of each slot from that of row 0: below 0 the committed text, then the rows of the tree.
-        offset = jnp.arange(slots)[None] - (start - self.begin)[:, None]
-        of_row = jnp.clip(offset, 0, rows - 1)
-        within = (offset >= 0) & (offset < rows)
+        of_row, within, behind = self._rows_at(start, slots, self.behind)
+        before = jnp.arange(slots)[None] < (start - self.begin)[:, None]
         # A row sees all of the committed text, and in the tree its ancestors only.
         on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2) & within[:, None]
-        mask = (offset < 0)[:, None] | on_path
+        mask = before[:, None] | on_path
         if window is None:
             return mask
         # A window counts positions, and the position of a tree's row follows its depth, not its slot.
-        place = jnp.where(within, jnp.take_along_axis(depths, of_row, axis=1), offset)
-        return mask & (depth[:, :, None] - place[:, None] < window)
+        return mask & (self.positions(start)[:, :, None] - self.places(start, slots)[:, None] < window)
+
+    def _rows_at(self, start: jax.Array, slots: int, of: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the row of the tree in each slot and whether it has one, [B, slots], and `of` for all B rows."""
+        rows = self.depths.shape[1]
+        offset = jnp.arange(slots)[None] - (start - self.begin)[:, None]
+        within = (offset >= 0) & (offset < rows)
+        return jnp.clip(offset, 0, rows - 1), within, jnp.broadcast_to(of, (start.shape[0], *of.shape[1:]))
 
 
 def as_array(parents: Parents) -> jax.Array:

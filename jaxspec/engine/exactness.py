@@ -1,0 +1,106 @@
+"""Checks whether rows of a model are independent of each other, to the last bit, with the kernels of this machine."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.engine.executables import Executables
+from jaxspec.host.progress import Progress
+from jaxspec.methods import LoadedModel
+from jaxspec.model import cache as kv
+from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.llama import Params
+from jaxspec.model.tree import Shape, Tree
+
+# The number of tokens of the text, of which the last ones are on this path through this tree, and the capacities.
+_TOKENS, _TREE, _PATH, _CAPACITIES = 20, Shape((-1, -1, 0, 0, 2, 1, 4)), (0, 2, 4, 6), (32, 256)
+
+
+def refusal(
+    model: LoadedModel, executables: Executables, device: jax.Device, mesh: Mesh | None
+) -> str | None:
+    """Returns why texts of a model cannot be exact; None if they can.
+
+    XLA chooses kernels by the processor and by the sizes of the model. Therefore one layer and the head run over a text
+    token by token, then in one pass beside other texts, and along a path of a tree; the logits must be the same bits.
+
+    Args:
+      model: with an `exact` config.
+      executables: runs the programs.
+      device: the device of the parameters.
+      mesh: several devices, or None.
+    """
+    dtype, name = model.params["embed"].dtype, model.name or "the model"
+    where = device.platform if mesh is None else "a mesh"
+    if where != "cpu" or dtype not in (jnp.float32, jnp.bfloat16):
+        return (
+            f"exact needs one CPU device and float32 or bfloat16; {name} is in {dtype} on {where}; leave exact out, or "
+            "load the model with device='cpu'"
+        )
+    with Progress("checking products"):
+        if is_exact(model, executables):
+            return None
+    return (
+        f"exact is not possible for {name} in {dtype} on this processor: its products of a row depend on other rows; "
+        "leave exact out"
+    )
+
+
+def is_exact(model: LoadedModel, executables: Executables) -> bool:
+    """Returns whether the check of `refusal` succeeds for a model on a CPU.
+
+    Examples:
+      >>> from jaxspec.testing import language_model
+      >>> lm = language_model()
+      >>> is_exact(lm.loaded.exact, lm.executables)
+      True
+    """
+    config, params = model.config.truncated(1), llama.truncate(model.params, 1)
+    small, large = _CAPACITIES
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (3, _TOKENS)).astype(np.int32)
+
+    def fed(
+        rows: np.ndarray, first: int, cache: KVCache, tree: Tree | None = None
+    ) -> tuple[np.ndarray, KVCache]:
+        start = np.full(len(rows), first, np.int32)
+        logits, cache = executables.call(_step, params, rows, start, cache, tree, config=config)
+        return np.asarray(logits), cache
+
+    def empty(rows: int, capacity: int) -> KVCache:
+        return kv.create(config, rows, capacity, params["embed"].dtype)
+
+    before = _TOKENS - len(_PATH) - 1
+    cache, each, at_tree = empty(1, small), [], None
+    for position in range(_TOKENS):
+        at_tree = cache if position == before else at_tree
+        logits, cache = fed(tokens[:1, position : position + 1], position, cache)
+        each.append(logits[0, 0])
+    alone = np.stack(each)
+    together, _ = fed(np.roll(tokens, 1, axis=0), 0, empty(3, large))
+    drafts = np.zeros((1, 1 + _TREE.num_nodes), np.int32)
+    path = [0, *(1 + node for node in _PATH)]
+    drafts[0, path] = tokens[0, before:]
+    assert at_tree is not None
+    in_tree, _ = fed(drafts, before, at_tree, Tree.of(_TREE, _TREE.depth))
+    return bool((together[1] == alone).all() and (in_tree[0, path] == alone[before:]).all())
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _step(
+    params: Params,
+    tokens: jax.Array,
+    start: jax.Array,
+    cache: KVCache,
+    tree: Tree | None,
+    *,
+    config: LlamaConfig,
+) -> tuple[jax.Array, KVCache]:
+    hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
+    return llama.logits(config, params, hidden), cache

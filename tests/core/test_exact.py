@@ -1,0 +1,250 @@
+"""With an `exact` config, the numbers of a row depend on its own text alone, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import exact as exact_benchmark
+from jaxspec.engine import exactness
+from jaxspec.engine.executables import Executables
+from jaxspec.methods import LoadedModel
+from jaxspec.model import cache as kv
+from jaxspec.model import calibration, llama
+from jaxspec.model.numerics import linear, rms_norm
+from jaxspec.model.quantisation import quantise, quantised, with_outliers
+from jaxspec.model.tree import Shape, Tree
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy
+from jaxspec.testing.contracts import BUDGETS, PROMPTS
+from tests import tiny
+from tests.commands import write_model, write_tokenizer
+
+FORMS = ("float32", "bfloat16", "int8", "int8 weights", "bfloat16, int8 weights")
+# Queries that share keys alone and in groups, norms of heads, and a window.
+CONFIG = dataclasses.replace(
+    tiny.TARGET, exact=True, num_kv_heads=4, sliding_windows=(None, 9), tie_embeddings=True
+)
+QWEN = dataclasses.replace(CONFIG, num_kv_heads=2, qk_norm=True, qkv_bias=True)
+RNG = np.random.default_rng(8)
+LENGTH = kv.BLOCK + 2
+TEXTS = jnp.asarray(RNG.integers(0, CONFIG.vocab_size, (3, LENGTH)), jnp.int32)
+
+
+def in_form(config, params, form):
+    """Returns parameters in one of `FORMS`."""
+    dtype = jnp.bfloat16 if form.startswith("bfloat16") else jnp.float32
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    if "int8" not in form:
+        return params
+    small = quantise(config, params)
+    return calibration.calibrated(config, small, jnp.arange(6)) if form == "int8" else small
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(config, params, tokens, start, cache, tree=None):
+    hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
+    return llama.logits(config, params, hidden), cache
+
+
+def fed(config, params, texts, sizes, capacity=256):
+    """Returns the logits of texts that are fed in parts of these sizes, and the cache."""
+    cache, at, found = kv.create(config, len(texts), capacity, params["embed"].dtype), 0, []
+    for size in sizes:
+        logits, cache = step(
+            config, params, texts[:, at : at + size], jnp.full(len(texts), at, jnp.int32), cache
+        )
+        found.append(np.asarray(logits))
+        at += size
+    return np.concatenate(found, axis=1), cache
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_logits_do_not_depend_on_the_pass(form):
+    """A text alone, token by token, against other numbers of rows, places, neighbours and capacities."""
+    check_passes(CONFIG, form, ([3, 5, 8, 14], 32, 1), ([30], 256, 3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
+    check_passes(QWEN, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 512, 3))
+
+
+def check_passes(config, form, *passes):
+    params, few = in_form(config, tiny.params(config), form), TEXTS[:, :30]
+    alone, _ = fed(config, params, few[:1], [1] * 30, 32)
+    for sizes, capacity, batch in passes:
+        found, _ = fed(config, params, jnp.roll(few, -1, axis=0)[-batch:], sizes, capacity)
+        np.testing.assert_array_equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
+    """Its rows, with gaps between their slots, some of them beyond the end of a block; and its cache after `move`."""
+    path, shape = (1, 3, 4, 7), Shape((-1, -1, 0, 1, 3, 2, 3, 4, 4))
+    rows, before = [0, *(1 + node for node in path)], kv.BLOCK - 3
+    params = in_form(CONFIG, tiny.params(CONFIG), form)
+    alone, cache = fed(CONFIG, params, TEXTS[:1], [25] * 5 + [1] * 5)
+    tokens = RNG.integers(0, CONFIG.vocab_size, (3, 1 + shape.num_nodes)).astype(np.int32)
+    tokens[2, rows] = TEXTS[0, before:]
+    _, started = fed(CONFIG, params, jnp.roll(TEXTS[:, :before], -1, axis=0), [25] * 5)
+    tree, start = Tree.of(shape, shape.depth), jnp.full(3, before, jnp.int32)
+    logits, found = step(CONFIG, params, jnp.asarray(tokens), start, started, tree)
+    np.testing.assert_array_equal(logits[2, rows], alone[0, before:])
+    moved = kv.take(kv.move(found, start, jnp.asarray([rows] * 3), len(tokens[0])), 2, 256)
+    for one, other in zip(*(jax.tree.leaves(of.layers) for of in (moved, cache)), strict=True):
+        np.testing.assert_array_equal(one[:, :LENGTH], other[:, :LENGTH])
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_a_product_does_not_depend_on_the_place_of_a_row(form):
+    """Rows in another order, beside others, in passes of other widths; with sizes of which XLA has several kernels."""
+    for inputs, outputs in ((16, 24), (192, 520), (9000, 40)):
+        weight = jnp.asarray(RNG.standard_normal((outputs, inputs)), jnp.float32)
+        x = jnp.asarray(RNG.standard_normal((40, inputs)), jnp.float32)
+        if form == "int8":
+            weight = with_outliers(quantised(weight), jnp.abs(x).max(axis=0))
+        elif form == "bfloat16":
+            x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+        product = jax.jit(functools.partial(linear, exact=True, out_dtype=jnp.float32))
+        norm = jax.jit(lambda x: rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-5, exact=True))
+        for function in (functools.partial(product, weight=weight), norm):
+            whole = np.asarray(function(x))
+            for width in (1, 2, 3, 5, 8, 9, 16, 33):
+                some = RNG.permutation(40)[:width]
+                np.testing.assert_array_equal(function(x[some]), whole[some])
+
+
+def loop_in(form, drafter):
+    config = dataclasses.replace(tiny.config_of(drafter), exact=True)
+    made = tiny.loop(tiny.Combination(drafter, "-", "greedy"), Greedy(), config)
+    own = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16) if form == "bfloat16" and leaf.dtype == jnp.float32 else leaf,
+        made.weights.drafter,
+    )
+    return dataclasses.replace(made, weights=Weights(in_form(config, made.weights.target, form), own))
+
+
+def texts_and_bits(loop, prompts, budgets):
+    """Returns the tokens that each row generates and their log-probabilities."""
+    begun, first = loop.begin(prompts, budgets, log_probs=True)
+    state, rest = loop.go_on(begun, log_probs=True)
+    numbers = [
+        [*np.asarray(first.log_probs)[row, : first.count[row]], *np.asarray(rest.log_probs)[row, :count]]
+        for row, count in enumerate(np.asarray(rest.count))
+    ]
+    return list(zip(tiny.generated(state, prompts), numbers, strict=True))
+
+
+def check_method(form, drafter):
+    """A batch and single rows, against plain decoding of single rows."""
+    loop, plain = loop_in(form, drafter), loop_in(form, "autoregressive")
+    plain = dataclasses.replace(plain, config=loop.config, weights=Weights(loop.weights.target))
+    expected = [
+        texts_and_bits(plain, [prompt], [budget])[0] for prompt, budget in zip(PROMPTS, BUDGETS, strict=True)
+    ]
+    assert texts_and_bits(loop, PROMPTS, BUDGETS) == expected
+    assert texts_and_bits(loop, PROMPTS[:1], BUDGETS[:1]) == expected[:1]
+
+
+@pytest.mark.parametrize(("form", "drafter"), [("float32", "token-recycling"), ("bfloat16", "layerskip")])
+def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
+    check_method(form, drafter)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("form", "drafter"),
+    [
+        ("float32", "hybrid-tree"),
+        ("float32", "uno-single-pass"),
+        ("float32", "s2d-target"),
+        ("bfloat16", "kangaroo"),
+        ("bfloat16", "uno-single-pass"),
+        ("bfloat16", "draft-verify"),
+        ("int8", "eagle-tree"),
+        ("int8", "asd"),
+        ("int8", "layerskip"),
+    ],
+)
+def test_every_family_writes_the_bits_of_plain_decoding(form, drafter):
+    check_method(form, drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("drafter", tiny.DRAFTERS)
+def test_every_method_writes_the_bits_of_plain_decoding(form, drafter):
+    check_method(form, drafter)
+
+
+def test_the_engine_gives_equal_texts_with_every_method_and_batch():
+    lm = tiny.language_model()
+    options = {"exact": True, "logprobs": True, "max_new_tokens": 14}
+    prompts = ["ab", "cd e", "a"]
+    plain = [lm.generate(prompt, method="autoregressive", **options) for prompt in prompts]
+    for method in ("ngram", "token-recycling", "draft-exit"):
+        for results in (lm.generate(prompts, **tiny.options(method), **options), plain):
+            for one, other in zip(results, plain, strict=True):
+                assert one.tokens == other.tokens
+                assert [token.log_prob for token in one.token_records] == [
+                    token.log_prob for token in other.token_records
+                ]
+
+
+def test_the_check_of_the_machine_fails_if_rows_depend_on_each_other(monkeypatch):
+    model = LoadedModel(tiny.TARGET, tiny.params(), "tiny").exact
+    assert exactness.is_exact(model, Executables())
+    jax.clear_caches()
+    sums = kv.sums
+    monkeypatch.setattr(kv, "sums", lambda x: sums(x) * (1 + 1e-6 * x.shape[-2]))
+    assert not exactness.is_exact(model, Executables())
+    jax.clear_caches()
+    lm = tiny.language_model()
+    with pytest.raises(ValueError, match="exact is not possible for tiny in float32 on this processor"):
+        lm.generate("ab", exact=True)
+    jax.clear_caches()
+
+
+@pytest.mark.full
+def test_the_benchmark_counts_tokens_that_differ(tmp_path):
+    results = [types.SimpleNamespace(tokens=tokens) for tokens in ([1, 2, 3], [1, 2], [4])]
+    counts = exact_benchmark.compared(results, [results[0], results[0], results[1]])
+    assert counts == {"tokens": 6, "differing_tokens": 3, "texts": 3, "differing_texts": 2}
+    write_tokenizer(write_model(stored := tmp_path / "model"))
+    options = exact_benchmark.Options(str(stored), batches=(1, 2), each=1, max_new_tokens=8)
+    rows = exact_benchmark.measure(dataclasses.replace(options, precisions=("bfloat16",)))["rows"]
+    assert [(row["exact"], row["method"], row["batch"]) for row in rows] == [
+        (exact, method, batch)
+        for exact in (True, False)
+        for method in ("autoregressive", "ngram")
+        for batch in (1, 2)
+    ]
+    assert not any(row["differing_tokens"] for row in rows if row["exact"])
+
+
+def test_refusals():
+    lm = tiny.language_model()
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), lm.params)
+    for params, mesh, said in (
+        (half, None, "tiny is in float16 on cpu"),
+        (lm.params, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",)), "on a mesh"),
+    ):
+        made = type(lm)(lm.config, params, name="tiny", mesh=mesh)
+        with pytest.raises(ValueError, match=rf"exact needs one CPU device .*{said}.*; leave exact out"):
+            made.generate([1, 2], exact=True)
+    drafter, _ = tiny.drafter_of("layerskip", config=lm.config)
+    with pytest.raises(
+        ValueError,
+        match=r"LayerSkip runs the model with a config that is not exact; make it with lm\.loaded\.exact\.config",
+    ):
+        lm.generate("ab", exact=True, method=drafter)
+    with pytest.raises(ValueError, match="exact is 'no'"):
+        lm.generate("ab", exact="no")
