@@ -192,7 +192,7 @@ def _rows(table: Table) -> Any:
     def cell(one: Cell) -> str:
         if one == Cell():
             return ""
-        paper = "–" if one.paper is None else f"{round(one.paper, table.digits):,g}"
+        paper = "–" if one.paper is None else f"{round(one.paper, 3):,g}"
         ours = "–" if one.ours is None else number(one.ours, table.digits)
         interval = "" if one.interval is None else "\n({}–{})"
         return f"{paper} | {ours}" + interval.format(*(number(n, table.digits) for n in one.interval or ()))
