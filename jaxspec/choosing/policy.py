@@ -221,8 +221,7 @@ class Policy:
         """
         usable = np.array([at in self.informed and ready(at) for at in range(len(self.names))])
         self._first = (OFF, 0)
-        plain = self.names[OFF], self._batch
-        if usable.any() and plain in self.times.ratios and plain not in self.times.disturbed:
+        if usable.any() and self._undisturbed(OFF) is not None:
             self._first = self._best(lengths, remaining, np.zeros(len(usable)), usable)
         return self._first
 
@@ -430,10 +429,15 @@ class Policy:
         key = self.names[candidate], self._batch
         # The first measured times of a candidate are unreliable, so its ratio starts from that of plain decoding. The
         # first undisturbed time replaces a disturbed one.
-        before = (None if key in self.times.disturbed else self._ratio(candidate)) or ratio
+        before = self._undisturbed(candidate) or self._undisturbed(OFF) or ratio
         factor = min(max(ratio / before, 1 / SURPRISE), SURPRISE)
         self.times.ratios[key] = before * factor**LEARNING
         (self.times.disturbed.add if disturbed else self.times.disturbed.discard)(key)
+
+    def _undisturbed(self, candidate: int) -> float | None:
+        """Returns observed ÷ predicted time of a candidate; None if only disturbed times are known."""
+        key = self.names[candidate], self._batch
+        return None if key in self.times.disturbed else self.times.ratios.get(key)
 
     def _ratio(self, candidate: int) -> float | None:
         """Returns observed ÷ predicted time of a candidate, or else of plain decoding; None if neither was measured."""

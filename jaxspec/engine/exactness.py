@@ -42,13 +42,13 @@ def refusal(
     if where != "cpu" or dtype not in (jnp.float32, jnp.bfloat16):
         return (
             f"exact needs one CPU device and float32 or bfloat16; {name} is in {dtype} on {where}; leave exact out, or "
-            "load the model with device='cpu'"
+            "load the model with device='cpu' and dtype='float32'"
         )
     with Progress("checking products"):
         if is_exact(model, executables):
             return None
     return (
-        f"exact is not possible for {name} in {dtype} on this processor: its products of a row depend on other rows; "
+        f"exact is not possible for {name} in {dtype} on this processor: products of a row depend on other rows; "
         "leave exact out"
     )
 

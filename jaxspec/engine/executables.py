@@ -183,12 +183,15 @@ class Executables:
     def shapes(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function.eval_shape(*args, **static)`, without a trace if the program is stored."""
         key = _key(function, args, static)
-        if key not in self._shapes:
+        found = self._shapes.get(key)
+        if found is None:
             found = Key(function, args, static).shapes()
-            self._shapes[key] = function.eval_shape(*args, **static) if found is None else found  # type: ignore[attr-defined]
-            if len(self._shapes) > MAX_PROGRAMS:
-                self._shapes.popitem(last=False)
-        return self._shapes[key]
+            found = function.eval_shape(*args, **static) if found is None else found  # type: ignore[attr-defined]
+            with self._lock:
+                self._shapes[key] = found
+                if len(self._shapes) > MAX_PROGRAMS:
+                    self._shapes.popitem(last=False)
+        return found
 
     @property
     def keeps(self) -> bool:

@@ -879,7 +879,8 @@ class LanguageModel:
         with needed():
             return self._alternatives.candidates(method, distributions)
 
-    def compiled_early(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def compiled_early(self) -> Iterator[None]:
         """Within this context, method `auto` compiles the programs of all candidates in the background at once.
 
         Otherwise it compiles a candidate's programs when they are expected to pay. Measurements call
@@ -892,7 +893,8 @@ class LanguageModel:
           ...     text = lm.generate("ab", method="auto", among="ngram", max_new_tokens=4)
           ...     lm.executables.wait()
         """
-        return self._alternatives.compiled_early()
+        with self._alternatives.compiled_early(), self._exact_alternatives.compiled_early():
+            yield
 
     def _parts(
         self,
@@ -911,15 +913,15 @@ class LanguageModel:
             drafter, params = method.build(target, resources)
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
+            if target.config.exact and getattr(drafter, "config", None) == self.config:
+                raise ValueError(
+                    f"the drafter {type(drafter).__name__} runs the model with a config that is not exact; make it "
+                    "with lm.loaded.exact.config, or give a method by name"
+                )
         if not isinstance(drafter, Drafter):
             raise ValueError(
                 f"method is {shown(method)}; give a name ({', '.join(registry.names())}), an instance of one of "
                 "jaxspec.methods, or a subclass of jaxspec.protocol.Drafter"
-            )
-        if target.config.exact and getattr(drafter, "config", None) == self.config:
-            raise ValueError(
-                f"the drafter {type(drafter).__name__} runs the model with a config that is not exact; make it with "
-                "lm.loaded.exact.config, or give a method by name"
             )
         needed = drafter.num_nodes + 1
         if drafter.verify_widths[-1] != needed or drafter.reach < needed:

@@ -80,9 +80,9 @@ class Scheduler:
     rows that its requests need, gets more when requests wait, as far as memory allows, and fewer when most are free.
     When its last request ends, its caches are freed.
 
-    Text does not depend on the other requests: greedy text never, and sampled text with a seed is the same on the same
-    programs. Sampled requests whose drafts would depend on the other rows (a shared mask, or method `auto` with another
-    acceptor than coupled) run one after another.
+    Greedy text does not depend on the other requests, up to rounding (see `exact`). Sampled text with a seed depends
+    only on the programs, except with `auto` and an acceptor other than coupled, whose choices follow times. Sampled
+    requests whose drafts would depend on the other rows (a shared mask, or such an `auto`) run one after another.
 
     Args:
       lm: the model.

@@ -164,6 +164,8 @@ def _content(data: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
         content = parse_json(data.decode())
         json.dumps(content, allow_nan=False)  # results must be valid JSON too
+    except json.JSONDecodeError as error:  # its line number counts from the beginning of this line
+        return None, f"the line is not valid JSON: {error.msg} at character {error.pos + 1}"
     except ValueError as error:
         return None, f"the line is not valid JSON: {error}"
     if not isinstance(content, dict):

@@ -301,8 +301,8 @@ def _log_probs(given: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
         )
     if count and (given.get("temperature") != 0 or any(one in given for one in _CHANGES)):
         raise BadField(
-            f"{name} is 1, and only greedy text has the most likely tokens: give temperature 0, no penalties, "
-            f"min_tokens or ignore_eos, or {name} 0",
+            f"{name} is 1, and only greedy text has the most likely tokens: give temperature 0, and neither penalties "
+            f"nor min_tokens nor ignore_eos; or give {name} 0",
             name,
         )
     return requested, count

@@ -248,3 +248,12 @@ def test_refusals():
         lm.generate("ab", exact=True, method=drafter)
     with pytest.raises(ValueError, match="exact is 'no'"):
         lm.generate("ab", exact="no")
+
+
+def test_a_draft_model_of_the_targets_shape_is_not_refused():
+    lm, same = tiny.language_model(), tiny.language_model()
+    given = {"max_new_tokens": 6, "exact": True}
+    assert (
+        lm.generate([1, 2], method="draft-model", draft=same, **given).tokens
+        == lm.generate([1, 2], **given).tokens
+    )

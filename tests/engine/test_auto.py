@@ -279,6 +279,13 @@ def test_a_disturbed_time_is_used_until_there_is_another():
     assert one.policy.begin(np.array([9]), np.array([500]), lambda at: True) != (0, 0)
 
 
+def test_a_draft_is_not_priced_by_a_disturbed_time_of_plain_decoding():
+    one = make(measured=False)
+    one.policy._observe(0, 3.0, disturbed=True)
+    one.policy._observe(1, 1.0)
+    assert one.policy.times.ratios["ngram", 1] == 1.0
+
+
 def test_what_bringing_a_state_up_takes_is_expected_too():
     """This time is part of the round's time on the host."""
     costs = dataclasses.replace(FREE, absorb_ms=1.0)

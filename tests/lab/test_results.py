@@ -119,7 +119,7 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
 def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
     monkeypatch.setattr(rules, "GAMMAS", (0.6,))
-    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 1.0))
+    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 0.5, 1.0))
     monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
     for name, value in {"EVERYS": (3,), "KEEP_LASTS": (2,), "TRIALS": 1}.items():
         monkeypatch.setattr(asd_counts, name, value)
