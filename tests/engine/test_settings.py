@@ -327,7 +327,7 @@ def test_the_command_line_takes_penalties(tmp_path, capsys):
     assert tokens(*typed) == wanted
     assert {field.name for field in dataclasses.fields(TextOptions)} >= {"penalties"}
     assert main([*common, "--repetition-penalty", "-1"]) == 2
-    assert "--repetition-penalty is -1.0; give a positive number" in capsys.readouterr().err
+    assert "--repetition-penalty is -1.0; give a number from 1e-05 to 100000" in capsys.readouterr().err
 
 
 def test_n_texts_of_a_prompt_are_those_of_a_list(lm):
