@@ -168,7 +168,7 @@ class AnswerOptions:
       acceptor: how drafts are accepted. Only typical (Medusa's rule) is lossy: likely tokens become more frequent.
         With coupled, a seed gives plain decoding's text. Default: greedy at temperature 0, else block (coupled with
         auto).
-      exact: the same greedy text, bit for bit, with every method; slower.
+      exact: the same greedy text, bit for bit, by any method; slower.
     """
 
     max_new_tokens: int | None = None
