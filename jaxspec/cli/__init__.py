@@ -20,7 +20,7 @@ environment:
   JAXSPEC_CACHE    directory of compiled programs and of what method auto has learnt, or off; default:
                    the user's cache directory
   JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
-                   they cannot lie beside the model; default: the user's data directory
+                   the model's directory cannot hold them; default: the user's data directory
   JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
   JAXSPEC_DEBUG    1 shows the traceback of an error"""
 

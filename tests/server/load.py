@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.server.process import ServerProcess
 
-# Of the requests, in percent.
+# The share of each kind of request, in percent.
 KINDS = {
     "whole": 36,
     "stream": 20,
@@ -62,7 +62,7 @@ class Options:
 
 @dataclasses.dataclass
 class Report:
-    """What happened.
+    """The outcomes of a run.
 
     Attributes:
       answered: requests with the outcome that they must have.

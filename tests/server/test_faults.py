@@ -1,4 +1,4 @@
-"""What goes wrong: a full queue, clients that go or read slowly, time limits, failures, the end of the server."""
+"""The server under faults: a full queue, clients that go or read slowly, time limits, failures, its end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from training.reports.card import made_by
 
 
 class Decoded(NamedTuple):
-    """What the decoder made of held-out prompts of one kind, by prompt and turn.
+    """The decoder's counts after held-out prompts of one kind, by prompt and turn.
 
     Attributes:
       drafted: with the head and its usual draft length.
