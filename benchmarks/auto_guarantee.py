@@ -139,8 +139,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
         ]
         where = f"temperature {temperature:g}, batch {batch}"
         on_progress(f"compiling for {where}")
-        for _ in range(2):  # what is compiled in the background in the first pass runs in the second
-            warm_up([lm], runs, units, on_progress)
+        warm_up([lm], runs, units, on_progress)
         taken = measure_runs([lm], runs, units, options.repeats, warm=True, on_progress=on_progress)
         for at, results in enumerate(taken):
             kind = chosen[at // options.prompts_each]

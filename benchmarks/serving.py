@@ -109,8 +109,7 @@ def _measured(
 ) -> Counts:
     """Runs each workload in all ways, in alternating order, after an uncounted turn that compiles."""
     with lm.compiled_early():
-        for _ in range(2):  # what is compiled in the background in the first turn runs in the second
-            warm_up([lm], ways, works, on_progress)
+        warm_up([lm], ways, works, on_progress)
         taken: dict[str, list[list[tuple[float, float]]]] = {name: [[] for _ in works] for name in ways}
         for at, work in enumerate(works):
             tokens = sum(budget for _, budget in work)

@@ -69,8 +69,8 @@ class Fake:
 
 
 def test_a_comparison():
-    # The first speed of each is the warm run's, which must not count.
-    speeds = {"autoregressive": [1.0, 100.0, 90.0, 110.0], "ngram": [1.0, 200.0, 10.0, 210.0]}
+    # The first two speeds of each are of the warm-up, which must not count.
+    speeds = {"autoregressive": [1.0, 1.0, 100.0, 90.0, 110.0], "ngram": [1.0, 1.0, 200.0, 10.0, 210.0]}
     lm = Fake(speeds, {"autoregressive": [5, 6, 7, 8, 9], "ngram": [5, 6, 7, 8, 9]})
     told = []
     given = {"max_new_tokens": 5, "acceptor": "greedy"}
@@ -108,13 +108,13 @@ def test_a_comparison():
         "mean_draft_length": 2.0,
     }
     there = [("autoregressive", False), ("ngram", False)]
-    checked, warm = [("autoregressive", True), ("ngram", True)], [*there, "wait"]
+    checked, warm = [("autoregressive", True), ("ngram", True)], [*there, "wait"] * 2
     turns = [*there, "wait", *there[::-1], "wait", *there, "wait"]
     assert [call if call == "wait" else call[:2] for call in lm.calls] == [*checked, *warm, *turns]
     assert lm.calls[5][2] == given | {"method": methods.Autoregressive()}
     assert lm.calls[6][2] == given | {"method": methods.NGram(num_draft_tokens=4)}
     compiling = ["compiling autoregressive, 1 of 2", "compiling ngram, 2 of 2"]
-    assert told[:4] == [*compiling, "finishing the warm-up", "measuring autoregressive, turn 1 of 3"]
+    assert told[:7] == [*compiling, "finishing the warm-up"] * 2 + ["measuring autoregressive, turn 1 of 3"]
 
 
 def texts(*turns: tuple[int, float]) -> list[Result]:
@@ -206,24 +206,24 @@ def test_a_turn_in_which_something_compiled_is_taken_again():
 
     models = [SimpleNamespace(executables=executables, compiled_early=nullcontext)]
     # After a turn that compiles anyway, something compiles in one, and runs first in another.
-    runs = {"a": run("a"), "b": run("b", compiles_at=(2, 4))}
+    runs = {"a": run("a"), "b": run("b", compiles_at=(2, 6))}
     taken = list(measure_runs(models, runs, ["x", "y"], 2))
     assert [[one[:3] for one in results["b"]] for results in taken] == [
         [("b", "x", 0), ("b", "x", 1)],
         [("b", "y", 0), ("b", "y", 1)],
     ]
     first = [call for call in calls if call[1] == "x"]
-    assert [call[2] for call in first] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert [call[2] for call in first] == [0] * 10 + [1] * 2
     # There and back, by turn and by prompt.
     orders = ["".join(call[0] for call in calls[at : at + 2]) for at in range(0, len(calls), 2)]
-    assert orders == ["ab", "ab", "ab", "ab", "ba", "ba", "ab"]
+    assert orders == ["ab", "ab", "ab", "ab", "ab", "ba", "ba", "ab"]
     # What compiles in every turn is measured all the same.
     always = {"a": run("a", compiles_at=range(1000))}
     assert len(next(measure_runs(models, always, ["x"], 1))["a"]) == 1
 
 
 def test_another_text_is_noticed():
-    speeds = {"autoregressive": [1.0] * 2, "ngram": [1.0] * 2}
+    speeds = {"autoregressive": [1.0] * 3, "ngram": [1.0] * 3}
     lm = Fake(speeds, {"autoregressive": [5, 6, 7, 8], "ngram": [5, 6, 7, 9]})
     report = compare(lm, "x", {"ngram": methods.NGram()}, repeats=1)
     assert [entry["identical_to_autoregressive"] for entry in report["results"]] == [True, False]
@@ -231,13 +231,13 @@ def test_another_text_is_noticed():
 
 @pytest.mark.parametrize(("given", "default"), [(0.7, 0.0), (None, 0.7)])
 def test_random_texts_are_not_compared(given, default):
-    lm = Fake({"autoregressive": [1.0] * 2}, {"autoregressive": [5, 6]}, temperature=default)
+    lm = Fake({"autoregressive": [1.0] * 3}, {"autoregressive": [5, 6]}, temperature=default)
     report = compare(lm, "x", {}, repeats=1, temperature=given)
     assert report["results"][0]["identical_to_autoregressive"] is None
 
 
 def test_a_single_token_has_no_speed():
-    lm = Fake({"autoregressive": [1.0] * 2}, {"autoregressive": [5]})
+    lm = Fake({"autoregressive": [1.0] * 3}, {"autoregressive": [5]})
     entry = compare(lm, "x", {}, repeats=1)["results"][0]
     assert (entry["tokens"], entry["tokens_per_second"], entry["speedup"]) == (1, None, None)
 

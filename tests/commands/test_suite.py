@@ -107,14 +107,14 @@ def make(lm: Fake, tasks=TASKS, distribution=GREEDY, runs=("ngram",), **options)
 # Order
 
 
-def test_methods_take_turns_prompt_by_prompt_after_one_call_that_compiles():
+def test_methods_take_turns_prompt_by_prompt_after_calls_that_compile():
     lm = Fake()
     made = make(lm, repeats=2, distribution=GREEDY | {"temperature": 0.6})
     made.measure()
     given = GREEDY | {"temperature": 0.6, "max_new_tokens": 5, "max_batch": 1}
     assert lm.checked == [("autoregressive", 3, given), ("ngram", 3, given)]
     there = ["autoregressive", "ngram"]
-    expected = [(name, "Once", 3) for name in there]
+    expected = [(name, "Once", 3) for name in there * 2]  # the second time after the compilation in the background
     for number, text in enumerate(["Once", "def f", "Upon"]):  # one of each category first
         for repeat in range(2):
             order = there if (number + repeat) % 2 == 0 else there[::-1]
@@ -130,9 +130,9 @@ def test_later_turns_hold_the_answers_of_plain_decoding():
         lm = Fake(chats=chats)
         lm.ngram_says = [5, 6]  # another answer, which nobody goes on from
         make(lm, tasks).measure()
-        said = [texts[0] for name, texts, _ in lm.calls[2:] if name == "autoregressive"]
+        said = [texts[0] for name, texts, _ in lm.calls[4:] if name == "autoregressive"]
         assert said == (asked or ["u:x", "u:x|a:<3>|u:y", "u:x|a:<3>|u:y|a:<13>|u:z"])
-        assert [texts[0] for name, texts, _ in lm.calls[2:] if name == "ngram"] == said
+        assert [texts[0] for name, texts, _ in lm.calls[4:] if name == "ngram"] == said
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_an_interrupted_suite_goes_on(tmp_path):
     whole.resume(LineLog(whole_path, whole.header(), of="benchmark"))
     whole.measure()
     path = tmp_path / "records.jsonl"
-    # Two calls that compile, then two units of two calls each, then one of the next.
-    stopped = make(Fake(stopped_at=2 + 2 * 3 + 1), tasks)
+    # Four calls of the warm-up, then three units of two calls each, then one of the next.
+    stopped = make(Fake(stopped_at=4 + 2 * 3 + 1), tasks)
     assert stopped.resume(LineLog(path, stopped.header(), of="benchmark")) == 0
     with pytest.raises(KeyboardInterrupt):
         stopped.measure()
@@ -651,7 +651,7 @@ def test_peers_take_part_in_the_turns():
         peers={"transformers": peer},
     )
     made.measure()
-    assert asked == [(2, 0), (4, 0), (4, 1)]
+    assert asked == [(2, 0), (4, 0), (6, 0), (6, 1)]
     assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="batch is 2, but peers generate one prompt at a time; give 1"):
         Suite(lm, TASKS, {}, SuiteOptions(batch=2), distribution=GREEDY, peers={"transformers": peer})

@@ -64,7 +64,7 @@ def test_a_score_is_all_tokens_in_all_time():
     # As the suite generates: texts end where the model ends them.
     assert all(given == {"max_new_tokens": 101, "temperature": 0.0} for _, _, given in lm.calls)
     # Each prompt by both, there and back.
-    order = [(prompt, method is not None) for prompt, method, _ in lm.calls[6:]]
+    order = [(prompt, method is not None) for prompt, method, _ in lm.calls[8:]]
     assert [prompt for prompt, _ in order] == ["long", "long", "short", "short", "shorter", "shorter"]
     assert order[0][1] != order[1][1]
     assert order[0][1] != order[2][1]
