@@ -114,7 +114,9 @@ def test_methods_take_turns_prompt_by_prompt_after_calls_that_compile():
     given = GREEDY | {"temperature": 0.6, "max_new_tokens": 5, "max_batch": 1}
     assert lm.checked == [("autoregressive", 3, given), ("ngram", 3, given)]
     there = ["autoregressive", "ngram"]
-    expected = [(name, "Once", 3) for name in there * 2]  # the second time after the compilation in the background
+    expected = [
+        (name, "Once", 3) for name in there * 2
+    ]  # the second time after the compilation in the background
     for number, text in enumerate(["Once", "def f", "Upon"]):  # one of each category first
         for repeat in range(2):
             order = there if (number + repeat) % 2 == 0 else there[::-1]
