@@ -61,7 +61,7 @@ def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
 def test_a_head_begins_with_what_the_target_says(name, batch):
     """Its blocks are the identity and its matrix is the target's; Kangaroo's attention writes nothing."""
     _, network, params = begun(name)
-    (seen, _), logits = run(network, params, batch, STEPS)
+    (seen, _, _), logits = run(network, params, batch, STEPS)
     target = tiny.params(TARGET)
     whole = network.target
     for step in range(STEPS):
@@ -142,7 +142,7 @@ def test_the_loss_is_the_papers(name, batch):
     given = Given(jnp.int32(0), jax.random.key(0), tiny.params(TARGET))
     (total, count), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given)
     steps = 1 if name == "kangaroo" else STEPS
-    (seen, _), logits = run(network, params, batch, steps)
+    (_, wanted_logits, _), logits = run(network, params, batch, steps)
     shares = np.array([0.8**step for step in range(steps)])
     wanted, rows = 0.0, 0
     for row, first, tokens in documents_of(batch):
@@ -153,7 +153,7 @@ def test_the_loss_is_the_papers(name, batch):
                     distribution = np.log(distribution_of(logits[step, row, first + t]))
                     said = np.eye(SIZE)[tokens[told]]
                     if name == "kangaroo":
-                        said = distribution_of(seen.wanted[row, first + told - 1])
+                        said = distribution_of(wanted_logits[row, first + told - 1])
                     wanted -= shares[step] / shares.sum() * (said @ distribution)
                     rows += step == 0
     assert (float(total), int(count)) == (pytest.approx(wanted, rel=1e-4), rows)

@@ -113,19 +113,20 @@ def test_each_step_is_what_the_drafter_takes_when_it_is_fed_its_own_outputs(name
 
 
 def run(network, params, batch, steps: int):
-    """Returns the target's outputs for a batch, and the head's logits, [steps, B, T, N]."""
+    """Returns the target's outputs and logits for a batch, the head's outputs, and its logits, [steps, B, T, N]."""
 
     @jax.jit
     def both(batch):
         target = tiny.params(TARGET)
-        seen = losses.look(TARGET, target, batch, network.aux_layers, None)
+        seen = losses.look(TARGET, target, batch, network.aux_layers)
         outputs = network.outputs(params, target, batch, seen.aux_hidden_states, steps)
         readings = [network.reading(params, step) for step in range(len(outputs))]
         pairs = zip(readings, outputs, strict=True)
-        return seen, outputs, [network.logits(own, head_of(target), one) for own, one in pairs]
+        wanted = llama.logits(TARGET, head_of(target), seen.stream)
+        return (seen, wanted, outputs), [network.logits(own, head_of(target), one) for own, one in pairs]
 
-    seen, outputs, logits = both(batch)
-    return jax.tree.map(np.asarray, (seen, outputs)), np.stack(logits)
+    seen, logits = both(batch)
+    return jax.tree.map(np.asarray, seen), np.stack(logits)
 
 
 def distribution_of(logits: np.ndarray) -> np.ndarray:
@@ -135,7 +136,7 @@ def distribution_of(logits: np.ndarray) -> np.ndarray:
 
 def by_hand(network, params, batch, part, weights, steps) -> tuple[float, int]:
     """Returns the loss of `losses.head_loss`, computed position by position."""
-    (seen, outputs), logits = run(network, params, batch, steps)
+    (seen, wanted_logits, outputs), logits = run(network, params, batch, steps)
     shares = [weights.decay**step for step in range(steps)]
     chosen = np.arange(SIZE) if part is None else part
     total, count = 0.0, 0
@@ -148,7 +149,7 @@ def by_hand(network, params, batch, part, weights, steps) -> tuple[float, int]:
                 if int(seen.best[row, after]) not in chosen:
                     continue
                 q = distribution_of(logits[step, row, first + t])
-                p = distribution_of(seen.wanted[row, after][chosen])
+                p = distribution_of(wanted_logits[row, after][chosen])
                 loss = -weights.distribution * np.sum(p * np.log(q))
                 if weights.aux_hidden_state:
                     apart = np.abs(outputs[step][row, first + t] - seen.aux_hidden_states[row, after])
@@ -183,12 +184,12 @@ def test_held_out_acceptance_is_that_of_rounds_from_every_position(batch):
     whole = {**batch, "learn": batch["segments"] > 0}
     loss = losses.head_loss(network, 1, losses.Weights())
     # A head with the target's predictions, except one token that it never predicts.
-    best = int(losses.look(TARGET, target, whole, (0,), None).best[0, 4])
+    best = int(losses.look(TARGET, target, whole, (0,)).best[0, 4])
 
     @dataclasses.dataclass(frozen=True)
     class Sham(EagleNetwork):
         def outputs(self, params, embedding, batch, aux_hidden_states, steps):
-            seen = losses.look(TARGET, embedding, batch, (0,), None)
+            seen = losses.look(TARGET, embedding, batch, (0,))
             told = jax.nn.one_hot(seen.best, SIZE) * (seen.best != best)[..., None]
             return [losses.ahead(told, 1 + step) for step in range(steps)]
 
@@ -198,7 +199,7 @@ def test_held_out_acceptance_is_that_of_rounds_from_every_position(batch):
     sham = Sham(network.head, TARGET)
     loss = losses.head_loss(sham, 1, losses.Weights())
     found = drafts.make_measure(sham, loss, target)(params, {"x": [whole]}, {"x": 1.0})
-    seen = np.asarray(losses.look(TARGET, target, whole, (0,), None).best)
+    seen = np.asarray(losses.look(TARGET, target, whole, (0,)).best)
     lengths = []
     for row, first, tokens in documents_of(whole):
         for t in range(len(tokens) - 1 - drafts.NUM_DRAFT_TOKENS):

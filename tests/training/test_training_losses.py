@@ -350,3 +350,26 @@ def test_throughput_is_reported(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["tokens_per_second"] > 0
     assert 0 < report["fraction_of_matrix_product_rate"] < 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pieces_of_positions_have_the_sum_of_the_whole(monkeypatch, params, batch, dtype):
+    """The loss and its gradient are those of all positions at once, and no array has the logits of them all."""
+    shape, teacher = batch["tokens"].shape, llama.init_params(CONFIG, jax.random.key(7))
+    distilled = exit_losses.soft_loss(CONFIG, (1, LAYERS), target=CONFIG, distil_weight=0.5)
+    loss = base.in_dtype(distilled, jnp.dtype(dtype))
+
+    def graded(params, teacher):
+        return jax.value_and_grad(loss, has_aux=True)(params, batch, given(target=teacher))
+
+    whole = jax.jit(graded)(params, teacher)
+    assert base.pieces(jnp.zeros((*shape, 1)), params) == 1
+    monkeypatch.setattr(base, "_MAX_LOGITS", 4 * CONFIG.vocab_size)
+    assert base.pieces(jnp.zeros((*shape, 1)), params) == 6  # of 3 positions each; 18 ÷ 5 is no whole number
+    jax.clear_caches()
+    assert f"[{shape[0]},{shape[1]},{CONFIG.vocab_size}]" not in str(jax.make_jaxpr(graded)(params, teacher))
+    divided = jax.jit(graded)(params, teacher)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), divided, whole
+    )

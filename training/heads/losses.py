@@ -26,10 +26,13 @@ from training.losses.base import (
     cross_entropy,
     early_gradient,
     head_of,
+    joined,
     layer_outputs,
     next_token_targets,
     num_targets,
+    pieces,
     soft_cross_entropy,
+    split,
 )
 
 
@@ -79,35 +82,30 @@ class Seen(NamedTuple):
 
     Attributes:
       aux_hidden_states: [B, T, F], the auxiliary hidden states of each token.
-      wanted: float32[B, T, N], the logits after each token, restricted to the tokens that the head can draft.
+      stream: [B, T, D], the last residual stream.
       best: int32[B, T], the most likely token after each token, among all tokens.
     """
 
     aux_hidden_states: jax.Array
-    wanted: jax.Array
+    stream: jax.Array
     best: jax.Array
 
 
-def look(
-    target: LlamaConfig,
-    params: Params,
-    batch: Batch,
-    aux_layers: tuple[AuxLayer, ...],
-    part: np.ndarray | None,
-) -> Seen:
+def look(target: LlamaConfig, params: Params, batch: Batch, aux_layers: tuple[AuxLayer, ...]) -> Seen:
     """Runs the frozen target over packed documents.
 
     Args:
       target, params: of the target.
       batch: see `training.data.packing`.
       aux_layers: what its heads read, see `model.llama`.
-      part: int32[N], the tokens that a head may choose, rising; None for all.
     """
     streams = [llama.embed(params, batch["tokens"]), *layer_outputs(target, params, batch)]
-    logits = llama.logits(target, head_of(params), streams[-1])
+    head, count = head_of(params), pieces(streams[-1], head_of(params))
+    best = jax.lax.map(
+        lambda stream: jnp.argmax(llama.logits(target, head, stream), axis=-1), split(streams[-1], count)
+    )
     aux_hidden_states = llama.aux_hidden_states_of(target, params, streams, aux_layers)
-    wanted = logits if part is None else logits[..., jnp.asarray(part)]
-    seen: Seen = jax.lax.stop_gradient(Seen(aux_hidden_states, wanted, jnp.argmax(logits, axis=-1)))
+    seen: Seen = jax.lax.stop_gradient(Seen(aux_hidden_states, streams[-1], joined(best)))
     return seen
 
 
@@ -165,17 +163,21 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         assert given.target is not None, "a head has a target"
-        seen = look(network.target, given.target, batch, network.aux_layers, part)
+        seen = look(network.target, given.target, batch, network.aux_layers)
         outputs = network.outputs(params, given.target, batch, seen.aux_hidden_states, steps)
-        theirs = head_of(given.target)
+        theirs = head_of(given.target), head_of(given.target, part)
 
         def told(
-            learned: tuple[Params, jax.Array], given: tuple[Params, jax.Array, jax.Array, jax.Array]
+            own: Params,
+            output: jax.Array,
+            rows: tuple[jax.Array, jax.Array, jax.Array],
+            theirs: tuple[Params, Params],
         ) -> jax.Array:
-            own, output = learned
-            theirs, wanted, tokens, mask = given
-            logits, loss = network.logits(own, theirs, output), jnp.float32(0)
+            stream, tokens, mask = rows
+            whole, chosen = theirs
+            logits, loss = network.logits(own, whole, output), jnp.float32(0)
             if weights.distribution:
+                wanted = llama.logits(network.target, chosen, stream)
                 loss += weights.distribution * soft_cross_entropy(wanted, logits, mask)
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
@@ -184,8 +186,9 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
             mask = predicted(batch, step) & ahead(known, 1 + step)
-            after = theirs, ahead(seen.wanted, 1 + step), ahead(batch["tokens"], 2 + step), mask
-            said = early_gradient(told, (network.reading(params, step), output), after)
+            rows = ahead(seen.stream, 1 + step), ahead(batch["tokens"], 2 + step), mask
+            own, count = network.reading(params, step), pieces(output, theirs[1])
+            said = early_gradient(told, count, own, output, rows, theirs)
             total += float(shares[step]) * said
             if weights.aux_hidden_state:
                 far = smooth_l1(output, ahead(seen.aux_hidden_states, 1 + step), mask)

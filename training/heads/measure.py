@@ -41,7 +41,7 @@ def make_measure(
         # A loss that changes with the steps is measured as it is at the end.
         nothing = Given(jnp.int32(np.iinfo(np.int32).max), seed_key(0), given)
         sums: Sums = {"held_out_loss": loss(params, batch, nothing)}
-        seen = look(network.target, given, batch, network.aux_layers, part)
+        seen = look(network.target, given, batch, network.aux_layers)
         outputs = network.outputs(params, given, batch, seen.aux_hidden_states, NUM_DRAFT_TOKENS)
         rounds = jnp.all(jnp.stack([predicted(batch, step) for step in range(NUM_DRAFT_TOKENS)]), axis=0)
         agrees = []

@@ -23,7 +23,16 @@ from jaxspec.model.numerics import rms_norm
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind
 from training.heads.losses import ahead
-from training.losses.base import Batch, Given, Loss, early_gradient, head_of, next_token_targets, num_targets
+from training.losses.base import (
+    Batch,
+    Given,
+    Loss,
+    early_gradient,
+    head_of,
+    next_token_targets,
+    num_targets,
+    pieces,
+)
 
 RANK = 16
 # Keys and values, [B, T, KV, hd] each.
@@ -176,15 +185,18 @@ def _loss(net: UnoNetwork, options: HeadOptions, part: np.ndarray | None) -> Los
         text, hidden = run(net, params, given.target, batch, noise, last)
         mask = next_token_targets(batch)[1] & (last >= 0)
 
-        def apart(hidden: jax.Array, given: tuple[Params, jax.Array, jax.Array]) -> jax.Array:
-            theirs, text, mask = given
+        def apart(
+            nothing: None, hidden: jax.Array, rows: tuple[jax.Array, jax.Array], theirs: Params
+        ) -> jax.Array:
+            del nothing
+            text, mask = rows
             wanted, found = (
                 jax.nn.softmax(llama.logits(net.target, theirs, one), axis=-1) for one in (text, hidden)
             )
             return jnp.sum(jnp.where(mask, jnp.sum(jnp.abs(wanted - found), axis=-1), 0.0))
 
-        theirs = head_of(given.target), jax.lax.stop_gradient(text), mask
-        return early_gradient(apart, hidden, theirs), num_targets(mask)
+        theirs, rows = head_of(given.target), (jax.lax.stop_gradient(text), mask)
+        return early_gradient(apart, pieces(text, theirs), None, hidden, rows, theirs), num_targets(mask)
 
     return loss
 

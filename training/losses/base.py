@@ -175,29 +175,96 @@ def head_loss(
 ) -> jax.Array:
     """Returns the sum of the cross-entropies of residual streams [B, T, D] after the final norm and head, float32[]."""
 
-    def total(learned: tuple[Params, jax.Array], given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return cross_entropy(llama.logits(config, *learned), *given)
+    def total(head: Params, hidden: jax.Array, rows: Any, given: None) -> jax.Array:
+        del given
+        return cross_entropy(llama.logits(config, head, hidden), *rows)
 
-    return early_gradient(total, (head, hidden), (targets, mask))
+    return early_gradient(total, pieces(hidden, head), head, hidden, (targets, mask), None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def early_gradient(total: Callable[[Any, Any], jax.Array], learned: Any, given: Any) -> jax.Array:
-    """Computes `total(learned, given)`, float32[], and in the forward pass also its gradient for `learned`.
+# Maximum number of logits of a row of the batch that exist at a time; 2²⁶ of float32 take 268 MB.
+_MAX_LOGITS = 2**26
 
-    The backward pass then stores arrays of the size of `learned`, such as a stream and a head, instead of the logits
-    of every exit or step. `given` has no gradient.
+
+def pieces(hidden: jax.Array, head: Params) -> int:
+    """Returns into how many pieces to divide the positions of [B, T, D], so that a piece's logits are few.
+
+    Args:
+      hidden: the residual streams, or an array with their shape.
+      head: its `head` or `embed`, [V, D], makes the logits.
     """
-    return total(learned, given)
+    length, vocab = hidden.shape[1], head["head" if "head" in head else "embed"].shape[0]
+    return next(
+        n
+        for n in range(1, length + 1)
+        if length % n == 0 and (length // n * vocab <= _MAX_LOGITS or n == length)
+    )
 
 
-def _early_forward(total, learned, given):
-    return jax.value_and_grad(total)(learned, given)
+def split(rows: Any, count: int) -> Any:
+    """Divides the positions of arrays [B, T, …] into pieces, [count, B, T ÷ count, …]."""
+    return jax.tree.map(
+        lambda one: jnp.moveaxis(one.reshape(one.shape[0], count, -1, *one.shape[2:]), 1, 0), rows
+    )
 
 
-def _early_backward(total, gradients, cotangent):
-    del total
-    return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None
+def joined(rows: Any) -> Any:
+    """Joins pieces of positions, the inverse of `split`."""
+    return jax.tree.map(lambda one: jnp.moveaxis(one, 0, 1).reshape(one.shape[1], -1, *one.shape[3:]), rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def early_gradient(
+    total: Callable[[Any, jax.Array, Any, Any], jax.Array],
+    count: int,
+    learned: Any,
+    stream: jax.Array,
+    rows: Any,
+    given: Any,
+) -> jax.Array:
+    """Computes `total(learned, stream, rows, given)`, float32[], and in the forward pass also its gradient.
+
+    The backward pass then stores arrays of the size of `learned` and `stream`, such as a head and a residual stream,
+    instead of the logits of every exit or step. The logits of one piece of the positions exist at a time.
+
+    Args:
+      total: a sum over the positions of `stream` and `rows`.
+      count: the number of pieces; it divides T.
+      learned: parameters.
+      stream: [B, T, D].
+      rows: arrays [B, T, …]. They have no gradient.
+      given: other arguments. They have no gradient.
+    """
+    if count == 1:
+        return total(learned, stream, rows, given)
+
+    def piece(value: jax.Array, part: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+        return value + total(learned, *part, given), None
+
+    return jax.lax.scan(piece, jnp.float32(0), split((stream, rows), count))[0]
+
+
+def _early_forward(total, count, learned, stream, rows, given):
+    graded = jax.value_and_grad(total, argnums=(0, 1))
+    if count == 1:
+        return graded(learned, stream, rows, given)
+
+    def piece(sums, part):
+        value, (of_learned, of_stream) = graded(learned, *part, given)
+        return jax.tree.map(jnp.add, sums, (value, of_learned)), of_stream
+
+    # Sums over the pieces are float32, as within a product.
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), learned)
+    (value, of_learned), of_stream = jax.lax.scan(
+        piece, (jnp.float32(0), zeros), split((stream, rows), count)
+    )
+    rounded = jax.tree.map(lambda sums, leaf: sums.astype(leaf.dtype), of_learned, learned)
+    return value, (rounded, joined(of_stream))
+
+
+def _early_backward(total, count, gradients, cotangent):
+    del total, count
+    return *jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None, None
 
 
 early_gradient.defvjp(_early_forward, _early_backward)
