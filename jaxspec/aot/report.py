@@ -44,7 +44,8 @@ class Program:
     Attributes:
       seconds: wall time of tracing and compilation.
       text: the optimised HLO; "" if the program does not fit.
-      argument_bytes, temporary_bytes: bytes per device; None if the program does not fit.
+      argument_bytes: bytes per device; None if the program does not fit.
+      temporary_bytes: bytes per device of the temporaries that are alive at once, likewise.
       other_bytes: bytes per device of the program itself and of results that do not reuse an argument's buffer.
       flops: the compiler's count of operations, with each inner loop counted once; None if it gives no count.
       refusal: the compiler's message if the program does not fit.
@@ -81,11 +82,17 @@ def build(lower: Callable[[], Any], options: dict[str, str] | None = None) -> Pr
     seconds, used = time.perf_counter() - began, time.process_time() - spent
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
+    if device.platform == "tpu":
+        # The TPU's compiler adds up the temporaries of a loop's body and those around it, which are not alive at once.
+        # Its peak, which contains arguments and results, does not.
+        temporary = min(temporary, memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results)
     return Program(
         seconds,
         compiled.as_text(),
         memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
+        max(0, temporary),
         results + memory.generated_code_size_in_bytes,
         costs.get("flops"),
         processor_seconds=used,

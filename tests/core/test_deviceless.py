@@ -468,6 +468,29 @@ def test_a_compiler_is_told_by_generation_and_by_the_command(here, monkeypatch):
         executables.Executables().call(jax.jit(jnp.add), jnp.ones(1), jnp.ones(1))
 
 
+@pytest.mark.parametrize(("platform", "temporaries"), [("tpu", 60), ("gpu", 100)])
+def test_temporaries_that_are_alive_at_once(platform, temporaries):
+    """The TPU's compiler adds up those of loops, so that its peak counts: 75 less the arguments and results."""
+    memory = types.SimpleNamespace(
+        argument_size_in_bytes=10,
+        output_size_in_bytes=7,
+        alias_size_in_bytes=2,
+        temp_size_in_bytes=100,
+        generated_code_size_in_bytes=3,
+        peak_memory_in_bytes=75,
+    )
+    device = types.SimpleNamespace(platform=platform)
+    compiled = types.SimpleNamespace(
+        memory_analysis=lambda: memory,
+        cost_analysis=lambda: None,
+        as_text=lambda: "",
+        input_shardings=((types.SimpleNamespace(device_set=[device]),), {}),
+    )
+    lowered = types.SimpleNamespace(compile=lambda compiler_options: compiled)
+    made = build(lambda: lowered)
+    assert (made.argument_bytes, made.temporary_bytes, made.other_bytes) == (10, temporaries, 8)
+
+
 def test_a_program_that_does_not_fit(here):
     made = programs.make(TINY, registry.make("autoregressive", {}), here, capacity=32, dtype=jnp.float32)
 
