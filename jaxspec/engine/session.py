@@ -504,11 +504,14 @@ class Session:
         self._parts = self._parts_of(self._examples())
 
     def _affordable(self, width: int, least: int, capacity: int) -> int:
-        """Returns the number of rows up to `width` whose cache fits into memory now, at least `least`."""
-        if self.loop.mesh is None:
-            config, dtype = self.loop.config, self._params.target["embed"].dtype
+        """Returns the number of rows up to `width` whose caches fit into memory now, at least `least`.
+
+        The caches are those of the target and of the drafter.
+        """
+        if self.loop.mesh is None and width > least:
             device = self.loop.device or jax.local_devices()[0]
-            while width > least and not memory.cache_fits(config, dtype, width, capacity, device):
+            row_bytes = self.loop.row_bytes(self._params, self._drafter, capacity)
+            while width > least and not memory.is_free(width * row_bytes, device):
                 width = max(self._width(width // 2), least)
         return width
 
