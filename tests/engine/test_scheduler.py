@@ -102,7 +102,13 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
     short = [add(scheduler, prompt, max_new_tokens=4, **options) for prompt in SHORT]
     while not scheduler.idle:
         widths.append(len(group.texts.session._rows))
+        blocked_ms = lm.executables.blocked_ms
         events += run(scheduler, steps=1)
+        if (
+            len(group.texts.session._rows) < widths[-1]
+        ):  # all programs were compiled before, in the background
+            assert lm.executables.blocked_ms == blocked_ms
+        lm.executables.wait()
     assert (widths[0], max(widths), widths[-1]) == (1, 8, 1)
     texts = tokens_of(events)
     assert texts[first] == tiny.greedy(SHORT[1], 60)
