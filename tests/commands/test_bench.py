@@ -78,6 +78,8 @@ def test_a_comparison():
         lm, "x", {"ngram": methods.NGram(num_draft_tokens=4)}, repeats=3, on_progress=told.append, **given
     )
     plain, ngram = report["results"]
+    almost_0 = compare(lm, "x", {}, repeats=1, temperature=9e-6)["results"]
+    assert [one["identical_to_autoregressive"] for one in almost_0] == [True]
     assert {key: report[key] for key in ("model", "device", "dtype")} == {
         "model": "fake",
         "device": "abacus",
