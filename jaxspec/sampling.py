@@ -12,6 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+# Temperatures below it mean greedy, as in vLLM: such a distribution has one token, and smaller ones are 0 in float32.
+MIN_TEMPERATURE = 1e-5
+
+
+def is_greedy(temperature: float) -> bool:
+    """Returns whether a temperature means greedy text: it is below `MIN_TEMPERATURE`.
+
+    Examples:
+      >>> is_greedy(0.0), is_greedy(1e-6), is_greedy(1e-5)
+      (True, True, False)
+    """
+    return temperature < MIN_TEMPERATURE
+
 
 class Distribution(Protocol):
     """The sampling distribution: maps logits to a distribution over the next token.

@@ -15,6 +15,7 @@ from jaxspec.engine.requests import Messages, Prompt
 from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.methods import Method, registry
+from jaxspec.sampling import is_greedy
 
 BASELINE = "autoregressive"
 # The mean acceptance length has two columns, because both definitions are in use.
@@ -77,7 +78,7 @@ def compare(
     names = list(chosen)
 
     given = generation.get("temperature")
-    sampling = (lm.defaults.get("temperature", 0.0) if given is None else given) > 0
+    sampling = not is_greedy(lm.defaults.get("temperature", 0.0) if given is None else given)
     ended: dict[str, float | None] = {}
     last: dict[str, list[Result]] = {}
 

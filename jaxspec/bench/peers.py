@@ -18,6 +18,7 @@ from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.host.extras import require
 from jaxspec.io.gguf.container import is_gguf
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
+from jaxspec.sampling import is_greedy
 
 # Our method → the name of the run of its counterpart in transformers.
 _NAMES: dict[type[Method], str] = {
@@ -138,7 +139,8 @@ def _generate(
     import torch
 
     ids = torch.tensor([list(prompt)], device=target.device)
-    sampled = {"do_sample": True, **distribution} if distribution["temperature"] > 0 else {"do_sample": False}
+    greedy = is_greedy(distribution["temperature"])
+    sampled = {"do_sample": False} if greedy else {"do_sample": True, **distribution}
     clock = _Clock()
     torch.manual_seed(seed)
     began = time.perf_counter()

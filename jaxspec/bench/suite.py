@@ -32,6 +32,7 @@ from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Auto, Method, registry
 from jaxspec.model.sharding import fetched
+from jaxspec.sampling import is_greedy
 
 FORMAT = "jaxspec.bench/1"
 # Arrays of at most this size are hashed completely. For a larger array, only a part of the first row and of the last
@@ -169,7 +170,7 @@ class Suite:
     @property
     def sampling(self) -> bool:
         """Whether tokens are sampled; texts of different methods then differ."""
-        return bool(self._distribution["temperature"] > 0)
+        return not is_greedy(self._distribution["temperature"])
 
     def header(self) -> dict[str, Any]:
         """Returns the inputs on which all records depend. A log is resumed only if its header equals this one."""

@@ -39,7 +39,9 @@ class Batch(AnswerOptions):
       method: how to decode lines that name no method. The text, or its distribution, is that of plain decoding.
     """
 
-    prompts: Annotated[str, Positional] = dataclasses.field(default="", metadata={"metavar": "PROMPTS"})
+    prompts: Annotated[str | None, Positional] = dataclasses.field(
+        default=None, metadata={"metavar": "PROMPTS"}
+    )
     output: str = dataclasses.field(default="results.jsonl", metadata={"metavar": "FILE"})
     max_batch: int = 8
     shard: str | None = dataclasses.field(default=None, metadata={"metavar": "I/N"})
@@ -110,9 +112,11 @@ class _Shown:
     def summary(self, counts: Counts) -> str:
         """Returns the figures of a batch that has ended."""
         seconds = max(time.monotonic() - self._began, 1e-9)
-        words = f"{counts.answered} prompts answered"
+        words = f"{counts.answered} prompts answered" + _with_errors(counts.errors)
         if counts.skipped:
-            words += f", {counts.skipped} had a result"
-        if counts.errors:
-            words += f", {counts.errors} of them with an error"
+            words += f", {counts.skipped} had a result" + _with_errors(counts.skipped_errors)
         return f"{words}; {counts.tokens} tokens, {counts.tokens / seconds:.1f} tokens/s"
+
+
+def _with_errors(count: int) -> str:
+    return f" ({count} of them with an error)" if count else ""

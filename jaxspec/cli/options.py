@@ -94,9 +94,11 @@ class SamplingOptions:
 
     def numbers(self) -> dict[str, Any]:
         """What measurements follow: not the model's defaults but what is given, and greedy where nothing is."""
+        from jaxspec.sampling import is_greedy
+
         temperature = self.temperature or 0.0
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        given = {name: getattr(self, name) for name in off} if temperature else {}
+        given = {} if is_greedy(temperature) else {name: getattr(self, name) for name in off}
         return {"temperature": temperature} | {n: off[n] if given.get(n) is None else given[n] for n in off}
 
 

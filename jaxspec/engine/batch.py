@@ -44,7 +44,7 @@ class Counts:
 
     Attributes:
       answered, errors: lines that this process has answered, and those of them with an error.
-      skipped: lines that had a result already.
+      skipped, skipped_errors: lines that had a result already, and those of them whose result is an error.
       tokens: tokens that this process has generated.
       read: the bytes of the prompts that have been read.
     """
@@ -52,6 +52,7 @@ class Counts:
     answered: int = 0
     errors: int = 0
     skipped: int = 0
+    skipped_errors: int = 0
     tokens: int = 0
     read: int = 0
 
@@ -132,6 +133,7 @@ class Batch:
                 self.counts.read = line.end
                 if line.digest in results.done:
                     self.counts.skipped += 1
+                    self.counts.skipped_errors += line.digest in results.errors
                 else:
                     self._begin(line, results)
             if not self._running:
@@ -278,13 +280,13 @@ class Batch:
     ) -> None:
         self.counts.errors += 1
         if "body" not in (job.line.content or {}):
-            self._answer(job, {"error": message}, results)
+            self._answer(job, {"error": message, "line": job.line.number}, results)
             return
         kind = "invalid_request_error" if status == 400 else "server_error"
         body = error_of(message, kind, param)
         record = {
             "response": {"status_code": status, "body": body},
-            "error": {"code": kind, "message": message},
+            "error": {"code": kind, "message": message, "line": job.line.number},
         }
         self._answer(job, record, results)
 

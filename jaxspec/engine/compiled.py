@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import decoding, protocol
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
-from jaxspec.engine import buckets
+from jaxspec.engine import buckets, memory
 from jaxspec.engine.executables import Executables
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -295,6 +295,18 @@ class Loop:
     def rounds_static(self, drafter: Drafter) -> dict[str, Any]:
         """Returns the static arguments of `run_rounds`."""
         return rounds_static(self.config, drafter, self.log_probs, self.mesh)
+
+    def empty_caches(
+        self, params: Weights, drafter: Drafter, batch: int, capacity: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `empty_caches` for `batch` rows of `capacity` slots, traced and static."""
+        static = {"config": self.config, "capacity": capacity, "merged": self.mesh is None, "mesh": self.mesh}
+        return (params, drafter, self.put(np.ones(batch, np.int32))), static
+
+    def row_bytes(self, params: Weights, drafter: Drafter, capacity: int) -> int:
+        """Returns the bytes of the caches of one row of `capacity` slots: the target's and the drafter's."""
+        arguments, static = self.empty_caches(params, drafter, 1, capacity)
+        return memory.size_bytes(self.executables.shapes(empty_caches, *arguments, **static))
 
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, max_rounds: int, halt: np.ndarray

@@ -174,6 +174,11 @@ class Executables:
             future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
+    def holds(self, key: Any) -> bool:
+        """Whether the program of this key is compiled or is being compiled; not after it was dropped."""
+        with self._lock:
+            return key in self._futures
+
     def kept_ms(self, keys: Sequence[Any]) -> float | None:
         """Returns the milliseconds in which another process makes these programs ready; None if they are not kept."""
         with self._lock:

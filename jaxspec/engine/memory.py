@@ -124,20 +124,12 @@ def check_copy_fits(
         )
 
 
-def cache_fits(
-    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
-) -> bool:
-    """Whether a cache fits beside a loaded model; True if the free memory is unknown."""
-    free = free_bytes(device)
-    return free is None or cache.size_bytes(config, batch_size, capacity, dtype) <= free
-
-
 def check_cache_fits(
     config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
 ) -> None:
     """Refuses a cache that does not fit beside a loaded model; see `check_fits`."""
-    if not cache_fits(config, dtype, batch_size, capacity, device):
-        slots, free = cache.size_bytes(config, batch_size, capacity, dtype), free_bytes(device) or 0
+    slots, free = cache.size_bytes(config, batch_size, capacity, dtype), free_bytes(device)
+    if free is not None and slots > free:
         raise ValueError(
             f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "
             f"{free / _GIB:.2f} GiB free; take a smaller batch or fewer tokens"
@@ -153,8 +145,17 @@ def check_prefixes_fit(size: int, device: jax.Device) -> None:
         )
 
 
-def fits(tree: Any, device: jax.Device) -> bool:
-    """Whether arrays of such shapes fit the free memory of a device; True if it is unknown."""
-    size = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+def size_bytes(tree: Any) -> int:
+    """Returns the bytes of arrays of such shapes."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def is_free(size: int, device: jax.Device) -> bool:
+    """Whether a device has that many free bytes; True if its free memory is unknown."""
     free = free_bytes(device)
     return free is None or size <= free
+
+
+def fits(tree: Any, device: jax.Device) -> bool:
+    """Whether arrays of such shapes fit the free memory of a device; True if it is unknown."""
+    return is_free(size_bytes(tree), device)

@@ -17,6 +17,7 @@ from jaxspec.host.messages import shown
 from jaxspec.io.hf.generation_json import NO_RULES, Rules
 from jaxspec.io.tokenizers.chat import text_of
 from jaxspec.model.config import LlamaConfig
+from jaxspec.sampling import is_greedy
 
 # A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
 Message = Mapping[str, Any]
@@ -28,8 +29,6 @@ Integers = int | Sequence[int | None] | None
 Numbers = float | Sequence[float | None] | None
 # The most tokens to generate if `max_new_tokens` is not given.
 DEFAULT_BUDGET = 128
-# Temperatures below it mean greedy, as in vLLM: such a distribution has one token, and smaller ones are 0 in float32.
-MIN_TEMPERATURE = 1e-5
 # The largest penalty, and the inverse of the smallest repetition penalty: float32 logits do not overflow with it.
 MAX_PENALTY = 1e5
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
@@ -46,8 +45,8 @@ class RowRequest:
       max_new_tokens: at least 1.
       eos_ids: the tokens that end it.
       stop_ids: the tokens of `eos_ids` that the call has added to the model's own.
-      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy. A temperature below
-        `MIN_TEMPERATURE` becomes 0.
+      temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy. A temperature that means
+        greedy (`sampling.is_greedy`) becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
       seed: the seed of its random numbers.
@@ -82,7 +81,7 @@ class RowRequest:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number")
-        if self.temperature < MIN_TEMPERATURE:
+        if is_greedy(self.temperature):
             object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1")

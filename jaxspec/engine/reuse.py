@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.decoding import Caches, Request
@@ -52,7 +50,7 @@ class Reuse:
     def caches(self, found: Sequence[Prefix | None], request: Request) -> Caches:
         """Returns the caches from which a prefill continues, with a copy of the text found for each of its rows."""
         batch, capacity = request.tokens.shape
-        (params, drafter, _), static = self._empty(batch, capacity)
+        (params, drafter, _), static = self._loop.empty_caches(self._params, self._drafter, batch, capacity)
         caches: Caches = self._executables.call(
             compiled.empty_caches, params, drafter, request.length, **static
         )
@@ -81,13 +79,5 @@ class Reuse:
     def _wants(self, tokens: Sequence[int] | np.ndarray) -> bool:
         capacity = buckets.bucket(len(tokens))
         if capacity not in self._sizes:
-            arguments, static = self._empty(1, capacity)
-            shapes = self._executables.shapes(compiled.empty_caches, *arguments, **static)
-            self._sizes[capacity] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+            self._sizes[capacity] = self._loop.row_bytes(self._params, self._drafter, capacity)
         return self._store.wants(tokens, self._owner, self._sizes[capacity])
-
-    def _empty(self, batch: int, capacity: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of `compiled.empty_caches`."""
-        mesh = self._loop.mesh
-        static = {"config": self._loop.config, "capacity": capacity, "merged": mesh is None, "mesh": mesh}
-        return (self._params, self._drafter, self._loop.put(np.ones(batch, np.int32))), static

@@ -160,8 +160,9 @@ class Session:
         self._state: DecodeState | None = None
         self._lengths = np.zeros(0, np.int64)
         self._halt = np.zeros(0, bool)
-        # The last check of `_narrow`: the wanted and present numbers of rows, and the number of compilations.
-        self._tried = (0, 0, 0)
+        # The last check of `_narrow`: the wanted and present numbers of rows, the number of compilations, and whether
+        # the program that drops rows was ready.
+        self._tried = (0, 0, 0, False)
 
     @property
     def done(self) -> bool:
@@ -504,11 +505,14 @@ class Session:
         self._parts = self._parts_of(self._examples())
 
     def _affordable(self, width: int, least: int, capacity: int) -> int:
-        """Returns the number of rows up to `width` whose cache fits into memory now, at least `least`."""
-        if self.loop.mesh is None:
-            config, dtype = self.loop.config, self._params.target["embed"].dtype
+        """Returns the number of rows up to `width` whose caches fit into memory now, at least `least`.
+
+        The caches are those of the target and of the drafter.
+        """
+        if self.loop.mesh is None and width > least:
             device = self.loop.device or jax.local_devices()[0]
-            while width > least and not memory.cache_fits(config, dtype, width, capacity, device):
+            row_bytes = self.loop.row_bytes(self._params, self._drafter, capacity)
+            while width > least and not memory.is_free(width * row_bytes, device):
                 width = max(self._width(width // 2), least)
         return width
 
@@ -525,21 +529,28 @@ class Session:
     def _narrow(self) -> None:
         """Drops the free rows after the last text if they are three quarters of the batch and no request waits.
 
-        Only to a number of rows for which the loop is compiled already.
+        Only to a number of rows for which the loop is compiled already; the program that drops the rows is compiled in
+        the background first, except on a mesh, whose processes must all run it in the same step.
         """
         assert self._state is not None
         used = [row + 1 for row, held in enumerate(self._rows) if held is not None]
         width = self._width(max(used, default=1))
         if not self._elastic or self._waiting or self._refills or 4 * width > len(self._rows):
             return
-        tried = width, len(self._rows), self._executables.num_compilations
+        resize, static = (compiled.resize, self._state), {"batch": width, "mesh": self.loop.mesh}
+        resizes = self._executables.ready(self._executables.key(*resize, **static))
+        tried = width, len(self._rows), self._executables.num_compilations, resizes
         if tried == self._tried:
             return
         self._tried = tried
-        state = self._executables.shapes(compiled.resize, self._state, batch=width, mesh=self.loop.mesh)
-        arguments, static = self._rounds_of(state, self._parts_of(self._examples()[:width]))
-        if self._executables.ready(self._executables.key(compiled.run_rounds, *arguments, **static)):
+        state = self._executables.shapes(*resize, **static)
+        rounds, its = self._rounds_of(state, self._parts_of(self._examples()[:width]))
+        if not self._executables.ready(self._executables.key(compiled.run_rounds, *rounds, **its)):
+            return
+        if resizes or self.loop.mesh is not None:
             self._resize(width)
+        else:
+            self._executables.prepare(*resize, **static)
 
     def _decode(self, max_rounds: int) -> list[Update]:
         assert self._state is not None

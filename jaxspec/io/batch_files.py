@@ -104,9 +104,10 @@ class Line(NamedTuple):
       content: its JSON object; None if there is none.
       error: the reason, if there is none.
       end: the number of bytes of the file up to the end of the line.
+      number: its number in the file, from 1.
 
     Examples:
-      >>> Line(bytes(16), {"prompt": "ab"}, None, 17).error is None
+      >>> Line(bytes(16), {"prompt": "ab"}, None, 17, 1).error is None
       True
     """
 
@@ -114,6 +115,7 @@ class Line(NamedTuple):
     content: dict[str, Any] | None
     error: str | None
     end: int
+    number: int
 
 
 def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
@@ -137,10 +139,10 @@ def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
 
 def _lines(path: Path, shard: Shard) -> Iterator[Line]:
     seen: dict[bytes, int] = {}
-    end = 0
+    end = number = 0
     with path.open("rb") as file:
         while data := file.readline(_MAX_BYTES):
-            end += len(data)
+            end, number = end + len(data), number + 1
             if not data.strip():
                 continue
             content, error = _content(data)
@@ -157,7 +159,7 @@ def _lines(path: Path, shard: Shard) -> Iterator[Line]:
             seen[digest] = before + 1
             if before:
                 digest = hashlib.sha256(digest + before.to_bytes(8)).digest()[:16]
-            yield Line(digest, content if error is None else None, error, end)
+            yield Line(digest, content if error is None else None, error, end, number)
 
 
 def _content(data: bytes) -> tuple[dict[str, Any] | None, str | None]:
@@ -184,6 +186,7 @@ class Results:
 
     Attributes:
       done: the digests of the lines that have a result.
+      errors: those of them whose result in the file, when it was opened, is an error.
 
     Raises:
       ValueError: another process writes the file, it is not such a file, or it has results of another job.
@@ -191,7 +194,7 @@ class Results:
 
     Examples:
       >>> import tempfile
-      >>> line = Line(bytes(16), {"prompt": "ab"}, None, 17)
+      >>> line = Line(bytes(16), {"prompt": "ab"}, None, 17, 1)
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     path = Path(directory) / "results.jsonl"
       ...     with Results(path, {"model": "tiny"}) as results:
@@ -205,6 +208,7 @@ class Results:
         self.path = path
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True, default=str).encode()).hexdigest()[:8]
         self.done: set[bytes] = set()
+        self.errors: set[bytes] = set()
         self._held = contextlib.ExitStack()
         self._file: IO[bytes] | None = None
         self._looked = time.monotonic()
@@ -216,8 +220,7 @@ class Results:
                 held.enter_context(lock.exclusive(self.path.parent, _say_nothing, "output", name))
                 self._file = held.enter_context(self._open())
             if processes.several():
-                digests = "".join(one.hex() for one in self.done)
-                self.done = set(_split(processes.of_first(digests)))
+                self.done, self.errors = map(_of_first, (self.done, self.errors))
             self._held = held.pop_all()
         return self
 
@@ -269,14 +272,19 @@ class Results:
                         f"{self.path} has results of another model or other options; give the same, or another "
                         "output"
                     )
-                self.done.add(bytes.fromhex(found[2].decode()))
+                digest = bytes.fromhex(found[2].decode())
+                self.done.add(digest)
+                if b'"error"' in data and json.loads(data).get("error") is not None:
+                    self.errors.add(digest)
                 whole += len(data)
         file.truncate(whole)
         return file
 
 
-def _split(digests: str) -> Iterator[bytes]:
-    return (bytes.fromhex(digests[at : at + 32]) for at in range(0, len(digests), 32))
+def _of_first(digests: set[bytes]) -> set[bytes]:
+    """Returns the digests of the first process."""
+    joined = processes.of_first("".join(one.hex() for one in digests))
+    return {bytes.fromhex(joined[at : at + 32]) for at in range(0, len(joined), 32)}
 
 
 def _say_nothing(line: str) -> None:

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxspec.host.arguments import flag, listed, whole
+from jaxspec.host.arguments import flag, listed, real, whole
 from jaxspec.host.messages import fitted, shown
+from jaxspec.sampling import is_greedy
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Token budgets of requests without `max_tokens`: OpenAI's for completions, that of `jaxspec chat` for chats.
@@ -299,7 +300,9 @@ def _log_probs(given: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
         raise BadField(
             f"{name} is {count}; only the tokens of the text have log-probabilities: give 0 or 1", name
         )
-    if count and (given.get("temperature") != 0 or any(one in given for one in _CHANGES)):
+    temperature = given.get("temperature")
+    greedy = temperature is not None and is_greedy(_checked("temperature", real, temperature))
+    if count and (not greedy or any(one in given for one in _CHANGES)):
         raise BadField(
             f"{name} is 1, and only greedy text has the most likely tokens: give temperature 0, and neither penalties "
             f"nor min_tokens nor ignore_eos; or give {name} 0",

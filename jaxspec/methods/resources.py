@@ -59,6 +59,7 @@ class LoadedModel:
       trained_for: what it was trained for, as its config records it.
       sampled: for quantised parameters, the numbers of each leaf that the fingerprint reads; otherwise None.
       fitted_from: the original model of a draft that was fitted to the rows of its target; otherwise None.
+      inexact: the model of which this is the `exact` form, with the same parameters; otherwise None.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params
@@ -74,6 +75,7 @@ class LoadedModel:
         default=None, repr=False, compare=False
     )
     fitted_from: LoadedModel | None = dataclasses.field(default=None, repr=False, compare=False)
+    inexact: LoadedModel | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -86,8 +88,8 @@ class LoadedModel:
 
     @functools.cached_property
     def exact(self) -> LoadedModel:
-        """The model with an `exact` config, see `LlamaConfig`."""
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, exact=True))
+        """The model with an `exact` config, see `LlamaConfig`. Copies of its weights are those of this model."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, exact=True), inexact=self)
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -110,6 +112,8 @@ class LoadedModel:
         """Returns a model of only the first `num_layers` layers, the same object each time."""
         from jaxspec.model import llama
 
+        if self.inexact is not None:
+            return self.inexact.until(num_layers).exact
         if num_layers not in self._cut:
             config = self.config.truncated(num_layers)
             params = llama.truncate(self.params, num_layers)
@@ -147,12 +151,14 @@ class LoadedModel:
 
     def has_quantised(self, bits: int) -> bool:
         """Returns whether `quantised` already has a copy with these bits."""
-        return bits in self._quantised
+        return self.inexact.has_quantised(bits) if self.inexact is not None else bits in self._quantised
 
     def quantised(self, bits: int) -> LoadedModel:
         """Returns the model with its matrices in int8 or int4 (8 or 4 bits), the same object each time."""
         from jaxspec.model.quantisation import quantise
 
+        if self.inexact is not None:
+            return self.inexact.quantised(bits).exact
         if bits not in self._quantised:
             params = quantise(self.config, self.params, bits)
             self._quantised[bits] = dataclasses.replace(self, params=params)
@@ -164,6 +170,8 @@ class LoadedModel:
 
         from jaxspec.model import llama
 
+        if self.inexact is not None:
+            return self.inexact.vocabulary(ids)
         if (few := self.params.get("vocabulary")) is not None:  # a draft with fewer rows than its target
             ids = ids[ids < len(few.ids)]
         if not len(ids):

@@ -21,13 +21,19 @@ def test_a_file_is_answered(run, tmp_path):
     prompts.write_text('{"id": 1, "prompt": "Once"}\n\n{"id": 2}\n')
     status, out, err = run(prompts, "--output", output)
     assert (status, out) == (0, "")
-    assert err.startswith("jaxspec: 2 prompts answered, 1 of them with an error; 3 tokens, ")
+    assert err.startswith("jaxspec: 2 prompts answered (1 of them with an error); 3 tokens, ")
     assert err.endswith(f" tokens/s: {output}\n")
     found = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
     assert found[1]["num_tokens"] == 3
     assert "prompt" in found[2]["error"]
+    assert found[2]["line"] == 3
+    prompts.write_text(prompts.read_text() + '{"id": 3}\n')
     status, _, err = run(prompts, "--output", output)
-    assert (status, err[:42]) == (0, "jaxspec: 0 prompts answered, 2 had a resul")
+    assert status == 0
+    answered = (
+        "1 prompts answered (1 of them with an error), 2 had a result (1 of them with an error); 0 tokens"
+    )
+    assert err.startswith(f"jaxspec: {answered}")
     status, _, _ = run(prompts, "--output", output, "--shard", "0/2")
     assert status == 0
     assert (tmp_path / "folder" / "results-0-of-2.jsonl").exists()

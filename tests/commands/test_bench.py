@@ -68,6 +68,13 @@ class Fake:
         return Result("", [Token(token) for token in tokens], "length", Statistics(*counts))
 
 
+@pytest.mark.parametrize(("temperature", "identical"), [(9e-6, True), (1e-5, None)])
+def test_texts_are_compared_if_they_are_greedy(temperature, identical):
+    lm = Fake({"autoregressive": [1.0] * 3}, {"autoregressive": [5, 6]})
+    (plain,) = compare(lm, "x", {}, repeats=1, temperature=temperature)["results"]
+    assert plain["identical_to_autoregressive"] is identical
+
+
 def test_a_comparison():
     # The first two speeds of each are of the warm-up, which must not count.
     speeds = {"autoregressive": [1.0, 1.0, 100.0, 90.0, 110.0], "ngram": [1.0, 1.0, 200.0, 10.0, 210.0]}

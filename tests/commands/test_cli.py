@@ -673,13 +673,27 @@ def test_wrong_conversations(run, model, tmp_path, content, message):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "generate", "compare", "bench", "profile", "convert", "inspect", "search", "tune", "vocab"],
+    [
+        "",
+        "generate",
+        "compare",
+        "bench",
+        "profile",
+        "convert",
+        "inspect",
+        "search",
+        "tune",
+        "vocab",
+        "batch",
+        "serve",
+    ],
 )
 def test_help(run, command):
     status, out, err = run(*filter(None, [command]), "--help")
     assert (status, err) == (0, "")
     assert f"usage: jaxspec {command}".strip() in out
     assert "None" not in out
+    assert "(default: )" not in out
 
 
 @pytest.mark.parametrize("method", registry.built_in())

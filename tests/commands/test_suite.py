@@ -123,6 +123,7 @@ def test_methods_take_turns_prompt_by_prompt_after_calls_that_compile():
             expected += [(name, text, 3 + repeat) for name in order]
     assert [(name, texts[0], seed) for name, texts, seed in lm.calls] == expected
     assert made.sampling
+    assert not make(Fake(), distribution=GREEDY | {"temperature": 9e-6}).sampling
     assert all(record.difference is None for record in made.records)
 
 

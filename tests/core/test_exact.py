@@ -213,6 +213,22 @@ def test_the_check_of_the_machine_fails_if_rows_depend_on_each_other(monkeypatch
     jax.clear_caches()
 
 
+def test_copies_of_the_weights_are_made_once():
+    """For texts that are exact and for those that are not."""
+    model = LoadedModel(tiny.TARGET, tiny.params(), "tiny")
+    copy = model.exact.quantised(4)
+    assert copy.config.exact
+    assert model.exact.has_quantised(4)
+    assert model.has_quantised(4)
+    assert copy.params is model.quantised(4).params
+    assert not model.quantised(4).config.exact
+    cut = model.exact.until(1)
+    assert cut.config == dataclasses.replace(tiny.TARGET.truncated(1), exact=True)
+    assert cut.params is model.until(1).params
+    ids = np.arange(4, dtype=np.int32)
+    assert model.exact.vocabulary(ids) is model.vocabulary(ids)
+
+
 @pytest.mark.full
 def test_the_benchmark_counts_tokens_that_differ(tmp_path):
     results = [types.SimpleNamespace(tokens=tokens) for tokens in ([1, 2, 3], [1, 2], [4])]

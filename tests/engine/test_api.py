@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.choosing.costs import DraftCost
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine import executables as module
 from jaxspec.engine import memory
 from jaxspec.engine.auto import candidates
+from jaxspec.engine.auto.turns import Known, Programs
 from jaxspec.engine.executables import Executables
+from jaxspec.methods.base import Candidate
 from jaxspec.protocol import Outcome, Weights
 from tests import tiny
 
@@ -146,6 +149,29 @@ def test_the_programs_used_least_recently_are_dropped(monkeypatch):
     assert (executables.num_compilations, executables.num_dropped) == (4, 1)
     assert executables.call(add, jnp.ones(2), number=1).tolist() == [2, 2]
     assert executables.num_compilations == 5
+
+
+def test_only_candidates_whose_programs_were_dropped_are_forgotten(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
+    executables, known = Executables(), Known()
+    add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
+    keys = [executables.key(add, jnp.ones(2), number=number) for number in range(6)]
+    a, b = (Candidate(name, NGram(), None, DraftCost(lookup=True)) for name in "ab")
+    known.programs |= {
+        a: {"few": Programs(None, keys[:2]), "many": None, "too many": Programs(None, keys[4:], fits=False)},
+        b: {"few": Programs(None, keys[2:3])},
+    }
+    known.begins |= {a: {"few": keys[3]}, b: {"few": keys[2], "many": keys[1]}}
+    known.ran = {("off", "few"), ("a", "few"), ("b", "few")}
+    for number in (0, 1, 2, 3, 0, 2, 3, 4):  # 1 is dropped
+        executables.compiled(add, jnp.ones(2), number=number)
+    known.forget_dropped(executables)
+    assert {one.name: list(of) for one, of in known.programs.items()} == {
+        "a": ["many", "too many"],
+        "b": ["few"],
+    }
+    assert {one.name: list(of) for one, of in known.begins.items()} == {"a": ["few"], "b": ["few"]}
+    assert known.ran == {("off", "few"), ("b", "few")}
 
 
 def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):

@@ -133,7 +133,7 @@ def test_two_processes_answer_a_batch_as_one(tmp_path_factory, tmp_path):
     command = ("batch", str(prompts), "--output", str(output), *options, "--mesh", "data=2,model=4")
     (first, out, err), second = ended(command_of_two(*command))
     assert (first, out, second) == (0, "", (0, "", "")), (err, second)
-    assert "7 prompts answered, 1 of them with an error" in err
+    assert "7 prompts answered (1 of them with an error)" in err
     found = records(output)
     expected = load(model).generate(ids, max_new_tokens=5, method="autoregressive")
     texts = load(model).tokenizer

@@ -10,6 +10,7 @@ from jaxspec.engine import buckets, memory
 from jaxspec.engine import scheduler as module
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.session import Session
+from jaxspec.model import cache
 from tests import tiny
 
 SHORT = ((5,), (7, 1, 7, 1, 7, 1, 7, 2), (3, 4), (1, 2, 3), (9, 8, 7))
@@ -101,7 +102,13 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
     short = [add(scheduler, prompt, max_new_tokens=4, **options) for prompt in SHORT]
     while not scheduler.idle:
         widths.append(len(group.texts.session._rows))
+        blocked_ms = lm.executables.blocked_ms
         events += run(scheduler, steps=1)
+        if (
+            len(group.texts.session._rows) < widths[-1]
+        ):  # all programs were compiled before, in the background
+            assert lm.executables.blocked_ms == blocked_ms
+        lm.executables.wait()
     assert (widths[0], max(widths), widths[-1]) == (1, 8, 1)
     texts = tokens_of(events)
     assert texts[first] == tiny.greedy(SHORT[1], 60)
@@ -109,16 +116,19 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
 
 
 @pytest.mark.parametrize("burst", [False, True], ids=["one by one", "at once"])
-def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, burst):
-    monkeypatch.setattr(memory, "cache_fits", lambda config, dtype, rows, capacity, device: rows <= 2)
+@pytest.mark.parametrize("method", ["autoregressive", "draft-model"])
+def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, method, burst):
+    """There is memory for the target's cache of 5 rows, or for those of both models of 2 (widths: 1, 2, 4)."""
+    free = cache.size_bytes(lm.config, 5, buckets.MIN_CAPACITY, "float32")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     scheduler, events, running, ids = Scheduler(lm, max_rounds=2), [], [], []
     for prompt in SHORT:
-        ids.append(add(scheduler, prompt))
+        ids.append(add(scheduler, prompt, **tiny.options(method)))
         events += [] if burst else run(scheduler, steps=1)
     while not scheduler.idle:
         running.append(scheduler.num_running)
         events += run(scheduler, steps=1)
-    assert max(running) == 2
+    assert max(running) == {"autoregressive": 4, "draft-model": 2}[method]
     texts = tokens_of(events)
     assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in SHORT]
 

@@ -18,9 +18,10 @@ from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import Guard
 from jaxspec.console.terminal import printable
 from jaxspec.engine.penalty_rows import Settings
-from jaxspec.engine.requests import MAX_PENALTY, MIN_TEMPERATURE, RowRequest
+from jaxspec.engine.requests import MAX_PENALTY, RowRequest
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
+from jaxspec.sampling import MIN_TEMPERATURE
 from jaxspec.testing import reference
 from tests import tiny
 from tests.commands import write_model, write_tokenizer

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ KINDS = {
 METHODS = ("autoregressive", "ngram", {"name": "ngram", "num_draft_tokens": 3})
 BAD = (b"{", b"[]", b'{"prompt": "a", "beams": 2}', b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [[]]}')
 NUM_PROMPTS = 12
+# The seconds in which each request must be answered: somewhat more than the server's own time limit.
+PATIENCE_S = 660
 # In the last tenth of a long run. Before, programs for further numbers of rows are still being compiled.
 MAX_GROWTH_BYTES, LONG = 16 * 2**20, 1000
 
@@ -69,6 +72,7 @@ class Report:
       problems: the others, and rows or memory that were not freed; one line each.
       outcomes: the number of requests by kind.
       retries: how often requests were sent again: after status 429, or because the server was killed.
+      seconds: the time of each request that was answered, from the last time that it was sent.
       memory_bytes: of the process at half of the requests, then after each tenth of them.
     """
 
@@ -76,6 +80,7 @@ class Report:
     problems: list[str] = dataclasses.field(default_factory=list)
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     retries: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    seconds: list[float] = dataclasses.field(default_factory=list)
     memory_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -146,22 +151,24 @@ class Load:
     async def _answered(self, kind: str, choose: random.Random) -> None:
         while True:
             await self._up.wait()
+            began = time.perf_counter()
             try:
-                problem = await asyncio.wait_for(self._one(kind, choose), 120)
+                problem = await asyncio.wait_for(self._one(kind, choose), PATIENCE_S)
+            except TimeoutError:  # an OSError too
+                problem = f"no answer in {PATIENCE_S} seconds"
             except Again as error:
                 self.report.retries[str(error)] += 1
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(choose.random() / 2)
                 continue
-            except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+            except (OSError, EOFError) as error:
                 self.report.retries[type(error).__name__] += 1
                 await asyncio.sleep(0.05)
                 continue
-            except TimeoutError:
-                problem = "no answer in 120 seconds"
             break
         self.report.outcomes[kind] += 1
         if problem is None:
             self.report.answered += 1
+            self.report.seconds.append(time.perf_counter() - began)
         else:
             self.report.problems.append(f"{kind}: {problem}")
 
@@ -326,6 +333,9 @@ def work(options: Options) -> int:
     print(f"{report.answered} of {options.requests} requests answered in {time.perf_counter() - began:.0f} s")
     print("  ".join(f"{kind} {count}" for kind, count in sorted(report.outcomes.items())))
     print("sent again: " + ("  ".join(f"{why} {count}" for why, count in report.retries.items()) or "none"))
+    if len(report.seconds) > 1:
+        *_, most = steps = statistics.quantiles(report.seconds, n=100)
+        print(f"seconds: median {steps[49]:.2f}, 99 % {most:.2f}, longest {max(report.seconds):.2f}")
     print("memory, MiB: " + " ".join(f"{one / 2**20:.0f}" for one in report.memory_bytes))
     print("\n".join(report.problems[:20]) or "no problems")
     return bool(report.problems)

@@ -126,6 +126,8 @@ def test_log_probabilities(http, lm):
         == chat["choices"][0]["message"]["content"]
     )
     assert all(one["top_logprobs"][0]["logprob"] == one["logprob"] for one in content)
+    almost = asked(http, URL, prompt="ab", max_tokens=8, temperature=9e-6, logprobs=1)["choices"][0]
+    assert almost["logprobs"] == found
 
 
 @pytest.mark.parametrize("stream", [False, True])

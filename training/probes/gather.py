@@ -26,7 +26,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
-from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
+from jaxspec.sampling import Distribution, Greedy, Sampling, is_greedy, seed_key
 
 
 class Examples(NamedTuple):
@@ -162,7 +162,7 @@ def gather(
 
 def _distribution(numbers: dict[str, float], batch: int) -> tuple[Any, Distribution]:
     """Returns acceptor and sampling distribution. Sampled labels are defined for rejection, token by token."""
-    if not numbers.get("temperature"):
+    if is_greedy(numbers.get("temperature", 0.0)):
         return GreedyAcceptor(), Greedy()
     kinds = {"top_k": jnp.int32}
     rows = {name: jnp.full(batch, value, kinds.get(name, jnp.float32)) for name, value in numbers.items()}

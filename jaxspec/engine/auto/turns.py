@@ -27,7 +27,7 @@ from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets, compiled, memory, stored_programs
 from jaxspec.engine.auto.record import Record
 from jaxspec.engine.compiled import Loop
-from jaxspec.engine.executables import LOADING, Call
+from jaxspec.engine.executables import LOADING, Call, Executables
 from jaxspec.engine.results import Chosen, Expected, Token, played_rounds
 from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.io.methods.choice_file import ChoiceFile
@@ -89,13 +89,20 @@ class Known:
     num_dropped: int = 0
     eager: bool = False
 
-    def forget_dropped(self, num_dropped: int) -> None:
-        """Forgets the programs if some have been dropped since the last time; they are found again, or compiled."""
-        if num_dropped != self.num_dropped:
-            self.num_dropped = num_dropped
-            self.programs.clear()
-            self.begins.clear()
-            self.ran.clear()
+    def forget_dropped(self, executables: Executables) -> None:
+        """Forgets the programs that were dropped since the last time; they are found again, or compiled."""
+        if executables.num_dropped == self.num_dropped:
+            return
+        self.num_dropped = executables.num_dropped
+        for candidate, by_shapes in self.programs.items():
+            for shapes, programs in list(by_shapes.items()):
+                if programs is not None and programs.fits and not all(map(executables.holds, programs.keys)):
+                    del by_shapes[shapes]
+                    self.ran.discard((candidate.name, shapes))
+        for by_place in self.begins.values():
+            for place, key in list(by_place.items()):
+                if not executables.holds(key):
+                    del by_place[place]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +247,7 @@ class Switching(Strategy):
     def begin(
         self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
     ) -> tuple[DecodeState, Emitted]:
-        self._plan.known.forget_dropped(self._executables.num_dropped)
+        self._plan.known.forget_dropped(self._executables)
         self._record = Record(self._policy(request.length.shape[0]), self._plan.file)
         self._prepare(params, parts, request, static)
         began, blocked_ms = time.perf_counter(), self._executables.blocked_ms
@@ -364,7 +371,7 @@ class Switching(Strategy):
         The arguments are the parameters, parts and state of plain decoding.
         """
         _, _, lengths, remaining = turn
-        self._plan.known.forget_dropped(self._executables.num_dropped)
+        self._plan.known.forget_dropped(self._executables)
         shapes = self._shapes(parts, state)
         ready = functools.partial(self._ready, shapes=shapes)
         self._compile(params, parts, state, lengths, remaining, shapes)

@@ -30,6 +30,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched, without_copies
+from jaxspec.sampling import is_greedy
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
 THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
@@ -171,7 +172,7 @@ def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
 
 def distribution_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:
     """Returns the name of a sampling distribution in a probe's file: `greedy`, `temperature-0.6-top_p-0.9`, …"""
-    if temperature == 0:
+    if is_greedy(temperature):
         return "greedy"
     parts = [f"temperature-{temperature:g}"]
     parts += [f"top_k-{top_k}"] if top_k > 0 else []
