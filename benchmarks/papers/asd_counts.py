@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +16,13 @@ from benchmarks.papers.counted import Case, Column, Counted, choose
 from benchmarks.papers.engine_counts import Counter, Counting, greedy
 from benchmarks.papers.tables import FREE, Claim, Table, all_hold
 from benchmarks.papers.workbench import Workbench
+from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
 from jaxspec.engine.results import Result
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.io.methods.method_files import write_plan
-from jaxspec.methods import DraftVerify, Method
 from jaxspec.model.llama import floor_bytes
+from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning import asd_sweep
-from jaxspec.tuning.mask_search import found_by, search
+from jaxspec.tuning.mask_search import search
 from jaxspec.tuning.round_costs import Costs
 from jaxspec.tuning.texts import prepare_texts
 from jaxspec.tuning.tuning_options import SearchOptions
@@ -36,32 +36,32 @@ TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307
 ALL_TUNED = "all rules" + OF_TUNED
 # The numbers of ASD to try: α as quantiles of the model's similarities, m and n.
 EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
+# ASD's numbers, or the mask of Draft & Verify.
+Draft = ASDNumbers | LayerPlan
 
 
 def counted(bench: Workbench) -> Counted:
     """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks."""
-    columns = _columns(bench)
+    columns, masks = _columns(bench), _Masks(bench)
     tuning, reporting = (Counter(bench, split, "attention, MLP, head") for split in ("tuning", "reporting"))
-    tried = _tried(bench)
-    methods: dict[Case, Method] = {case: asd_runs.asd(bench.lm, one) for case, one in tried.numbers.items()}
+    tried = _tried(bench, masks)
+    drafts: dict[Case, Draft] = dict(tried.numbers)
     for column in columns:
-        methods[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
-    tuned = tuning.count(
-        {case: _counting(bench, methods[case]) for case in methods if case not in tried.same}
-    )
+        drafts[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
+    tuned = tuning.count({case: masks.counting(drafts[case]) for case in drafts if case not in tried.same})
     tuned |= {case: tuned[other] for case, other in tried.same.items()}
     chosen = choose(tuned, columns)
     for row, numbers in asd_sweep.ablation(ASDNumbers()).items():
-        methods[Case(row, "")] = asd_runs.asd(bench.lm, numbers)
+        drafts[Case(row, "")] = numbers
         chosen[row] = {column.heading: Case(row, "") for column in columns}
     # The ablation of the fastest setting that has all rules.
     for heading, case in chosen.pop(ALL_TUNED, {}).items():
         for row, numbers in asd_sweep.ablation(tried.numbers[case]).items():
             part = Case(row + OF_TUNED, f"with {_shown(tried.numbers[case])}")
-            methods[part] = asd_runs.asd(bench.lm, numbers)
+            drafts[part] = numbers
             chosen.setdefault(part.row, {})[heading] = part
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
-    counts = reporting.count({case: _counting(bench, methods[case]) for case in sorted(needed)})
+    counts = reporting.count({case: masks.counting(drafts[case]) for case in sorted(needed)})
     chosen = {AS_PRINTED: chosen["all rules"], **chosen}
     return Counted(columns, chosen, counts, bench.kinds("reporting"))
 
@@ -139,8 +139,8 @@ class _Tried(NamedTuple):
     same: dict[Case, Case]
 
 
-def _tried(bench: Workbench) -> _Tried:
-    similarities = np.stack([_similarities(bench, prompt) for prompt in _searched_on(bench)])
+def _tried(bench: Workbench, masks: _Masks) -> _Tried:
+    similarities = np.stack([masks.similarities(tuple(prompt)) for prompt in _searched_on(bench)])
     settings = asd_sweep.grid(asd_sweep.default_alphas(similarities), EVERYS, KEEP_LASTS)
     tried = _Tried({}, {})
     for group in asd_sweep.grouped(similarities, settings):
@@ -161,7 +161,7 @@ def _shown(numbers: ASDNumbers) -> str:
     return f"α {numbers.alpha:g}, m {numbers.every}, n {numbers.keep_last}"
 
 
-def _searched(bench: Workbench, column: Column) -> DraftVerify:
+def _searched(bench: Workbench, column: Column) -> LayerPlan:
     """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column."""
     lm, depth = bench.lm, bench.lm.config.num_layers
     name = column.heading.replace(" ", "-")
@@ -173,41 +173,54 @@ def _searched(bench: Workbench, column: Column) -> DraftVerify:
     )
     attention, mlp, head = column.prices
     costs = Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0)))
-    log = bench.directory / f"{name}.trials.jsonl"
     found = search(
         lm,
         _searched_on(bench),
         options,
-        log,
+        bench.directory / f"{name}.trials.jsonl",
         resume=bench.options.resume,
         costs=costs,
         on_progress=bench.on_progress,
     )
     if found.interrupted:
         raise KeyboardInterrupt
-    path = bench.directory / f"{name}.plan.json"
-    write_plan(path, lm.fingerprint, found.best.plan, found_by(found, options))
-    return DraftVerify(plan=path, num_draft_tokens=K)
+    return found.best.plan
 
 
-def _similarities(bench: Workbench, prompt: Sequence[int]) -> np.ndarray:
-    """Returns the similarities of the attention sublayers on a prompt, float[L]."""
-    _, found = prepare_texts(bench.lm, [list(prompt)], [[0] * bench.options.max_new_tokens])
-    return np.asarray(found)[0, :, 0]
+class _Masks:
+    """Counts greedy texts under masks.
 
+    A count depends on the prompt and on its mask only, and many settings give the same mask. So each is counted once.
+    """
 
-def _counting(bench: Workbench, method: Method) -> Counting:
-    return functools.partial(_count, bench, method)
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
+        self.similarities = functools.cache(self._similarities)
+        self._known = functools.cache(self._count)
 
+    def counting(self, draft: Draft) -> Counting:
+        """Returns the counting of texts with ASD's numbers, or with one mask for all prompts."""
 
-def _count(bench: Workbench, method: Any, prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
-    """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
-    result = greedy(bench, prompt, method)
-    if isinstance(method, DraftVerify):
-        drafter, _ = bench.lm.drafter(method)
-        plan = np.asarray(drafter.plan)  # type: ignore[attr-defined]
-    else:
-        numbers = ASDNumbers(method.alpha, method.every, method.keep_last)
-        plan = asd_sweep.masks_of(_similarities(bench, prompt)[None], [numbers])[0, 0]
-    drafted = result.statistics.num_draft_tokens
-    return result, [drafted * float(share) for share in (*plan.mean(axis=0), 1.0)]
+        def count(prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
+            ids = tuple(prompt)
+            if isinstance(draft, LayerPlan):
+                return self._known(ids, draft)
+            numbers = asd_runs.fitting(self._bench.lm, draft)
+            found = asd_sweep.masks_of(self.similarities(ids)[None], [numbers])[0, 0]
+            return self._known(ids, LayerPlan(tuple((bool(a), bool(m)) for a, m in found)))
+
+        return count
+
+    def _similarities(self, prompt: tuple[int, ...]) -> np.ndarray:
+        """Returns the similarities of the attention sublayers on a prompt, float[L]."""
+        bench = self._bench
+        _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.options.max_new_tokens])
+        return np.asarray(found)[0, :, 0]
+
+    def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:
+        """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
+        result = greedy(
+            self._bench, prompt, Drafting(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
+        )
+        drafted = result.statistics.num_draft_tokens
+        return result, [drafted * float(share) for share in (*np.mean(plan.run, axis=0), 1.0)]
