@@ -30,11 +30,13 @@ class Counter:
       bench: the workbench.
       split: the split of the prompts.
       parts: the parts of a draft pass; a change of these begins a new file.
+      name: name of the file, for a paper with several.
     """
 
     bench: Workbench
     split: Split
     parts: str
+    name: str = "counts"
 
     def count(self, cases: Mapping[Case, Counting]) -> dict[Case, Work]:
         """Returns the counts of each case; those of the file are not counted again."""
@@ -48,7 +50,7 @@ class Counter:
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
             "max_new_tokens": options.max_new_tokens,
         }
-        path = self.bench.directory / f"counts-{self.split}.jsonl"
+        path = self.bench.directory / f"{self.name}-{self.split}.jsonl"
         log = LineLog(path, header, of="count", resume=options.resume)
         known = {Case(*entry["case"]): entry for entry in log.entries}
         for number, (case, counting) in enumerate(cases.items(), 1):

@@ -97,6 +97,7 @@ class Report:
       prompts: numbers of tuning and reporting prompts, the largest of any table.
       amount: `max_new_tokens`, `repeats` and `seed` of the measurement.
       tables, claims: see `Table` and `Claim`.
+      runs: the user's methods beside the paper's own, as words.
       format: format of the JSON of `dataclasses.asdict`.
     """
 
@@ -109,6 +110,7 @@ class Report:
     amount: Mapping[str, int]
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
+    runs: tuple[str, ...] = ()
     format: str = FORMAT
 
 
