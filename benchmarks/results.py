@@ -37,6 +37,51 @@ HOLDS, AT_COSTS, DOES_NOT, UNKNOWN = (
     "cannot be told",
 )
 
+# Claims of the papers without a figure: short name of the paper, claim, reason.
+UNTOLD = (
+    (
+        "adaspeed",
+        "It holds for LayerSkip's Llama 1B and 7B on CNN/DM, in tokens per second.",
+        "their weights are not available offline; the columns use their costs only",
+    ),
+    (
+        "adaspeed",
+        "A probe trained on 2,000 texts tells 75 % of draft tokens.",
+        "ours read 6,000 draft tokens",
+    ),
+    (
+        "asd",
+        "Attention takes longer than the MLP (1.34 and .77 ms).",
+        "a V100's times; here a third of a layer",
+    ),
+    ("asd", "T = .2 and .6, and code (Table 4): CodeLlama-13B.", "sampled texts were not counted"),
+    ("asd", "A search takes 11 hours.", "times of another machine"),
+    (
+        "asd",
+        "Draft & Verify loses where its search saw another kind of work.",
+        "built (`python -m benchmarks.papers asd`), not measured on a quiet machine yet",
+    ),
+    ("s2d", "A sorted draft is better than a sorted target (Table 1).", "no sorted target was trained"),
+    ("s2d", "Table 2 at T = 1.", "sampled texts were not counted"),
+    (
+        "s2d",
+        "EAGLE gains little by other weights of its losses (Table 3).",
+        "built (`--feature-weight`, `--token-weight` of `training.heads`), not trained yet",
+    ),
+    (
+        "s2d",
+        "A small pretrained model can be sorted (Table 4).",
+        "no pretrained model has the targets' vocabulary",
+    ),
+    ("s2d", "A target trained on the task gains more (Table 5).", "both targets were trained on their tasks"),
+    ("s2d", "One draft serves several targets.", "`large` was made from `small`; a third one is missing"),
+    (
+        "blog",
+        "2.61 × with Llama-3.1-8B and 70B; 2.06 × with n-grams.",
+        "one prompt each; our figures are in [Measurements](measurements.md)",
+    ),
+)
+
 
 class Judged(NamedTuple):
     """A claim on one model: the claim of a report as JSON, with the model and the kind of its costs."""
@@ -80,6 +125,7 @@ def page(reports: Mapping[str, Report]) -> str:
         if own:
             parts.append("\n".join([f"## {title}", "", f"The paper: {measured}.", "", *_claims(own)]))
             parts += [_tables(name, report) for name, report in own.items()]
+    parts.append("\n".join(_untold()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,15 +161,28 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
             continue
         times = [one for kind in TIMES.values() for one in by_kind.get(kind, [])]
         at_costs = by_kind["paper"]
+        judged = verdict([one.claim["holds"] for one in times], [one.claim["holds"] for one in at_costs])
+        if judged == AT_COSTS and not any(one.claim["costs"] for one in at_costs):
+            judged = HOLDS
         cells = [
             says,
             _together(at_costs, "paper"),
             _together(times, "ours") or "–",
             _together(by_kind.get(FREE, []), "ours"),
             _together(at_costs, "ours"),
-            verdict([one.claim["holds"] for one in times], [one.claim["holds"] for one in at_costs]),
+            judged,
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _untold() -> Iterator[str]:
+    """Yields the lines of a table of the claims without a figure."""
+    yield "## What cannot be told here"
+    yield ""
+    yield "| paper | claim | reason |"
+    yield "|---|---|---|"
+    for paper, says, why in UNTOLD:
+        yield f"| {PAPERS[paper][0] if paper in PAPERS else paper} | {says} | {why} |"
 
 
 def _together(judged: Sequence[Judged], key: str) -> str:
@@ -133,11 +192,8 @@ def _together(judged: Sequence[Judged], key: str) -> str:
         figure = claim["figure"]
         several = claim["costs"] not in ("", FREE)
         if key == "paper":
-            words = (
-                ""
-                if figure is None or figure["paper"] is None
-                else f"{claim['costs']}: {figure['paper']:.2f}"
-            )
+            costs = f"{claim['costs']}: " if claim["costs"] else ""
+            words = "" if figure is None or figure["paper"] is None else f"{costs}{figure['paper']:.2f}"
         else:
             held = {True: "yes", False: "no", None: "unclear"}[claim["holds"]]
             costs = f", {claim['costs']}" if several else ""
@@ -157,7 +213,8 @@ def _tables(name: str, report: Report) -> str:
         "",
         "```bash",
     ]
-    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}", "```", ""]
+    runs = "".join(f' --run "{words}"' for words in report.get("runs", ()))
+    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{runs}", "```", ""]
     lines.append(
         f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
     )

@@ -1,4 +1,4 @@
-"""ASD's Tables 3 and 5 from exact counts: its draft and Draft & Verify's, at the costs of two models."""
+"""ASD's Tables 1, 3 and 5 from exact counts: its draft and Draft & Verify's, at the costs of two models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.papers import asd_runs
+from benchmarks.papers import asd_cosines, asd_runs
 from benchmarks.papers.asd_runs import AS_PRINTED, OF_TUNED, SEARCHED, SEARCHED_PROMPTS, TRIALS, TUNED, K
 from benchmarks.papers.counted import Case, Column, Counted, choose
-from benchmarks.papers.engine_counts import Counter, Counting, greedy
+from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, greedy
 from benchmarks.papers.tables import FREE, Claim, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
@@ -40,9 +40,9 @@ EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
 Draft = ASDNumbers | LayerPlan
 
 
-def counted(bench: Workbench) -> Counted:
+def counted(bench: Workbench, masks: Masks) -> Counted:
     """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks."""
-    columns, masks = _columns(bench), _Masks(bench)
+    columns = _columns(bench)
     tuning, reporting = (Counter(bench, split, "attention, MLP, head") for split in ("tuning", "reporting"))
     tried = _tried(bench, masks)
     drafts: dict[Case, Draft] = dict(tried.numbers)
@@ -67,8 +67,13 @@ def counted(bench: Workbench) -> Counted:
 
 
 def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the tables of speed-ups and of the ablation, and the paper's claims at each cost."""
-    one = counted(bench)
+    """Returns the tables of speed-ups, ablation and similarities, and the paper's claims, at each cost."""
+    masks = Masks(bench)
+    one = counted(bench, masks)
+    similarities = [
+        masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning", most=TUNING_PROMPTS)
+    ]
+    cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning")[: len(similarities)])
     attention = PAPER_MS[0] / sum(PAPER_MS)
     notes = (
         f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "
@@ -87,6 +92,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
             {row: {PAPER: figure} for row, figure in TABLE_5.items()},
             rows=[row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5],
         ),
+        cosines,
     )
     claims: list[Claim] = []
     for run in (AS_PRINTED, TUNED):
@@ -106,7 +112,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         for parts in zip(*pairs, strict=True):
             joined = all_hold(says, parts)
             claims.append(Claim(says, joined.holds, joined.because, parts[0].costs))
-    return made, tuple(claims)
+    return made, (*claims, *observed)
 
 
 def _printed(run: str, other: str | None = None) -> dict[str, float]:
@@ -139,8 +145,8 @@ class _Tried(NamedTuple):
     same: dict[Case, Case]
 
 
-def _tried(bench: Workbench, masks: _Masks) -> _Tried:
-    similarities = np.stack([masks.similarities(tuple(prompt)) for prompt in _searched_on(bench)])
+def _tried(bench: Workbench, masks: Masks) -> _Tried:
+    similarities = np.stack([masks.similarities(tuple(prompt))[:, 0] for prompt in _searched_on(bench)])
     settings = asd_sweep.grid(asd_sweep.default_alphas(similarities), EVERYS, KEEP_LASTS)
     tried = _Tried({}, {})
     for group in asd_sweep.grouped(similarities, settings):
@@ -187,7 +193,7 @@ def _searched(bench: Workbench, column: Column) -> LayerPlan:
     return found.best.plan
 
 
-class _Masks:
+class Masks:
     """Counts greedy texts under masks.
 
     A count depends on the prompt and on its mask only, and many settings give the same mask. So each is counted once.
@@ -206,16 +212,16 @@ class _Masks:
             if isinstance(draft, LayerPlan):
                 return self._known(ids, draft)
             numbers = asd_runs.fitting(self._bench.lm, draft)
-            found = asd_sweep.masks_of(self.similarities(ids)[None], [numbers])[0, 0]
+            found = asd_sweep.masks_of(self.similarities(ids)[None, :, 0], [numbers])[0, 0]
             return self._known(ids, LayerPlan(tuple((bool(a), bool(m)) for a, m in found)))
 
         return count
 
     def _similarities(self, prompt: tuple[int, ...]) -> np.ndarray:
-        """Returns the similarities of the attention sublayers on a prompt, float[L]."""
+        """Returns the similarities of the attention and MLP sublayers on a prompt, float[L, 2]."""
         bench = self._bench
         _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.options.max_new_tokens])
-        return np.asarray(found)[0, :, 0]
+        return np.asarray(found)[0]
 
     def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:
         """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
