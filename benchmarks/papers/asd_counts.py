@@ -1,4 +1,4 @@
-"""ASD's Tables 1, 3 and 5 from exact counts: its draft and Draft & Verify's, at the costs of two models."""
+"""ASD's tables from exact counts: its draft and Draft & Verify's, at the costs of two models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.papers import asd_cosines, asd_runs
-from benchmarks.papers.asd_runs import AS_PRINTED, OF_TUNED, SEARCHED, SEARCHED_PROMPTS, TRIALS, TUNED, K
+from benchmarks.papers import asd_cosines, asd_other_texts, asd_runs
+from benchmarks.papers.asd_other_texts import PAPER, PARTS
+from benchmarks.papers.asd_runs import (
+    AS_PRINTED,
+    CALIBRATED,
+    ELSEWHERE,
+    OF_TUNED,
+    SEARCHED,
+    SEARCHED_PROMPTS,
+    SHIFTED,
+    THERE,
+    TRIALS,
+    TUNED,
+    K,
+)
 from benchmarks.papers.counted import Case, Column, Counted, choose
-from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, greedy
+from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, generated
 from benchmarks.papers.tables import FREE, Claim, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
@@ -30,7 +43,6 @@ from jaxspec.tuning.tuning_options import SearchOptions
 # Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
 # of the bytes.
 PAPER_MS, PAPER_HEAD = (1.339, 0.768), 0.013
-PAPER = "Llama-2-13B"
 TABLE_3 = {SEARCHED: 1.495, AS_PRINTED: 1.443}
 TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307, "rules 1 and 2": 1.179}
 ALL_TUNED = "all rules" + OF_TUNED
@@ -40,10 +52,14 @@ EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
 Draft = ASDNumbers | LayerPlan
 
 
-def counted(bench: Workbench, masks: Masks) -> Counted:
-    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks."""
+def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]:
+    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks.
+
+    Returns:
+      the counts of the chosen cases, and the draft of each case.
+    """
     columns = _columns(bench)
-    tuning, reporting = (Counter(bench, split, "attention, MLP, head") for split in ("tuning", "reporting"))
+    tuning, reporting = (Counter(bench, split, PARTS) for split in ("tuning", "reporting"))
     tried = _tried(bench, masks)
     drafts: dict[Case, Draft] = dict(tried.numbers)
     for column in columns:
@@ -63,13 +79,20 @@ def counted(bench: Workbench, masks: Masks) -> Counted:
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
     counts = reporting.count({case: masks.counting(drafts[case]) for case in sorted(needed)})
     chosen = {AS_PRINTED: chosen["all rules"], **chosen}
-    return Counted(columns, chosen, counts, bench.kinds("reporting"))
+    return Counted(columns, chosen, counts, bench.kinds("reporting")), drafts
 
 
 def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     """Returns the tables of speed-ups, ablation and similarities, and the paper's claims, at each cost."""
     masks = Masks(bench)
-    one = counted(bench, masks)
+    one, drafts = counted(bench, masks)
+    rows = dict(one.chosen)
+    for row, kind in ((THERE, CALIBRATED), (ELSEWHERE, SHIFTED)):
+        rows[row] = {column.heading: Case(row, f"for {column.heading}") for column in one.columns}
+        drafts |= {rows[row][column.heading]: _searched(bench, column, kind) for column in one.columns}
+    others, told = asd_other_texts.tables(
+        bench, one.columns, rows, lambda case, temperature: masks.counting(drafts[case], temperature)
+    )
     similarities = [
         masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning", most=TUNING_PROMPTS)
     ]
@@ -78,8 +101,9 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     notes = (
         f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "
         "time and a head 1.3 % of a step.",
-        *one.settings(),
+        *one.settings([TUNED]),
     )
+    ablated = [row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5]
     made = (
         one.table(
             "Table 3 from counts: × plain",
@@ -90,8 +114,13 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         one.table(
             "Table 5 from counts: which rules make the draft, × plain",
             {row: {PAPER: figure} for row, figure in TABLE_5.items()},
-            rows=[row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5],
+            rows=ablated,
+            notes=[
+                "Tuned: the fastest setting that has all rules.",
+                *one.settings([row for row in ablated if row == ALL_TUNED]),
+            ],
         ),
+        *others,
         cosines,
     )
     claims: list[Claim] = []
@@ -112,7 +141,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         for parts in zip(*pairs, strict=True):
             joined = all_hold(says, parts)
             claims.append(Claim(says, joined.holds, joined.because, parts[0].costs))
-    return made, (*claims, *observed)
+    return made, (*claims, *told, *observed)
 
 
 def _printed(run: str, other: str | None = None) -> dict[str, float]:
@@ -159,18 +188,24 @@ def _tried(bench: Workbench, masks: Masks) -> _Tried:
     return tried
 
 
-def _searched_on(bench: Workbench) -> list[list[int]]:
-    return bench.encoded("tuning", most=SEARCHED_PROMPTS)
+def _searched_on(bench: Workbench, kinds: Sequence[str] | None = None) -> list[list[int]]:
+    return bench.encoded("tuning", kinds, SEARCHED_PROMPTS)
 
 
 def _shown(numbers: ASDNumbers) -> str:
     return f"α {numbers.alpha:g}, m {numbers.every}, n {numbers.keep_last}"
 
 
-def _searched(bench: Workbench, column: Column) -> LayerPlan:
-    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column."""
+def _searched(bench: Workbench, column: Column, kind: str | None = None) -> LayerPlan:
+    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column.
+
+    Args:
+      bench: the workbench.
+      column: the costs.
+      kind: task type of the prompts. Default: all.
+    """
     lm, depth = bench.lm, bench.lm.config.num_layers
-    name = column.heading.replace(" ", "-")
+    name = "-".join([column.heading.replace(" ", "-"), *([kind] if kind else [])])
     options = SearchOptions(
         trials=TRIALS,
         keep_first_last=depth > 2,
@@ -181,7 +216,7 @@ def _searched(bench: Workbench, column: Column) -> LayerPlan:
     costs = Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0)))
     found = search(
         lm,
-        _searched_on(bench),
+        _searched_on(bench, None if kind is None else (kind,)),
         options,
         bench.directory / f"{name}.trials.jsonl",
         resume=bench.options.resume,
@@ -194,9 +229,10 @@ def _searched(bench: Workbench, column: Column) -> LayerPlan:
 
 
 class Masks:
-    """Counts greedy texts under masks.
+    """Counts texts under masks.
 
-    A count depends on the prompt and on its mask only, and many settings give the same mask. So each is counted once.
+    A count depends on the prompt, its mask and the temperature only, and many settings give the same mask. So each is
+    counted once.
     """
 
     def __init__(self, bench: Workbench) -> None:
@@ -204,16 +240,16 @@ class Masks:
         self.similarities = functools.cache(self._similarities)
         self._known = functools.cache(self._count)
 
-    def counting(self, draft: Draft) -> Counting:
+    def counting(self, draft: Draft, temperature: float = 0.0) -> Counting:
         """Returns the counting of texts with ASD's numbers, or with one mask for all prompts."""
 
         def count(prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
             ids = tuple(prompt)
             if isinstance(draft, LayerPlan):
-                return self._known(ids, draft)
+                return self._known(ids, draft, temperature)
             numbers = asd_runs.fitting(self._bench.lm, draft)
             found = asd_sweep.masks_of(self.similarities(ids)[None, :, 0], [numbers])[0, 0]
-            return self._known(ids, LayerPlan(tuple((bool(a), bool(m)) for a, m in found)))
+            return self._known(ids, LayerPlan(tuple((bool(a), bool(m)) for a, m in found)), temperature)
 
         return count
 
@@ -223,10 +259,11 @@ class Masks:
         _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.options.max_new_tokens])
         return np.asarray(found)[0]
 
-    def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:
+    def _count(
+        self, prompt: tuple[int, ...], plan: LayerPlan, temperature: float
+    ) -> tuple[Result, Sequence[float]]:
         """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
-        result = greedy(
-            self._bench, prompt, Drafting(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
-        )
+        drafter = Drafting(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
+        result = generated(self._bench, prompt, drafter, temperature)
         drafted = result.statistics.num_draft_tokens
         return result, [drafted * float(share) for share in (*np.mean(plan.run, axis=0), 1.0)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.counted import Case, Work
-from benchmarks.papers.workbench import Workbench
+from benchmarks.papers.workbench import Workbench, distribution
 from jaxspec.bench.prompts import Split
 from jaxspec.engine.results import Result
 from jaxspec.host.line_log import LineLog
@@ -31,16 +31,19 @@ class Counter:
       split: the split of the prompts.
       parts: the parts of a draft pass; a change of these begins a new file.
       name: name of the file, for a paper with several.
+      task_types: task types of the prompts; None for all.
     """
 
     bench: Workbench
     split: Split
     parts: str
     name: str = "counts"
+    task_types: Sequence[str] | None = None
 
     def count(self, cases: Mapping[Case, Counting]) -> dict[Case, Work]:
         """Returns the counts of each case; those of the file are not counted again."""
-        prompts = self.bench.encoded(self.split, most=TUNING_PROMPTS if self.split == "tuning" else None)
+        most = TUNING_PROMPTS if self.split == "tuning" else None
+        prompts = self.bench.encoded(self.split, self.task_types, most)
         options = self.bench.options
         header = {
             "format": "jaxspec.counts/1",
@@ -65,10 +68,15 @@ class Counter:
         }
 
 
-def greedy(bench: Workbench, prompt: Sequence[int], method: Any) -> Result:
-    """Generates a greedy text."""
+def generated(bench: Workbench, prompt: Sequence[int], method: Any, temperature: float = 0.0) -> Result:
+    """Generates a text: greedy, or sampled with the seed of the options."""
+    options = bench.options
     found: Result = bench.lm.generate(
-        prompt, method=method, max_new_tokens=bench.options.max_new_tokens, temperature=0.0
+        prompt,
+        method=method,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        **distribution(temperature),
     )
     return found
 

@@ -14,7 +14,7 @@ from flax import struct
 
 from benchmarks.papers import s2d_runs
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
-from benchmarks.papers.engine_counts import Counter, Counting, greedy
+from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
 from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
 from benchmarks.papers.tables import FREE, Cell, Claim, Table, more_than
@@ -81,8 +81,11 @@ class Setting(NamedTuple):
     length: int | None = None
 
 
-def counted(bench: Workbench, found: SortedDraft) -> Counted:
+def counted(bench: Workbench, found: SortedDraft) -> tuple[Counted, Counted]:
     """Counts all thresholds with the schedule of the paper's harness, and the best also with constant lengths.
+
+    Returns:
+      the counts of greedy texts, and of sampled ones with the same settings.
 
     Raises:
       ValueError: see `_others`.
@@ -118,31 +121,26 @@ def counted(bench: Workbench, found: SortedDraft) -> Counted:
         columns,
     )
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
-    counts = _count_all(bench, "reporting", {case: settings[case] for case in sorted(needed)})
-    counts |= {Case(SINGLE, f"{case.row}, {case.setting}"): work for case, work in counts.items()}
     kinds = bench.kinds("reporting")
-    return Counted(columns, {**chosen, **singles}, counts, kinds)
+
+    def at(temperature: float) -> Counted:
+        counts = _count_all(
+            bench, "reporting", {case: settings[case] for case in sorted(needed)}, temperature
+        )
+        counts |= {Case(SINGLE, f"{case.row}, {case.setting}"): work for case, work in counts.items()}
+        return Counted(columns, {**chosen, **singles}, counts, kinds)
+
+    return at(0.0), at(1.0)
 
 
 def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     """Returns the table of speed-ups, the ratio to the best exit, and the paper's claim at each cost."""
-    one = counted(bench, found)
+    one, drawn = counted(bench, found)
     roles = {f"exit {layer} alone": role for layer, role in s2d_runs.roles_of(found.drafter.exits).items()}
     roles[SORTED] = SORTED
-    paper = {
-        row: {target: TABLE_2[role][number][0] for number, target in enumerate(TARGETS)}
-        for row, role in roles.items()
-    }
-    rivals = {
-        target: max(TABLE_2[role][number][0] for role in (FIRST, MIDDLE, LAST))
-        for number, target in enumerate(TARGETS)
-    }
-    over = {
-        SORTED: {target: TABLE_2[SORTED][number][0] / rivals[target] for number, target in enumerate(TARGETS)}
-    }
+    (paper, over), (paper_drawn, over_drawn) = (_printed(roles, place) for place in (0, 2))
     others = [row for row in one.chosen if row not in (*roles, SINGLE)]
     words, last = [*bench.options.runs], f"exit {found.drafter.exits[-1]} alone"
-    paper[TWIN] = {target: TABLE_2[SFT][number][0] for number, target in enumerate(TARGETS)}
     notes = (
         "Exact counts of greedy texts. The columns of the paper's targets have its costs: a layer of the draft costs "
         "1/32, 1/40 and about 1/200 of a step, and the exits count as its 6, 9 and 12 layers.",
@@ -153,13 +151,13 @@ def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tup
         one.table("Table 2 from counts: × plain", paper, rows=[*roles, *others], notes=notes),
         one.table(
             "Table 2 from counts: S2D ÷ the exit that is fastest on tuning prompts",
-            over,
+            {SORTED: over},
             SINGLE,
             [SORTED],
             ("The paper's figures are S2D ÷ its best exit in the same table, chosen on the same prompts.",),
         ),
     ]
-    claims = one.claims(BEST_EXIT, SORTED, SINGLE, paper=over[SORTED])
+    claims = one.claims(BEST_EXIT, SORTED, SINGLE, paper=over)
     claims += _average(one, paper, [*roles])
     if words:
         ratios = {row: _divided(paper, row, TWIN) for row in roles}
@@ -173,7 +171,28 @@ def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tup
     for row in others:
         if row != TWIN:
             claims += one.claims(f"S2D is faster than `{row}`.", SORTED, row)
+    sampled = (
+        "The settings that are fastest on greedy tuning texts. One seed: every row writes another text, and the "
+        "intervals contain that.",
+    )
+    made.append(
+        drawn.table(
+            "Table 2, T = 1, from counts: × plain", paper_drawn, rows=[*roles, *others], notes=sampled
+        )
+    )
+    claims += drawn.claims(f"At T = 1, {BEST_EXIT}", SORTED, SINGLE, paper=over_drawn)
     return tuple(made), tuple(claims)
+
+
+def _printed(roles: Mapping[str, str], place: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Returns the paper's speed-ups by row and target, and S2D ÷ its best exit, at a place of `TABLE_2`'s entries."""
+
+    def speeds(role: str) -> dict[str, float]:
+        return {target: TABLE_2[role][number][place] for number, target in enumerate(TARGETS)}
+
+    paper = {row: speeds(role) for row, role in {**roles, TWIN: SFT}.items()}
+    mine, exits = speeds(SORTED), [speeds(role) for role in (FIRST, MIDDLE, LAST)]
+    return paper, {target: mine[target] / max(one[target] for one in exits) for target in TARGETS}
 
 
 def _divided(paper: Mapping[str, Mapping[str, float]], row: str, other: str) -> dict[str, float]:
@@ -257,21 +276,24 @@ def _words(length: int | None) -> str:
     return "schedule" if length is None else f"K {length}"
 
 
-def _count_all(bench: Workbench, split: Split, settings: Mapping[Case, Setting]) -> dict[Case, Work]:
+def _count_all(
+    bench: Workbench, split: Split, settings: Mapping[Case, Setting], temperature: float = 0.0
+) -> dict[Case, Work]:
     """Counts on the prompts of a split, with a file for each draft."""
     found: dict[Case, Work] = {}
     for own in dict.fromkeys(setting.draft.fingerprint for setting in settings.values()):
         cases = {
-            case: _counting(bench, setting)
+            case: _counting(bench, setting, temperature)
             for case, setting in settings.items()
             if setting.draft.fingerprint == own
         }
         exits = next(iter(settings.values())).draft.drafter.exits
-        found |= Counter(bench, split, f"exits {exits}, heads", f"counts-{own}").count(cases)
+        drawn = f"-T-{temperature:g}-seed-{bench.options.seed}" if temperature else ""
+        found |= Counter(bench, split, f"exits {exits}, heads", f"counts-{own}{drawn}").count(cases)
     return found
 
 
-def _counting(bench: Workbench, setting: Setting) -> Counting:
+def _counting(bench: Workbench, setting: Setting, temperature: float = 0.0) -> Counting:
     made, length = setting.draft.drafter, setting.length
     drafter = Tallied(
         made.config,
@@ -280,13 +302,13 @@ def _counting(bench: Workbench, setting: Setting) -> Counting:
         AdaptiveLength(maximum=LONGEST) if length is None else Constant(),
         LONGEST if length is None else length,
     )
-    return functools.partial(_count, bench, drafter, setting.draft.params)
+    return functools.partial(_count, bench, drafter, setting.draft.params, temperature)
 
 
 def _count(
-    bench: Workbench, drafter: Tallied, params: Any, prompt: Sequence[int]
+    bench: Workbench, drafter: Tallied, params: Any, temperature: float, prompt: Sequence[int]
 ) -> tuple[Result, Sequence[float]]:
     _seen.update(depths=np.zeros(len(drafter.exits)), heads=np.zeros(()))
-    result = greedy(bench, prompt, (drafter, params))
+    result = generated(bench, prompt, (drafter, params), temperature)
     jax.effects_barrier()
     return result, [*_seen["depths"], float(_seen["heads"])]

@@ -19,7 +19,7 @@ from benchmarks.papers import (
     s2d_runs,
 )
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
-from benchmarks.papers.engine_counts import greedy
+from benchmarks.papers.engine_counts import generated
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FREE
 from benchmarks.papers.workbench import Workbench
@@ -32,7 +32,10 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.testing.models import TARGET, params
 from jaxspec.tuning.s2d_sweep import sorted_draft
 
-SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once", "Upon")}}
+SPLITS = {
+    "tuning": {"stories": ("One", "Two"), "code": ("def a",)},
+    "reporting": {"stories": ("Once", "Upon"), "code": ("def f",)},
+}
 COLUMNS = (Column(FREE, (0.1, 0.0)), Column("dear", (0.5, 0.1)))
 
 
@@ -106,7 +109,7 @@ def test_exits_alone_count_like_a_draft_model(lm, draft):
         for thresholds, layers, expected in (((0.0,), 1, (1, 0)), ((1.0,), 2, (0, 1))):
             setting = s2d_counts.Setting(found, thresholds, 3)
             result, (*depths, heads) = s2d_counts._counting(bench, setting)(prompt)
-            other = greedy(bench, prompt, DraftModel(draft=draft, draft_exit=layers, num_draft_tokens=3))
+            other = generated(bench, prompt, DraftModel(draft=draft, draft_exit=layers, num_draft_tokens=3))
             assert result.tokens == other.tokens
             assert result.statistics.num_rounds == other.statistics.num_rounds
             # Every draft token, also those past the end of the text, is one step through one exit and one head.
@@ -120,14 +123,14 @@ def test_masks_count_like_asd_and_each_once(lm, monkeypatch):
         masks, prompt = asd_counts.Masks(bench), bench.encoded("tuning")[0]
         numbers = ASDNumbers(alpha=1.0, every=2, keep_last=0)
         result, passes = masks.counting(numbers)(prompt)
-        other = greedy(bench, prompt, asd_runs.asd(lm, numbers))
+        other = generated(bench, prompt, asd_runs.asd(lm, numbers))
         assert result.tokens == other.tokens
         counts = ("num_rounds", "num_draft_tokens", "num_accepted_tokens")
         for name in counts:
             assert getattr(result.statistics, name) == getattr(other.statistics, name)
         # Every second of two layers is skipped.
         assert passes == [result.statistics.num_draft_tokens * share for share in (0.5, 0.5, 1.0)]
-        monkeypatch.setattr(asd_counts, "greedy", lambda *given: pytest.fail("counted again"))
+        monkeypatch.setattr(asd_counts, "generated", lambda *given: pytest.fail("counted again"))
         same = LayerPlan.skipping(lm.config.num_layers, [1], [1])
         assert masks.counting(same)(prompt) == (result, passes)
 
@@ -153,7 +156,8 @@ def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path
         lm, PaperOptions(runs={words: DraftModel(draft=str(twin))}, **given), lambda what: None
     )
     assert found.runs == (words,)
-    plain, _, ratios = found.tables
+    plain, _, ratios, drawn = found.tables
+    assert drawn.cell("SFT + SD", "Vicuna-7B").paper == 1.16
     assert plain.cell("SFT + SD", "Vicuna-7B").paper == 1.19
     assert ratios.cell("S2D", "Vicuna-7B").paper == pytest.approx(1.34 / 1.19)
     assert any("without sorting" in claim.says for claim in found.claims)
