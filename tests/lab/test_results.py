@@ -101,7 +101,7 @@ def test_a_claim_without_costs_holds_or_not():
             for model, holds in zip(("large", "small"), found, strict=True)
         }
         row = next(line for line in results.page(reports).splitlines() if line.startswith("| It is"))
-        assert row.split(" | ")[1] == "0.01"
+        assert row.split(" | ")[1] == "0.012"
         assert row.split(" | ")[-1] == f"{expected} |"
 
 
