@@ -12,22 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.papers import adaspeed_counts, adaspeed_ratios, baselines, rules
+from benchmarks.papers import adaspeed_counts, adaspeed_ratios, adaspeed_sampled, baselines, rules
 from benchmarks.papers.adaspeed_counts import NAMES, TABLE, Counted
+from benchmarks.papers.adaspeed_sampled import TOP_P
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.rules import Case
 from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, more_than
 from benchmarks.papers.workbench import Measured, Workbench
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress
-from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
 
 PAPER = "AdaSPEED: Adaptive Self-Speculative Early-Exit Decoding (Liu et al.)"
-# Sampling of LayerSkip's evaluations, which AdaSPEED's follow.
-TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
-# Settings for sampled texts, in the engine.
-DRAWN_CONSTANTS, DRAWN_GAMMAS = (2, 4, 8, 16), (0.1, 0.3, 0.6, 0.8)
 _UNTRAINED = (
     "untrained: this model's first layers as a draft model with its own cache; they were not trained to draft "
     "beyond the model's own training."
@@ -83,22 +79,9 @@ def _greedy(bench: Workbench, chosen: Mapping[str, Case], untrained: Mapping[str
 def _drawn(
     bench: Workbench, exits: Sequence[int], chosen: Mapping[str, Case], untrained: Mapping[str, Method]
 ) -> tuple[dict[str, Case], Measured]:
-    """Tunes each rule on sampled texts, and measures it on others.
-
-    All rules are tried at the same exits: those that were best for greedy texts, and those with a probe for sampled
-    ones. So no rule has more choice than another.
-    """
+    """Tunes each rule on sampled texts, and measures it on others."""
     near = {chosen[rule].exit_layer for rule in ("constant", "confidence", "product")}
-    probed = {
-        layer for layer in exits if rules.probe(bench.lm, layer, distribution_name(**TOP_P)) is not None
-    }
-    cases = [
-        Case(rule, layer, number)
-        for rule in NAMES
-        if rule != "oracle"
-        for layer in sorted(probed if rule == "probe" else near | probed)
-        for number in (DRAWN_CONSTANTS if rule == "constant" else DRAWN_GAMMAS)
-    ]
+    cases = adaspeed_sampled.cases(bench.lm, near, exits)
     named = {str(case): case for case in cases}
     tried = bench.measure(
         "top-p-tuning", "tuning", {name: case.method() for name, case in named.items()}, sampling=TOP_P
@@ -156,7 +139,7 @@ def _untrained_rows(measured: Measured, untrained: Mapping[str, Method]) -> list
 def _drawn_table(best: Mapping[str, Case], measured: Measured, untrained: Mapping[str, Method]) -> Table:
     rows = [Row("plain", {TIMES: Cell(ours=1.0)}), *_untrained_rows(measured, untrained)]
     for rule, case in best.items():
-        over = measured.ratio(NAMES[rule], NAMES["constant"], paper=TABLE[rule][0][1])
+        over = measured.ratio(NAMES[rule], NAMES["constant"], paper=TABLE[rule][1][0])
         rows.append(Row(f"{NAMES[rule]}: {_numbers(case)}", {OVER: over, TIMES: measured.ratio(NAMES[rule])}))
     notes = (
         "Temperature .6, top-p .9. The paper's figures are for its 1B model (7B: 1.00, 1.14, 1.21, 1.24). Drafts are "

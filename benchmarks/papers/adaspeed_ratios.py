@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.papers import adaspeed_counts, rules
+from benchmarks.papers import adaspeed_counts, adaspeed_sampled, rules
 from benchmarks.papers.adaspeed_counts import NAMES, TABLE
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.rules import Rounds
@@ -18,25 +18,84 @@ from jaxspec.methods.base import share_of_step
 # The share of a step's bytes that the output head has in the paper's models, of which it measured LayerSkip's versions:
 # Llama-3.2-1B (16 layers, a head of 128,256 × 2,048) and Llama-2-7B (32 layers, a head of 32,000 × 4,096).
 HEADS = {"Llama 1B": 0.2126, "Llama 7B": 0.0198}
-CONSTANT = NAMES["constant"]
+CONSTANT, PRODUCT = NAMES["constant"], NAMES["product"]
+# The rules of the sweep of the exit layer, and values of γ0 in the table of its search.
+SWEPT, SHOWN_GAMMAS = ("constant", "confidence", "product"), (0.1, 0.3, 0.6, 0.8, 0.95)
+LOWER = (
+    "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
+)
 
 
-def counted(bench: Workbench, exits: Sequence[int]) -> Counted:
-    """Counts every rule at every exit with every number by replay."""
-    rounds = adaspeed_counts.replayed(bench, exits)
-    columns = _columns(bench)
-    cases = {Case(NAMES[case.rule], str(case).partition(", ")[2]): case for case in rounds}
-    tuning, reporting = (
-        {name: _work(rounds[case][split], case.exit_layer) for name, case in cases.items()}
-        for split in (0, 1)
-    )
-    return Counted(columns, choose(tuning, columns), reporting, bench.kinds("reporting"))
+class _Greedy:
+    """Every rule at every exit with every number on greedy texts, by replay.
+
+    Attributes:
+      one: the fastest case of each rule on tuning texts.
+      cases: the replayed cases by those of the tables.
+      tuning: counts on tuning texts.
+      kinds: task types of the tuning texts.
+    """
+
+    def __init__(self, bench: Workbench, exits: Sequence[int]) -> None:
+        rounds = adaspeed_counts.replayed(bench, exits)
+        columns = _columns(bench)
+        self.cases = {Case(NAMES[case.rule], str(case).partition(", ")[2]): case for case in rounds}
+        self.tuning, reporting = (
+            {name: _work(rounds[case][split], case.exit_layer) for name, case in self.cases.items()}
+            for split in (0, 1)
+        )
+        self.kinds = bench.kinds("tuning")
+        self.one = Counted(columns, choose(self.tuning, columns), reporting, bench.kinds("reporting"))
+
+    def by_exit(self, exits: Sequence[int]) -> Counted:
+        """Returns the swept rules at each exit, with the number that is fastest there on tuning texts."""
+        tuning = {case: work for case, work in self.tuning.items() if self.cases[case].rule in SWEPT}
+        renamed = {
+            case: Case(f"{case.row}, exit {self.cases[case].exit_layer}", case.setting) for case in tuning
+        }
+        chosen = choose({renamed[case]: work for case, work in tuning.items()}, self.one.columns)
+        order = [f"{NAMES[rule]}, exit {layer}" for rule in SWEPT for layer in exits]
+        counts = {renamed[case]: self.one.reporting[case] for case in tuning}
+        return Counted(self.one.columns, {row: chosen[row] for row in order}, counts, self.one.kinds)
+
+    def by_gamma(self) -> Counted:
+        """Returns AdaSPEED with several γ0, at the exit that is fastest on tuning texts with any."""
+        chosen = {}
+        for gamma in (one for one in SHOWN_GAMMAS if one in rules.GAMMAS):
+            chosen[f"γ0 {gamma:g}"] = {
+                heading: next(
+                    name
+                    for name, other in self.cases.items()
+                    if other == self.cases[best]._replace(number=gamma, settled=False)
+                )
+                for heading, best in self.one.chosen[PRODUCT].items()
+            }
+        return Counted(
+            self.one.columns, chosen | {PRODUCT: self.one.chosen[PRODUCT]}, self.one.reporting, self.one.kinds
+        )
+
+    def lower(self, column: Column) -> Claim:
+        """Judges whether AdaSPEED's best exit is the lowest, on the bootstrap's draws of tuning texts."""
+        best = {}
+        for rule in SWEPT:
+            own = [case for case in self.tuning if self.cases[case].rule == rule]
+            speeds = np.stack([column.drawn(self.tuning[case], self.kinds) for case in own])
+            best[rule] = np.array([self.cases[case].exit_layer for case in own])[speeds.argmax(axis=0)]
+        found, *draws = best["product"] < np.minimum(best["constant"], best["confidence"])
+        share = float(np.mean(draws))
+        holds = None if 0.025 < share < 0.975 else bool(found)
+        words = ", ".join(f"{NAMES[rule]} {layers[0]}" for rule, layers in best.items())
+        return Claim(
+            LOWER, holds, f"exits: {words}; lower in {share:.0%} of the bootstrap's draws", column.heading
+        )
 
 
 def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     """Returns the tables over LayerSkip and over plain decoding, and the paper's claims at each cost."""
-    one = counted(bench, exits)
-    paper = {NAMES[rule]: {"Llama 1B": small[0], "Llama 7B": large} for rule, (small, large) in TABLE.items()}
+    greedy = _Greedy(bench, exits)
+    one = greedy.one
+    near = {greedy.cases[case].exit_layer for rule in SWEPT for case in one.chosen[NAMES[rule]].values()}
+    drawn = adaspeed_sampled.count(bench, near, exits, one.columns)
     notes = (
         "Exact counts of greedy texts. The columns of the paper's models have their costs by bytes: an exit after a "
         "share f of the layers costs h + (1 − h) f of a step, where the head's share h is "
@@ -45,24 +104,71 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
         f"At most {rules.LONGEST} draft tokens. The oracle stop reads the text.",
         *one.settings(),
     )
+    swept, gammas = greedy.by_exit(exits), greedy.by_gamma()
     made = (
         one.table(
-            "Table I, greedy, from counts: × LayerSkip with the best constant", paper, CONSTANT, notes=notes
+            "Table I, greedy, from counts: × LayerSkip with the best constant",
+            _printed(0),
+            CONSTANT,
+            notes=notes,
         ),
         one.table("Table I, greedy, from counts: × plain", {}),
+        drawn.table(
+            "Table I, top-p, from counts: × LayerSkip with the best constant",
+            _printed(1),
+            CONSTANT,
+            notes=(adaspeed_sampled.NOTE, *drawn.settings()),
+        ),
+        drawn.table("Table I, top-p, from counts: × plain", {}),
+        swept.table("The exit layer, greedy, from counts: × plain", {}),
+        gammas.table(
+            "The search for γ0, greedy, from counts: × AdaSPEED with the γ0 that is fastest on tuning prompts",
+            {},
+            PRODUCT,
+            [row for row in gammas.chosen if row != PRODUCT],
+            (f"The paper chose γ0 = {rules.PAPER_GAMMA:g} for all models.",),
+        ),
     )
     claims = one.claims(
         "An early exit with the best constant length is faster than plain decoding.", CONSTANT, None
     )
-    for says, row, other in (
-        ("Greedy, AdaSPEED is faster than LayerSkip.", "product", "constant"),
-        ("Greedy, AdaSPEED is faster than Draft & Verify's stop.", "product", "confidence"),
-        ("Greedy, AdaSPEED is faster without a probe than with one.", "product", "probe"),
-    ):
-        if NAMES[other] in one.chosen:
-            printed = {model: paper[NAMES[row]][model] / paper[NAMES[other]][model] for model in HEADS}
-            claims += one.claims(says, NAMES[row], NAMES[other], paper=printed)
+    claims += _compared(
+        one, "Greedy", 0, (("product", "constant"), ("product", "confidence"), ("product", "probe"))
+    )
+    claims += _compared(
+        drawn, "With top-p", 1, (("product", "constant"), ("product", "confidence"), ("probe", "product"))
+    )
+    claims += [greedy.lower(column) for column in one.columns]
+    claims += gammas.claims(
+        "Greedy, one γ0 (0.8) serves all models: it is as fast as a tuned one, within 5 %.",
+        f"γ0 {rules.PAPER_GAMMA:g}",
+        PRODUCT,
+        0.95,
+    )
     return made, tuple(claims)
+
+
+def _compared(one: Counted, texts: str, column: int, pairs: Sequence[tuple[str, str]]) -> Iterator[Claim]:
+    """Yields the claims that a rule is faster than another on some texts."""
+    paper = _printed(column)
+    for row, other in pairs:
+        if {NAMES[row], NAMES[other]} <= one.chosen.keys():
+            words = _SAYS[row, other]
+            printed = {model: paper[NAMES[row]][model] / paper[NAMES[other]][model] for model in HEADS}
+            yield from one.claims(f"{texts}, {words}.", NAMES[row], NAMES[other], paper=printed)
+
+
+_SAYS = {
+    ("product", "constant"): "AdaSPEED is faster than LayerSkip",
+    ("product", "confidence"): "AdaSPEED is faster than Draft & Verify's stop",
+    ("product", "probe"): "AdaSPEED is faster without a probe than with one",
+    ("probe", "product"): "AdaSPEED is faster with a probe than without",
+}
+
+
+def _printed(texts: int) -> dict[str, Mapping[str, float]]:
+    """Returns the paper's figures of greedy (0) or sampled texts (1), by row and model."""
+    return {NAMES[rule]: dict(zip(HEADS, figures[texts], strict=True)) for rule, figures in TABLE.items()}
 
 
 def _columns(bench: Workbench) -> tuple[Column, ...]:

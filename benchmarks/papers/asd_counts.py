@@ -1,28 +1,41 @@
-"""ASD's Tables 3 and 5 from exact counts: its draft and Draft & Verify's, at the costs of two models."""
+"""ASD's tables from exact counts: its draft and Draft & Verify's, at the costs of two models."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks.papers import asd_runs
-from benchmarks.papers.asd_runs import AS_PRINTED, OF_TUNED, SEARCHED, SEARCHED_PROMPTS, TRIALS, TUNED, K
+from benchmarks.papers import asd_cosines, asd_other_texts, asd_runs
+from benchmarks.papers.asd_other_texts import PAPER, PARTS
+from benchmarks.papers.asd_runs import (
+    AS_PRINTED,
+    CALIBRATED,
+    ELSEWHERE,
+    OF_TUNED,
+    SEARCHED,
+    SEARCHED_PROMPTS,
+    SHIFTED,
+    THERE,
+    TRIALS,
+    TUNED,
+    K,
+)
 from benchmarks.papers.counted import Case, Column, Counted, choose
-from benchmarks.papers.engine_counts import Counter, Counting, greedy
+from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, generated
 from benchmarks.papers.tables import FREE, Claim, Table, all_hold
 from benchmarks.papers.workbench import Workbench
+from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
 from jaxspec.engine.results import Result
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.io.methods.method_files import write_plan
-from jaxspec.methods import DraftVerify, Method
 from jaxspec.model.llama import floor_bytes
+from jaxspec.model.plan import LayerPlan
 from jaxspec.tuning import asd_sweep
-from jaxspec.tuning.mask_search import found_by, search
+from jaxspec.tuning.mask_search import search
 from jaxspec.tuning.round_costs import Costs
 from jaxspec.tuning.texts import prepare_texts
 from jaxspec.tuning.tuning_options import SearchOptions
@@ -30,51 +43,67 @@ from jaxspec.tuning.tuning_options import SearchOptions
 # Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
 # of the bytes.
 PAPER_MS, PAPER_HEAD = (1.339, 0.768), 0.013
-PAPER = "Llama-2-13B"
 TABLE_3 = {SEARCHED: 1.495, AS_PRINTED: 1.443}
 TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307, "rules 1 and 2": 1.179}
 ALL_TUNED = "all rules" + OF_TUNED
 # The numbers of ASD to try: α as quantiles of the model's similarities, m and n.
 EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
+# ASD's numbers, or the mask of Draft & Verify.
+Draft = ASDNumbers | LayerPlan
 
 
-def counted(bench: Workbench) -> Counted:
-    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks."""
+def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]:
+    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify with searched masks.
+
+    Returns:
+      the counts of the chosen cases, and the draft of each case.
+    """
     columns = _columns(bench)
-    tuning, reporting = (Counter(bench, split, "attention, MLP, head") for split in ("tuning", "reporting"))
-    tried = _tried(bench)
-    methods: dict[Case, Method] = {case: asd_runs.asd(bench.lm, one) for case, one in tried.numbers.items()}
+    tuning, reporting = (Counter(bench, split, PARTS) for split in ("tuning", "reporting"))
+    tried = _tried(bench, masks)
+    drafts: dict[Case, Draft] = dict(tried.numbers)
     for column in columns:
-        methods[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
-    tuned = tuning.count(
-        {case: _counting(bench, methods[case]) for case in methods if case not in tried.same}
-    )
+        drafts[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
+    tuned = tuning.count({case: masks.counting(drafts[case]) for case in drafts if case not in tried.same})
     tuned |= {case: tuned[other] for case, other in tried.same.items()}
     chosen = choose(tuned, columns)
     for row, numbers in asd_sweep.ablation(ASDNumbers()).items():
-        methods[Case(row, "")] = asd_runs.asd(bench.lm, numbers)
+        drafts[Case(row, "")] = numbers
         chosen[row] = {column.heading: Case(row, "") for column in columns}
     # The ablation of the fastest setting that has all rules.
     for heading, case in chosen.pop(ALL_TUNED, {}).items():
         for row, numbers in asd_sweep.ablation(tried.numbers[case]).items():
             part = Case(row + OF_TUNED, f"with {_shown(tried.numbers[case])}")
-            methods[part] = asd_runs.asd(bench.lm, numbers)
+            drafts[part] = numbers
             chosen.setdefault(part.row, {})[heading] = part
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
-    counts = reporting.count({case: _counting(bench, methods[case]) for case in sorted(needed)})
+    counts = reporting.count({case: masks.counting(drafts[case]) for case in sorted(needed)})
     chosen = {AS_PRINTED: chosen["all rules"], **chosen}
-    return Counted(columns, chosen, counts, bench.kinds("reporting"))
+    return Counted(columns, chosen, counts, bench.kinds("reporting")), drafts
 
 
 def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the tables of speed-ups and of the ablation, and the paper's claims at each cost."""
-    one = counted(bench)
+    """Returns the tables of speed-ups, ablation and similarities, and the paper's claims, at each cost."""
+    masks = Masks(bench)
+    one, drafts = counted(bench, masks)
+    rows = dict(one.chosen)
+    for row, kind in ((THERE, CALIBRATED), (ELSEWHERE, SHIFTED)):
+        rows[row] = {column.heading: Case(row, f"for {column.heading}") for column in one.columns}
+        drafts |= {rows[row][column.heading]: _searched(bench, column, kind) for column in one.columns}
+    others, told = asd_other_texts.tables(
+        bench, one.columns, rows, lambda case, temperature: masks.counting(drafts[case], temperature)
+    )
+    similarities = [
+        masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning", most=TUNING_PROMPTS)
+    ]
+    cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning")[: len(similarities)])
     attention = PAPER_MS[0] / sum(PAPER_MS)
     notes = (
         f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "
         "time and a head 1.3 % of a step.",
-        *one.settings(),
+        *one.settings([TUNED]),
     )
+    ablated = [row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5]
     made = (
         one.table(
             "Table 3 from counts: × plain",
@@ -85,8 +114,14 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         one.table(
             "Table 5 from counts: which rules make the draft, × plain",
             {row: {PAPER: figure} for row, figure in TABLE_5.items()},
-            rows=[row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5],
+            rows=ablated,
+            notes=[
+                "Tuned: the fastest setting that has all rules.",
+                *one.settings([row for row in ablated if row == ALL_TUNED]),
+            ],
         ),
+        *others,
+        cosines,
     )
     claims: list[Claim] = []
     for run in (AS_PRINTED, TUNED):
@@ -106,7 +141,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         for parts in zip(*pairs, strict=True):
             joined = all_hold(says, parts)
             claims.append(Claim(says, joined.holds, joined.because, parts[0].costs))
-    return made, tuple(claims)
+    return made, (*claims, *told, *observed)
 
 
 def _printed(run: str, other: str | None = None) -> dict[str, float]:
@@ -139,8 +174,8 @@ class _Tried(NamedTuple):
     same: dict[Case, Case]
 
 
-def _tried(bench: Workbench) -> _Tried:
-    similarities = np.stack([_similarities(bench, prompt) for prompt in _searched_on(bench)])
+def _tried(bench: Workbench, masks: Masks) -> _Tried:
+    similarities = np.stack([masks.similarities(tuple(prompt))[:, 0] for prompt in _searched_on(bench)])
     settings = asd_sweep.grid(asd_sweep.default_alphas(similarities), EVERYS, KEEP_LASTS)
     tried = _Tried({}, {})
     for group in asd_sweep.grouped(similarities, settings):
@@ -153,18 +188,24 @@ def _tried(bench: Workbench) -> _Tried:
     return tried
 
 
-def _searched_on(bench: Workbench) -> list[list[int]]:
-    return bench.encoded("tuning", most=SEARCHED_PROMPTS)
+def _searched_on(bench: Workbench, kinds: Sequence[str] | None = None) -> list[list[int]]:
+    return bench.encoded("tuning", kinds, SEARCHED_PROMPTS)
 
 
 def _shown(numbers: ASDNumbers) -> str:
     return f"α {numbers.alpha:g}, m {numbers.every}, n {numbers.keep_last}"
 
 
-def _searched(bench: Workbench, column: Column) -> DraftVerify:
-    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column."""
+def _searched(bench: Workbench, column: Column, kind: str | None = None) -> LayerPlan:
+    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column.
+
+    Args:
+      bench: the workbench.
+      column: the costs.
+      kind: task type of the prompts. Default: all.
+    """
     lm, depth = bench.lm, bench.lm.config.num_layers
-    name = column.heading.replace(" ", "-")
+    name = "-".join([column.heading.replace(" ", "-"), *([kind] if kind else [])])
     options = SearchOptions(
         trials=TRIALS,
         keep_first_last=depth > 2,
@@ -173,41 +214,56 @@ def _searched(bench: Workbench, column: Column) -> DraftVerify:
     )
     attention, mlp, head = column.prices
     costs = Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0)))
-    log = bench.directory / f"{name}.trials.jsonl"
     found = search(
         lm,
-        _searched_on(bench),
+        _searched_on(bench, None if kind is None else (kind,)),
         options,
-        log,
+        bench.directory / f"{name}.trials.jsonl",
         resume=bench.options.resume,
         costs=costs,
         on_progress=bench.on_progress,
     )
     if found.interrupted:
         raise KeyboardInterrupt
-    path = bench.directory / f"{name}.plan.json"
-    write_plan(path, lm.fingerprint, found.best.plan, found_by(found, options))
-    return DraftVerify(plan=path, num_draft_tokens=K)
+    return found.best.plan
 
 
-def _similarities(bench: Workbench, prompt: Sequence[int]) -> np.ndarray:
-    """Returns the similarities of the attention sublayers on a prompt, float[L]."""
-    _, found = prepare_texts(bench.lm, [list(prompt)], [[0] * bench.options.max_new_tokens])
-    return np.asarray(found)[0, :, 0]
+class Masks:
+    """Counts texts under masks.
 
+    A count depends on the prompt, its mask and the temperature only, and many settings give the same mask. So each is
+    counted once.
+    """
 
-def _counting(bench: Workbench, method: Method) -> Counting:
-    return functools.partial(_count, bench, method)
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
+        self.similarities = functools.cache(self._similarities)
+        self._known = functools.cache(self._count)
 
+    def counting(self, draft: Draft, temperature: float = 0.0) -> Counting:
+        """Returns the counting of texts with ASD's numbers, or with one mask for all prompts."""
 
-def _count(bench: Workbench, method: Any, prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
-    """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
-    result = greedy(bench, prompt, method)
-    if isinstance(method, DraftVerify):
-        drafter, _ = bench.lm.drafter(method)
-        plan = np.asarray(drafter.plan)  # type: ignore[attr-defined]
-    else:
-        numbers = ASDNumbers(method.alpha, method.every, method.keep_last)
-        plan = asd_sweep.masks_of(_similarities(bench, prompt)[None], [numbers])[0, 0]
-    drafted = result.statistics.num_draft_tokens
-    return result, [drafted * float(share) for share in (*plan.mean(axis=0), 1.0)]
+        def count(prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
+            ids = tuple(prompt)
+            if isinstance(draft, LayerPlan):
+                return self._known(ids, draft, temperature)
+            numbers = asd_runs.fitting(self._bench.lm, draft)
+            found = asd_sweep.masks_of(self.similarities(ids)[None, :, 0], [numbers])[0, 0]
+            return self._known(ids, LayerPlan(tuple((bool(a), bool(m)) for a, m in found)), temperature)
+
+        return count
+
+    def _similarities(self, prompt: tuple[int, ...]) -> np.ndarray:
+        """Returns the similarities of the attention and MLP sublayers on a prompt, float[L, 2]."""
+        bench = self._bench
+        _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.options.max_new_tokens])
+        return np.asarray(found)[0]
+
+    def _count(
+        self, prompt: tuple[int, ...], plan: LayerPlan, temperature: float
+    ) -> tuple[Result, Sequence[float]]:
+        """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
+        drafter = Drafting(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
+        result = generated(self._bench, prompt, drafter, temperature)
+        drafted = result.statistics.num_draft_tokens
+        return result, [drafted * float(share) for share in (*np.mean(plan.run, axis=0), 1.0)]

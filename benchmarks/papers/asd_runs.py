@@ -149,13 +149,14 @@ def cosines(bench: Workbench) -> dict[str, Any]:
     return bench.once("cosines", compute)
 
 
-def _fitting(lm: LanguageModel, numbers: ASDNumbers) -> ASDNumbers:
+def fitting(lm: LanguageModel, numbers: ASDNumbers) -> ASDNumbers:
+    """Returns the numbers, limited to the model's layers."""
     return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, lm.config.num_layers))
 
 
 def asd(lm: LanguageModel, numbers: ASDNumbers, **options: Any) -> ASD:
     """Makes ASD with these numbers, limited to the model's layers, with the usual K by default."""
-    return ASD(**{"num_draft_tokens": K, **dataclasses.asdict(_fitting(lm, numbers)), **options})
+    return ASD(**{"num_draft_tokens": K, **dataclasses.asdict(fitting(lm, numbers)), **options})
 
 
 def chosen(bench: Workbench, tuned: ASDNumbers) -> dict[str, Method]:
@@ -205,7 +206,7 @@ def _ideal(bench: Workbench, tuned: ASDNumbers) -> Any:
     model's own, up to the beginning of the draft.
     """
     lm, size = bench.lm, bench.options.max_new_tokens
-    numbers = _fitting(lm, tuned)
+    numbers = fitting(lm, tuned)
     own = Drafting(
         lm.config,
         jnp.float32(numbers.alpha),

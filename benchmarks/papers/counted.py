@@ -130,12 +130,12 @@ class Counted:
             made.append(Row(row, cells))
         return Table(title, tuple(column.heading for column in self.columns), tuple(made), tuple(notes))
 
-    def settings(self) -> tuple[str, ...]:
-        """Returns a note for each row with its settings."""
+    def settings(self, rows: Iterable[str] = ()) -> tuple[str, ...]:
+        """Returns a note for each row, by default all, with its settings."""
         found = []
-        for row, by_heading in self.chosen.items():
+        for row in rows or self.chosen:
             same: dict[str, list[str]] = {}
-            for heading, case in by_heading.items():
+            for heading, case in self.chosen[row].items():
                 same.setdefault(case.setting, []).append(heading)
             words = "; ".join(
                 setting if len(same) == 1 else f"{setting} ({', '.join(headings)})"

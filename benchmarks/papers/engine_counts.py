@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.counted import Case, Work
-from benchmarks.papers.workbench import Workbench
+from benchmarks.papers.workbench import Workbench, distribution
 from jaxspec.bench.prompts import Split
 from jaxspec.engine.results import Result
 from jaxspec.host.line_log import LineLog
@@ -30,15 +30,20 @@ class Counter:
       bench: the workbench.
       split: the split of the prompts.
       parts: the parts of a draft pass; a change of these begins a new file.
+      name: name of the file, for a paper with several.
+      task_types: task types of the prompts; None for all.
     """
 
     bench: Workbench
     split: Split
     parts: str
+    name: str = "counts"
+    task_types: Sequence[str] | None = None
 
     def count(self, cases: Mapping[Case, Counting]) -> dict[Case, Work]:
         """Returns the counts of each case; those of the file are not counted again."""
-        prompts = self.bench.encoded(self.split, most=TUNING_PROMPTS if self.split == "tuning" else None)
+        most = TUNING_PROMPTS if self.split == "tuning" else None
+        prompts = self.bench.encoded(self.split, self.task_types, most)
         options = self.bench.options
         header = {
             "format": "jaxspec.counts/1",
@@ -48,7 +53,7 @@ class Counter:
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
             "max_new_tokens": options.max_new_tokens,
         }
-        path = self.bench.directory / f"counts-{self.split}.jsonl"
+        path = self.bench.directory / f"{self.name}-{self.split}.jsonl"
         log = LineLog(path, header, of="count", resume=options.resume)
         known = {Case(*entry["case"]): entry for entry in log.entries}
         for number, (case, counting) in enumerate(cases.items(), 1):
@@ -63,10 +68,15 @@ class Counter:
         }
 
 
-def greedy(bench: Workbench, prompt: Sequence[int], method: Any) -> Result:
-    """Generates a greedy text."""
+def generated(bench: Workbench, prompt: Sequence[int], method: Any, temperature: float = 0.0) -> Result:
+    """Generates a text: greedy, or sampled with the seed of the options."""
+    options = bench.options
     found: Result = bench.lm.generate(
-        prompt, method=method, max_new_tokens=bench.options.max_new_tokens, temperature=0.0
+        prompt,
+        method=method,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        **distribution(temperature),
     )
     return found
 

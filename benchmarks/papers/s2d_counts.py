@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,19 @@ import numpy as np
 from flax import struct
 
 from benchmarks.papers import s2d_runs
-from benchmarks.papers.counted import Case, Column, Counted, choose
-from benchmarks.papers.engine_counts import Counter, Counting, greedy
+from benchmarks.papers.counted import Case, Column, Counted, Work, choose
+from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
-from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SORTED, shown
-from benchmarks.papers.tables import FREE, Claim, Table
+from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
+from benchmarks.papers.tables import FREE, Cell, Claim, Table, more_than
 from benchmarks.papers.workbench import Workbench
+from jaxspec.bench.prompts import Split
+from jaxspec.bench.speed import spread
 from jaxspec.choosing.costs import DraftCost
+from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.s2d_drafter import S2D as Drafting
 from jaxspec.engine.results import Result
+from jaxspec.io.methods.method_files import fingerprint
 from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
@@ -33,6 +38,9 @@ LAYER_COSTS = {"Vicuna-7B": 1 / 32, "Vicuna-13B": 1 / 40, "LLaMA-Chat-70B": 1 / 
 PAPER_EXITS = {FIRST: 6, MIDDLE: 9, LAST: 12}
 SINGLE = "best single exit"
 BEST_EXIT = "S2D is faster than the exit of its draft that is fastest alone on tuning prompts."
+# The row of the first of the user's drafts: the layers of the sorted draft, fine-tuned without sorting.
+TWIN = "SFT + SD"
+AVERAGE = "the average of three targets"
 # The number of draft steps by the deepest exit that ran, and of heads, of the text that is being generated.
 _seen: dict[str, np.ndarray] = {}
 
@@ -59,68 +67,180 @@ def _tally(ran: np.ndarray, looked: np.ndarray) -> None:
     _seen["heads"] += np.sum(looked)
 
 
-def counted(bench: Workbench, found: SortedDraft) -> Counted:
-    """Counts all thresholds with the schedule of the paper's harness, and the best also with constant lengths."""
+class Setting(NamedTuple):
+    """A draft with its numbers.
+
+    Attributes:
+      draft: the sorted draft, or another one of its shape.
+      thresholds: of all exits but the last.
+      length: the constant length; None for the schedule of the paper's harness.
+    """
+
+    draft: SortedDraft
+    thresholds: tuple[float, ...]
+    length: int | None = None
+
+
+def counted(bench: Workbench, found: SortedDraft) -> tuple[Counted, Counted]:
+    """Counts all thresholds with the schedule of the paper's harness, and the best also with constant lengths.
+
+    Returns:
+      the counts of greedy texts, and of sampled ones with the same settings.
+
+    Raises:
+      ValueError: see `_others`.
+    """
     exits = found.drafter.exits
     columns = _columns(bench, found)
-    tuning, reporting = (Counter(bench, split, f"exits {exits}, heads") for split in ("tuning", "reporting"))
-    cases = {
-        _case(exits, one, None): _counting(bench, found, one, None)
-        for one in s2d_grid(s2d_runs.THRESHOLDS, len(exits))
+    settings = {
+        _case(exits, one, None): Setting(found, one) for one in s2d_grid(s2d_runs.THRESHOLDS, len(exits))
     }
-    works = tuning.count(cases)
-    settings: dict[Case, tuple[tuple[float, ...], int | None]] = {
-        case: (one, None) for case, one in zip(cases, s2d_grid(s2d_runs.THRESHOLDS, len(exits)), strict=True)
+    alone = (1.0,) * (len(exits) - 1)
+    settings |= {
+        Case(row, _words(None)): Setting(draft, alone) for row, draft in _others(bench, found).items()
     }
+    works = _count_all(bench, "tuning", settings)
     best = {case for by_heading in choose(works, columns).values() for case in by_heading.values()}
     further = {
-        _case(exits, settings[case][0], length): (settings[case][0], length)
-        for case in best
+        Case(case.row, case.setting.replace(_words(None), _words(length))): settings[case]._replace(
+            length=length
+        )
+        for case in sorted(best)
         for length in s2d_runs.CONSTANTS
     }
     settings |= further
-    works |= tuning.count({case: _counting(bench, found, *setting) for case, setting in further.items()})
+    works |= _count_all(bench, "tuning", further)
     # The exit that is fastest on tuning texts, for each column.
     chosen = choose(works, columns)
     singles = choose(
-        {Case(SINGLE, f"{c.row}, {c.setting}"): w for c, w in works.items() if c.row != SORTED}, columns
+        {
+            Case(SINGLE, f"{c.row}, {c.setting}"): w
+            for c, w in works.items()
+            if c.row != SORTED and settings[c].draft is found
+        },
+        columns,
     )
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
-    counts = reporting.count({case: _counting(bench, found, *settings[case]) for case in sorted(needed)})
-    counts |= {Case(SINGLE, f"{case.row}, {case.setting}"): work for case, work in counts.items()}
     kinds = bench.kinds("reporting")
-    return Counted(columns, {**chosen, **singles}, counts, kinds)
+
+    def at(temperature: float) -> Counted:
+        counts = _count_all(
+            bench, "reporting", {case: settings[case] for case in sorted(needed)}, temperature
+        )
+        counts |= {Case(SINGLE, f"{case.row}, {case.setting}"): work for case, work in counts.items()}
+        return Counted(columns, {**chosen, **singles}, counts, kinds)
+
+    return at(0.0), at(1.0)
 
 
 def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     """Returns the table of speed-ups, the ratio to the best exit, and the paper's claim at each cost."""
-    one = counted(bench, found)
+    one, drawn = counted(bench, found)
     roles = {f"exit {layer} alone": role for layer, role in s2d_runs.roles_of(found.drafter.exits).items()}
     roles[SORTED] = SORTED
-    paper = {
-        row: {target: TABLE_2[role][number][0] for number, target in enumerate(TARGETS)}
-        for row, role in roles.items()
-    }
-    rivals = {
-        target: max(TABLE_2[role][number][0] for role in (FIRST, MIDDLE, LAST))
-        for number, target in enumerate(TARGETS)
-    }
-    over = {
-        SORTED: {target: TABLE_2[SORTED][number][0] / rivals[target] for number, target in enumerate(TARGETS)}
-    }
+    (paper, over), (paper_drawn, over_drawn) = (_printed(roles, place) for place in (0, 2))
+    others = [row for row in one.chosen if row not in (*roles, SINGLE)]
+    words, last = [*bench.options.runs], f"exit {found.drafter.exits[-1]} alone"
     notes = (
         "Exact counts of greedy texts. The columns of the paper's targets have its costs: a layer of the draft costs "
         "1/32, 1/40 and about 1/200 of a step, and the exits count as its 6, 9 and 12 layers.",
+        *([f"{TWIN}: `{words[0]}`."] if words else []),
         *one.settings(),
     )
-    made = (
-        one.table("Table 2 from counts: × plain", paper, rows=[*roles], notes=notes),
+    made = [
+        one.table("Table 2 from counts: × plain", paper, rows=[*roles, *others], notes=notes),
         one.table(
-            "Table 2 from counts: S2D ÷ the exit that is fastest on tuning prompts", over, SINGLE, [SORTED],
+            "Table 2 from counts: S2D ÷ the exit that is fastest on tuning prompts",
+            {SORTED: over},
+            SINGLE,
+            [SORTED],
             ("The paper's figures are S2D ÷ its best exit in the same table, chosen on the same prompts.",),
         ),
-    )  # fmt: skip
-    return made, tuple(one.claims(BEST_EXIT, SORTED, SINGLE, paper=over[SORTED]))
+    ]
+    claims = one.claims(BEST_EXIT, SORTED, SINGLE, paper=over)
+    claims += _average(one, paper, [*roles])
+    if words:
+        ratios = {row: _divided(paper, row, TWIN) for row in roles}
+        made.append(
+            one.table(f"Table 2 from counts: SoFT ÷ SFT, the sorted draft ÷ {TWIN}", ratios, TWIN, [*roles])
+        )
+        says = "S2D is faster than a draft of the same layers without sorting (SFT)."
+        claims += one.claims(says, SORTED, TWIN, paper=ratios[SORTED])
+        says = "The sorted draft's last exit alone is as fast as SFT, within 5 %."
+        claims += one.claims(says, last, TWIN, 0.95, ratios[last])
+    for row in others:
+        if row != TWIN:
+            claims += one.claims(f"S2D is faster than `{row}`.", SORTED, row)
+    sampled = (
+        "The settings that are fastest on greedy tuning texts. One seed: every row writes another text, and the "
+        "intervals contain that.",
+    )
+    made.append(
+        drawn.table(
+            "Table 2, T = 1, from counts: × plain", paper_drawn, rows=[*roles, *others], notes=sampled
+        )
+    )
+    claims += drawn.claims(f"At T = 1, {BEST_EXIT}", SORTED, SINGLE, paper=over_drawn)
+    return tuple(made), tuple(claims)
+
+
+def _printed(roles: Mapping[str, str], place: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Returns the paper's speed-ups by row and target, and S2D ÷ its best exit, at a place of `TABLE_2`'s entries."""
+
+    def speeds(role: str) -> dict[str, float]:
+        return {target: TABLE_2[role][number][place] for number, target in enumerate(TARGETS)}
+
+    paper = {row: speeds(role) for row, role in {**roles, TWIN: SFT}.items()}
+    mine, exits = speeds(SORTED), [speeds(role) for role in (FIRST, MIDDLE, LAST)]
+    return paper, {target: mine[target] / max(one[target] for one in exits) for target in TARGETS}
+
+
+def _divided(paper: Mapping[str, Mapping[str, float]], row: str, other: str) -> dict[str, float]:
+    """Returns the paper's ratio of two rows at each of its costs."""
+    return {target: paper[row][target] / paper[other][target] for target in TARGETS}
+
+
+def _average(one: Counted, paper: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> Iterator[Claim]:
+    """Judges whether S2D is faster than the fastest single exit for all targets, on average over their costs."""
+    columns = [column for column in one.columns if column.heading in TARGETS]
+    if not columns:
+        return
+
+    def mean(row: str) -> np.ndarray:
+        found: np.ndarray = np.mean([one.drawn(row, column) for column in columns], axis=0)
+        return found
+
+    # The fastest on reporting prompts: this favours the exit.
+    rival = max((row for row in rows if row != SORTED), key=lambda row: mean(row)[0])
+    ours, interval = spread(mean(SORTED) / mean(rival))
+    printed = {row: sum(paper[row][target] for target in TARGETS) for row in rows}
+    best = max(figure for row, figure in printed.items() if row != SORTED)
+    ratio = Cell(printed[SORTED] / best, ours, interval if len(one.kinds) > 1 else None)
+    claim = more_than(
+        "On average over its targets, S2D is faster than the best one exit for all of them.",
+        f"S2D ÷ {rival}",
+        ratio,
+    )
+    yield dataclasses.replace(claim, costs=AVERAGE)
+
+
+def _others(bench: Workbench, found: SortedDraft) -> dict[str, SortedDraft]:
+    """Returns the user's drafts by the names of their rows.
+
+    Raises:
+      ValueError: a draft has another shape than the sorted one, so that its passes have other costs.
+    """
+    made: dict[str, SortedDraft] = {}
+    for words, method in bench.options.runs.items():
+        drafter, params = bench.lm.drafter(method)
+        if not isinstance(drafter, DraftModel) or drafter.config != found.drafter.config:
+            raise ValueError(
+                f"`runs` has {words!r}; for counts give a draft-model of the sorted draft's shape, such as the same "
+                "layers without sorting"
+            )
+        own = fingerprint(drafter.config, llama.truncate(params, drafter.config.num_layers))
+        made[words if made else TWIN] = found._replace(params=params, fingerprint=own)
+    return made
 
 
 def _columns(bench: Workbench, found: SortedDraft) -> tuple[Column, ...]:
@@ -146,30 +266,49 @@ def _columns(bench: Workbench, found: SortedDraft) -> tuple[Column, ...]:
 def _case(exits: Sequence[int], thresholds: Sequence[float], length: int | None) -> Case:
     """Returns the case; thresholds that always take the same exit are that exit alone."""
     fixed = next((number for number, one in enumerate((*thresholds, 0.0)) if one < 1), 0)
-    words = "schedule" if length is None else f"K {length}"
+    words = _words(length)
     if (*thresholds, 0.0)[fixed] == 0:
         return Case(f"exit {exits[fixed]} alone", words)
     return Case(SORTED, f"{shown(thresholds)}, {words}")
 
 
-def _counting(
-    bench: Workbench, found: SortedDraft, thresholds: Sequence[float], length: int | None
-) -> Counting:
-    made = found.drafter
+def _words(length: int | None) -> str:
+    return "schedule" if length is None else f"K {length}"
+
+
+def _count_all(
+    bench: Workbench, split: Split, settings: Mapping[Case, Setting], temperature: float = 0.0
+) -> dict[Case, Work]:
+    """Counts on the prompts of a split, with a file for each draft."""
+    found: dict[Case, Work] = {}
+    for own in dict.fromkeys(setting.draft.fingerprint for setting in settings.values()):
+        cases = {
+            case: _counting(bench, setting, temperature)
+            for case, setting in settings.items()
+            if setting.draft.fingerprint == own
+        }
+        exits = next(iter(settings.values())).draft.drafter.exits
+        drawn = f"-T-{temperature:g}-seed-{bench.options.seed}" if temperature else ""
+        found |= Counter(bench, split, f"exits {exits}, heads", f"counts-{own}{drawn}").count(cases)
+    return found
+
+
+def _counting(bench: Workbench, setting: Setting, temperature: float = 0.0) -> Counting:
+    made, length = setting.draft.drafter, setting.length
     drafter = Tallied(
         made.config,
         made.exits,
-        jnp.asarray(thresholds, jnp.float32),
+        jnp.asarray(setting.thresholds, jnp.float32),
         AdaptiveLength(maximum=LONGEST) if length is None else Constant(),
         LONGEST if length is None else length,
     )
-    return functools.partial(_count, bench, drafter, found.params)
+    return functools.partial(_count, bench, drafter, setting.draft.params, temperature)
 
 
 def _count(
-    bench: Workbench, drafter: Tallied, params: Any, prompt: Sequence[int]
+    bench: Workbench, drafter: Tallied, params: Any, temperature: float, prompt: Sequence[int]
 ) -> tuple[Result, Sequence[float]]:
     _seen.update(depths=np.zeros(len(drafter.exits)), heads=np.zeros(()))
-    result = greedy(bench, prompt, (drafter, params))
+    result = generated(bench, prompt, (drafter, params), temperature)
     jax.effects_barrier()
     return result, [*_seen["depths"], float(_seen["heads"])]

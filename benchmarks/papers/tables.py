@@ -97,6 +97,7 @@ class Report:
       prompts: numbers of tuning and reporting prompts, the largest of any table.
       amount: `max_new_tokens`, `repeats` and `seed` of the measurement.
       tables, claims: see `Table` and `Claim`.
+      runs: the user's methods beside the paper's own, as words.
       format: format of the JSON of `dataclasses.asdict`.
     """
 
@@ -109,6 +110,7 @@ class Report:
     amount: Mapping[str, int]
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
+    runs: tuple[str, ...] = ()
     format: str = FORMAT
 
 
@@ -159,12 +161,15 @@ def shown(cell: Cell, digits: int = 2) -> str:
     """Formats our figure with its interval.
 
     Examples:
-      >>> shown(Cell(1.55, 1.21, (1.1, 1.33))), shown(Cell())
-      ('1.21 (1.10–1.33)', '–')
+      >>> shown(Cell(1.55, 1.21, (1.1, 1.33))), shown(Cell(ours=-0.2, interval=(-0.3, 0.1))), shown(Cell())
+      ('1.21 (1.10–1.33)', '-0.20 (-0.30 to 0.10)', '–')
     """
     if cell.ours is None:
         return "–"
-    interval = "" if cell.interval is None else " ({}–{})".format(*(number(n, digits) for n in cell.interval))
+    interval = ""
+    if cell.interval is not None:
+        low, high = (number(n, digits) for n in cell.interval)
+        interval = f" ({low} to {high})" if low.startswith("-") else f" ({low}–{high})"
     return number(cell.ours, digits) + interval
 
 

@@ -327,4 +327,5 @@ class Workbench:
             {name: getattr(self.options, name) for name in amount},
             tuple(tables),
             tuple(claims),
+            tuple(self.options.runs),
         )

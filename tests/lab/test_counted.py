@@ -8,20 +8,34 @@ import numpy as np
 import pytest
 
 from benchmarks import papers
-from benchmarks.papers import adaspeed_counts, asd_counts, rules, s2d_counts, s2d_runs
+from benchmarks.papers import (
+    adaspeed_counts,
+    adaspeed_sampled,
+    asd_cosines,
+    asd_counts,
+    asd_runs,
+    rules,
+    s2d_counts,
+    s2d_runs,
+)
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
-from benchmarks.papers.engine_counts import greedy
+from benchmarks.papers.engine_counts import generated
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FREE
 from benchmarks.papers.workbench import Workbench
 from jaxspec.bench import prompts
 from jaxspec.io.hf import huggingface
+from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.trained_for import TrainedFor
-from jaxspec.methods import DraftModel
+from jaxspec.methods import DraftModel, NGram
+from jaxspec.model.plan import LayerPlan
 from jaxspec.testing.models import TARGET, params
 from jaxspec.tuning.s2d_sweep import sorted_draft
 
-SPLITS = {"tuning": {"stories": ("One", "Two")}, "reporting": {"stories": ("Once", "Upon")}}
+SPLITS = {
+    "tuning": {"stories": ("One", "Two"), "code": ("def a",)},
+    "reporting": {"stories": ("Once", "Upon"), "code": ("def f",)},
+}
 COLUMNS = (Column(FREE, (0.1, 0.0)), Column("dear", (0.5, 0.1)))
 
 
@@ -31,7 +45,9 @@ def little(monkeypatch):
     monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
     monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 0.9, 1.0))
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
-    monkeypatch.setattr(rules, "GAMMAS", (0.3,))
+    monkeypatch.setattr(rules, "GAMMAS", (0.8,))
+    monkeypatch.setattr(adaspeed_sampled, "CONSTANTS", (2,))
+    monkeypatch.setattr(adaspeed_sampled, "GAMMAS", (0.3,))
     monkeypatch.setattr(asd_counts, "EVERYS", (0, 2))
     monkeypatch.setattr(asd_counts, "KEEP_LASTS", (0, 1))
     monkeypatch.setattr(asd_counts, "TRIALS", 2)
@@ -91,13 +107,63 @@ def test_exits_alone_count_like_a_draft_model(lm, draft):
     with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
         found, prompt = sorted_draft(lm, draft), bench.encoded("tuning")[0]
         for thresholds, layers, expected in (((0.0,), 1, (1, 0)), ((1.0,), 2, (0, 1))):
-            result, (*depths, heads) = s2d_counts._counting(bench, found, thresholds, 3)(prompt)
-            other = greedy(bench, prompt, DraftModel(draft=draft, draft_exit=layers, num_draft_tokens=3))
+            setting = s2d_counts.Setting(found, thresholds, 3)
+            result, (*depths, heads) = s2d_counts._counting(bench, setting)(prompt)
+            other = generated(bench, prompt, DraftModel(draft=draft, draft_exit=layers, num_draft_tokens=3))
             assert result.tokens == other.tokens
             assert result.statistics.num_rounds == other.statistics.num_rounds
             # Every draft token, also those past the end of the text, is one step through one exit and one head.
             assert sum(depths) == heads >= other.statistics.num_draft_tokens
             assert [bool(depth) for depth in depths] == [bool(one) for one in expected]
+
+
+@pytest.mark.full
+def test_masks_count_like_asd_and_each_once(lm, monkeypatch):
+    with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
+        masks, prompt = asd_counts.Masks(bench), bench.encoded("tuning")[0]
+        numbers = ASDNumbers(alpha=1.0, every=2, keep_last=0)
+        result, passes = masks.counting(numbers)(prompt)
+        other = generated(bench, prompt, asd_runs.asd(lm, numbers))
+        assert result.tokens == other.tokens
+        counts = ("num_rounds", "num_draft_tokens", "num_accepted_tokens")
+        for name in counts:
+            assert getattr(result.statistics, name) == getattr(other.statistics, name)
+        # Every second of two layers is skipped.
+        assert passes == [result.statistics.num_draft_tokens * share for share in (0.5, 0.5, 1.0)]
+        monkeypatch.setattr(asd_counts, "generated", lambda *given: pytest.fail("counted again"))
+        same = LayerPlan.skipping(lm.config.num_layers, [1], [1])
+        assert masks.counting(same)(prompt) == (result, passes)
+
+
+def test_similarities_have_intervals_over_prompts():
+    # Two prompts, three layers; attention is .1 above the MLP, and its range is wider by .2.
+    attention = np.array([[0.5, 0.9, 0.9], [0.7, 0.9, 0.9]])
+    mlp = np.array([[0.6, 0.8, 0.8], [0.6, 0.8, 0.8]])
+    table, claims = asd_cosines.tables(np.stack([attention, mlp], axis=-1), ["a", "a"])
+    assert table.cell("min", "attention").ours == pytest.approx(0.6)
+    assert table.cell("min", "attention").interval == pytest.approx((0.5, 0.7))
+    assert [claim.figure.ours for claim in claims] == pytest.approx([0.2 / 3, 0.1, 0.1])
+    assert [claim.holds for claim in claims] == [True, True, None]
+
+
+@pytest.mark.full
+def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path):
+    twin = tmp_path / "twin"
+    huggingface.save(twin, lm.config, params(TARGET, 4))
+    words = f"draft-model --draft {twin}"
+    given = {"max_new_tokens": 8, "counts": True, "draft": draft, "directory": tmp_path}
+    found = papers.find("s2d")(
+        lm, PaperOptions(runs={words: DraftModel(draft=str(twin))}, **given), lambda what: None
+    )
+    assert found.runs == (words,)
+    plain, _, ratios, drawn = found.tables
+    assert drawn.cell("SFT + SD", "Vicuna-7B").paper == 1.16
+    assert plain.cell("SFT + SD", "Vicuna-7B").paper == 1.19
+    assert ratios.cell("S2D", "Vicuna-7B").paper == pytest.approx(1.34 / 1.19)
+    assert any("without sorting" in claim.says for claim in found.claims)
+    other = {"lookup": NGram()}
+    with pytest.raises(ValueError, match=r"`runs` has 'lookup'; for counts give a draft-model"):
+        papers.find("s2d")(lm, PaperOptions(runs=other, **given), lambda what: None)
 
 
 @pytest.mark.full
@@ -108,7 +174,8 @@ def test_counts_need_no_clock(lm, draft, paper, tmp_path):
     )
     found = papers.find(paper)(lm, options, lambda what: None)
     assert found.amount == {"max_new_tokens": 12}
-    assert {claim.costs for claim in found.claims} == set(found.tables[0].columns)
+    costs = {"adaspeed": set(), "s2d": {s2d_counts.AVERAGE}, "asd": {""}}[paper]
+    assert {claim.costs for claim in found.claims} == costs | {*found.tables[0].columns}
     assert all(cell.ours > 0 for table in found.tables for row in table.rows for cell in row.cells.values())
     # Stored counts are not counted again.
     again = papers.find(paper)(lm, options, lambda what: pytest.fail(what) if ": " in what else None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import papers
-from benchmarks.papers import adaspeed, baselines, rules
+from benchmarks.papers import adaspeed, adaspeed_sampled, baselines, rules
 from benchmarks.papers import adaspeed_counts as counts
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.rules import Case, Rounds
@@ -33,8 +33,8 @@ def little(monkeypatch):
     monkeypatch.setattr(counts, "CONSTANT_LENGTHS", (2,))
     monkeypatch.setattr(baselines, "CONSTANTS", (2,))
     monkeypatch.setattr(baselines, "_SHARES", (4,))
-    monkeypatch.setattr(adaspeed, "DRAWN_CONSTANTS", (2,))
-    monkeypatch.setattr(adaspeed, "DRAWN_GAMMAS", (0.3,))
+    monkeypatch.setattr(adaspeed_sampled, "CONSTANTS", (2,))
+    monkeypatch.setattr(adaspeed_sampled, "GAMMAS", (0.3,))
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
     monkeypatch.setattr(rules, "GAMMAS", (0.1, 0.3, 0.6, 0.8, 0.95))
 
@@ -44,7 +44,7 @@ def lm(tmp_path_factory):
     """A tiny model with probes at its first exit, for greedy texts and for the paper's."""
     directory = tmp_path_factory.mktemp("model")
     made = LanguageModel(engine_config(DEEP), params(DEEP), tokenizer(), directory=directory)
-    for distribution in ("greedy", method_files.distribution_name(**adaspeed.TOP_P)):
+    for distribution in ("greedy", method_files.distribution_name(**adaspeed_sampled.TOP_P)):
         probe = method_files.ProbeFile(
             np.linspace(-1, 1.5, DEEP.hidden_size, dtype=np.float32), 0.3, 1, distribution
         )

@@ -1,0 +1,84 @@
+"""ASD on sampled texts and on code, and after a search on another kind of work (Tables 3 and 4, Section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.papers.asd_runs import AS_PRINTED, CALIBRATED, ELSEWHERE, SEARCHED, SHIFTED, THERE, TUNED
+from benchmarks.papers.counted import Case, Column, Counted
+from benchmarks.papers.engine_counts import Counter, Counting
+from benchmarks.papers.tables import Claim, Table
+from benchmarks.papers.workbench import Workbench
+
+# The heading of the paper's costs.
+PAPER = "Llama-2-13B"
+PARTS = "attention, MLP, head"
+WARM, WARM_CODE = 0.2, 0.6
+_WARM = {SEARCHED: 1.479, AS_PRINTED: 1.422}
+_CODE = {0.0: {SEARCHED: 1.282, AS_PRINTED: 1.365}, WARM_CODE: {SEARCHED: 1.282, AS_PRINTED: 1.340}}
+_ROWS = (SEARCHED, AS_PRINTED, TUNED)
+# Counts a case at a temperature.
+Count = Callable[[Case, float], Counting]
+
+
+def tables(
+    bench: Workbench,
+    columns: Sequence[Column],
+    chosen: Mapping[str, Mapping[str, Case]],
+    count: Count,
+) -> tuple[list[Table], list[Claim]]:
+    """Returns the tables of those texts, and the paper's claims at each cost.
+
+    Args:
+      bench: the workbench.
+      columns: the costs.
+      chosen: by row and heading, the case that is fastest on greedy tuning texts.
+      count: counts a case at a temperature.
+    """
+
+    def on(rows: Sequence[str], temperature: float, types: Sequence[str] | None = None) -> Counted:
+        own = {row: chosen[row] for row in rows}
+        cases = sorted({case for by_heading in own.values() for case in by_heading.values()})
+        seed = f"-seed-{bench.options.seed}" if temperature else ""
+        name = "-".join(["counts", f"T-{temperature:g}{seed}", *(types or ())])
+        counter = Counter(bench, "reporting", PARTS, name, types)
+        counts = counter.count({case: count(case, temperature) for case in cases})
+        kinds = [kind for kind in bench.kinds("reporting") if types is None or kind in types]
+        return Counted(tuple(columns), own, counts, kinds)
+
+    def paper(rows: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        return {row: {PAPER: figure} for row, figure in rows.items()}
+
+    code = (CALIBRATED,)
+    warm, shift = on(_ROWS, WARM), on((THERE, ELSEWHERE, AS_PRINTED, TUNED), 0.0, code)
+    sampled = (
+        "The numbers that are fastest on greedy tuning texts. One seed: every row writes another text, and the "
+        "intervals contain that.",
+    )
+    made = [warm.table(f"Table 3, T = {WARM:g}, from counts: × plain", paper(_WARM), notes=sampled)]
+    for temperature, printed in _CODE.items():
+        made.append(
+            on(_ROWS, temperature, code).table(
+                f"Table 4, code, T = {temperature:g}, from counts: × plain",
+                paper(printed),
+                notes=("The paper: CodeLlama-13B on HumanEval. 8 prompts.",) if not temperature else (),
+            )
+        )
+    made.append(
+        shift.table(
+            "Section 4.1, code, greedy, from counts: × plain",
+            paper({ELSEWHERE: _CODE[0.0][SEARCHED], AS_PRINTED: _CODE[0.0][AS_PRINTED]}),
+            notes=(f"The searches read prompts of one kind, {CALIBRATED} or {SHIFTED}.",),
+        )
+    )
+    claims: list[Claim] = []
+    for run in (AS_PRINTED, TUNED):
+        printed = {PAPER: _WARM[run] / _WARM[SEARCHED]} if run in _WARM else {}
+        says = f"At T = {WARM:g}, {run}, is as fast as {SEARCHED} within 5 %, without its search."
+        claims += warm.claims(says, run, SEARCHED, 0.95, printed)
+    claims += shift.claims(f"{SEARCHED} loses where its search saw another kind of work.", THERE, ELSEWHERE)
+    for run in (AS_PRINTED, TUNED):
+        printed = {PAPER: _CODE[0.0][run] / _CODE[0.0][SEARCHED]} if run in _CODE[0.0] else {}
+        says = f"There {run}, which adapts to the prompt, is faster than {SEARCHED}."
+        claims += shift.claims(says, run, ELSEWHERE, paper=printed)
+    return made, claims
