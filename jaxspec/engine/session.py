@@ -537,7 +537,8 @@ class Session:
         width = self._width(max(used, default=1))
         if not self._elastic or self._waiting or self._refills or 4 * width > len(self._rows):
             return
-        resize, static = (compiled.resize, self._state), {"batch": width, "mesh": self.loop.mesh}
+        resize: tuple[Any, ...] = compiled.resize, self._state
+        static: dict[str, Any] = {"batch": width, "mesh": self.loop.mesh}
         resizes = self._executables.ready(self._executables.key(*resize, **static))
         tried = width, len(self._rows), self._executables.num_compilations, resizes
         if tried == self._tried:
