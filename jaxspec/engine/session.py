@@ -537,7 +537,7 @@ class Session:
         width = self._width(max(used, default=1))
         if not self._elastic or self._waiting or self._refills or 4 * width > len(self._rows):
             return
-        resize: tuple[Any, ...] = (compiled.resize, self._state)
+        resize: tuple[Any, ...] = compiled.resize, self._state
         static: dict[str, Any] = {"batch": width, "mesh": self.loop.mesh}
         resizes = self._executables.ready(self._executables.key(*resize, **static))
         tried = width, len(self._rows), self._executables.num_compilations, resizes
