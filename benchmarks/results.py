@@ -119,7 +119,10 @@ def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
 
 def load(directory: Path) -> dict[str, Report]:
     """Reads the reports by the names of their files without `.json`, the papers in the order of `PAPERS`."""
-    paths = sorted(directory.glob("*.json"), key=lambda path: [*PAPERS].index(path.stem.partition("-")[0]))
+    papers = [*PAPERS]
+    paths = sorted(
+        directory.glob("*.json"), key=lambda path: (papers.index(path.stem.partition("-")[0]), path.stem)
+    )
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
