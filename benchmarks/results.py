@@ -199,7 +199,8 @@ def _together(judged: Sequence[Judged], key: str) -> str:
     """Returns the figures of a claim, a line for each model, or for each cost ratio of the paper."""
     lines = []
     for model, claim in judged:
-        figure, digits = claim["figure"], 2 if claim["costs"] else 3
+        figure = claim["figure"]
+        digits = 3 if figure is not None and abs(figure["ours"]) < 0.1 else 2
         several = claim["costs"] not in ("", FREE)
         if key == "paper":
             costs = f"{claim['costs']}: " if claim["costs"] else ""
