@@ -119,7 +119,10 @@ def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
 
 def load(directory: Path) -> dict[str, Report]:
     """Reads the reports by the names of their files without `.json`, the papers in the order of `PAPERS`."""
-    paths = sorted(directory.glob("*.json"), key=lambda path: [*PAPERS].index(path.stem.partition("-")[0]))
+    papers = [*PAPERS]
+    paths = sorted(
+        directory.glob("*.json"), key=lambda path: (papers.index(path.stem.partition("-")[0]), path.stem)
+    )
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
@@ -196,7 +199,8 @@ def _together(judged: Sequence[Judged], key: str) -> str:
     """Returns the figures of a claim, a line for each model, or for each cost ratio of the paper."""
     lines = []
     for model, claim in judged:
-        figure, digits = claim["figure"], 2 if claim["costs"] else 3
+        figure = claim["figure"]
+        digits = 3 if figure is not None and abs(figure["ours"]) < 0.1 else 2
         several = claim["costs"] not in ("", FREE)
         if key == "paper":
             costs = f"{claim['costs']}: " if claim["costs"] else ""

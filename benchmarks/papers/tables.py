@@ -149,8 +149,8 @@ def all_hold(says: str, parts: Sequence[Claim]) -> Claim:
     """Joins claims: true if all are, false if one is.
 
     Examples:
-      >>> all_hold("Both.", [Claim("a", True, "1 > 0"), Claim("b", None, "unknown")])
-      Claim(says='Both.', holds=None, because='1 > 0; unknown')
+      >>> all_hold("Both.", [Claim("a", True, "1 > 0"), Claim("b", None, "unknown")]).because
+      '1 > 0; unknown'
     """
     found = [part.holds for part in parts]
     holds = False if False in found else None if None in found else True
