@@ -37,6 +37,7 @@ OPTIONS = {
 }
 METHODS: dict[str, dict] = {name: OPTIONS.get(name, {}) for name in registry.built_in()}
 METHODS["draft-verify static"] = {"static": True}
+METHODS["uno single-pass"] = {"single_pass": True}
 # Sums over the chips: the embedded tokens, and in each layer after attention and after the MLP. In the head: the
 # largest logit, its token, and the test for finite logits.
 EMBED, LAYER, HEAD = 1, 2, 3
