@@ -1,11 +1,13 @@
 """Equal greedy texts: `python -m benchmarks.exact --model DIR --run "METHOD --OPTION ..."` prints JSON.
 
-Every method generates the texts of plain decoding in several precisions and batches, with `exact` and without.
+Every method generates the texts of plain decoding in several precisions and batches, with `exact` and without. The
+speeds of plain decoding with `exact` and without are measured in turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Sequence
@@ -15,18 +17,19 @@ import numpy as np
 
 from benchmarks import command
 from jaxspec.bench import prompts
+from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
+from jaxspec.bench.timing import measure_runs
 from jaxspec.cli.methods import parse_run
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress
-from jaxspec.methods import Method
 
 PLAIN = "autoregressive"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Tokens in which greedy texts differ from those of plain decoding, and the speed of plain decoding.
+    """Tokens in which greedy texts differ from those of plain decoding, and the cost of `exact` in plain decoding.
 
     Attributes:
       model: a directory, a .gguf file, a hub id or the name of an embedded model.
@@ -36,6 +39,7 @@ class Options:
       each: number of prompts per kind.
       max_new_tokens: the token budget of each text.
       inexact: also generate without `exact`.
+      repeats: turns of plain decoding with `exact` and without.
     """
 
     model: str = "large"
@@ -47,12 +51,19 @@ class Options:
     each: int = 2
     max_new_tokens: int = 96
     inexact: bool = True
+    repeats: int = 1
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Returns, for each precision, method and batch, the numbers of tokens and of those that differ."""
-    methods = {words: parse_run(words) for words in options.runs}
-    rows = []
+    """Compares the texts of all methods with those of plain decoding.
+
+    Returns:
+      `model`; `prompts`, their number; `rows`: for each precision, method and batch, tokens ÷ rounds, and the numbers
+      of tokens and of those that differ; `costs`: for each precision the tokens per second of plain decoding with
+      `exact` and without, and their ratio with its interval, see `speed_ratio`.
+    """
+    methods = {PLAIN: parse_run(PLAIN), **{words: parse_run(words) for words in options.runs}}
+    rows, costs = [], []
     for precision in options.precisions:
         int8 = precision == "int8"
         lm = load(
@@ -61,19 +72,28 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             device="cpu",
             weights="int8" if int8 else None,
         )
-        texts = [lm.encode(text, chat=_chats(lm)) for text in prompts.sample(options.each)]
-        for exact in (True, False) if options.inexact else (True,):
-            kind = {"precision": lm.precision, "exact": exact}
-            plain = _generated(lm, texts, parse_run(PLAIN), 1, exact, options.max_new_tokens)
-            for (name, method), batch in itertools.product(
-                {PLAIN: parse_run(PLAIN), **methods}.items(), options.batches
-            ):
-                on_progress(f"{lm.precision}, exact {exact}: {name}, batch {batch}")
-                made = _generated(lm, texts, method, batch, exact, options.max_new_tokens)
-                rows.append(
-                    {**kind, "method": name, "batch": batch, **compared(made, plain), "speed": speed(made)}
-                )
-    return {"model": options.model, "prompts": len(texts), "rows": rows}
+        texts = [lm.encode(text, chat=_chats(lm)) for text in prompts.sample(options.each, lm.directory)]
+        generate = functools.partial(_generate, lm, options.max_new_tokens)
+        runs = {
+            name: functools.partial(generate, exact=name == "exact")
+            for name in (("exact", "usual") if options.inexact else ("exact",))
+        }
+        turns = list(measure_runs([lm], runs, texts, options.repeats, on_progress=on_progress))
+        taken = {name: [results[name] for results in turns] for name in runs}
+        if options.inexact:
+            ratio, interval = speed_ratio(taken["exact"], taken["usual"])
+            speeds = {f"{name}_tokens_per_second": tokens_per_second(taken[name]) for name in runs}
+            costs.append(
+                {"precision": lm.precision, **speeds, "exact_over_usual": ratio, "interval": interval}
+            )
+        for run, (name, method), batch in itertools.product(runs, methods.items(), options.batches):
+            on_progress(f"{lm.precision}, {run}: {name}, batch {batch}")
+            made = generate(texts, exact=run == "exact", method=method, max_batch=batch)
+            kind = {"precision": lm.precision, "exact": run == "exact", "method": name, "batch": batch}
+            per_round = acceptance([[made]])["mean_acceptance_length"]
+            counts = compared(made, [results[0] for results in taken[run]])
+            rows.append({**kind, "mean_acceptance_length": per_round, **counts})
+    return {"model": options.model, "prompts": len(texts), "rows": rows, "costs": costs}
 
 
 def compared(texts: Sequence[Result], expected: Sequence[Result]) -> dict[str, int]:
@@ -91,19 +111,10 @@ def compared(texts: Sequence[Result], expected: Sequence[Result]) -> dict[str, i
     }
 
 
-def speed(texts: Sequence[Result]) -> float | None:
-    """Returns the median of the texts' tokens per second; None if no text has one."""
-    found = [text.statistics.tokens_per_second for text in texts]
-    known = [number for number in found if number is not None]
-    return round(float(np.median(known)), 2) if known else None
-
-
-def _generated(
-    lm: LanguageModel, texts: Sequence[Sequence[int]], method: Method, batch: int, exact: bool, budget: int
-) -> list[Result]:
-    given: dict[str, Any] = {"method": method, "exact": exact, "max_new_tokens": budget, "temperature": 0.0}
-    parts = [texts[at : at + batch] for at in range(0, len(texts), batch)]
-    return [result for part in parts for result in lm.generate(part, max_batch=batch, **given)]
+def _generate(lm: LanguageModel, budget: int, texts: Any, turn: int = 0, **given: Any) -> Any:
+    """Returns the result of one text, or those of several, by plain decoding unless a method is given."""
+    given = {"method": parse_run(PLAIN), **given}
+    return lm.generate(texts, max_new_tokens=budget, temperature=0.0, **given)
 
 
 def _chats(lm: LanguageModel) -> bool:

@@ -86,6 +86,66 @@ def check_passes(config, form, *passes):
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_logits_and_caches_do_not_depend_on_the_history(form):
+    check_history(CONFIG, form, (1, 9))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_and_caches_of_qwen3_do_not_depend_on_the_history(form):
+    check_history(QWEN, form, (1, 2, 5, 25))
+
+
+def check_history(config, form, widths):
+    """Texts beside each other, in passes of these widths and in trees, against each text alone, token by token.
+
+    As in rounds with drafts, a text accepts a part of a pass or of a path through its tree, and the other tokens are
+    wrong. Between passes the texts change places. At the end the longest has more tokens than a block of attention.
+    """
+    params, rng = in_form(config, tiny.params(config), form), np.random.default_rng(3)
+    expected, caches = zip(
+        *(fed(config, params, TEXTS[row : row + 1], [1] * LENGTH) for row in range(3)), strict=True
+    )
+    shape = Shape((-1, -1, 0, 1, 3, 2, 3, 4, 4))
+    tree, paths = Tree.of(shape, shape.depth), ([0, 2, 4, 5, 8], [0, 1, 3, 6])
+    cache, ends = kv.create(config, 3, 256, params["embed"].dtype), np.zeros(3, np.int32)
+    while ends[2] < LENGTH:
+        order = rng.permutation(3)
+        width = rng.choice([0, *widths])
+        tokens = rng.integers(0, config.vocab_size, (3, width or 1 + shape.num_nodes)).astype(np.int32)
+        rows = [np.arange(width) if width else paths[rng.integers(2)] for _ in order]
+        # The texts grow at different speeds.
+        counts = [min(rng.integers(len(of) + 1), 2 * text + 1) for of, text in zip(rows, order, strict=True)]
+        counts = np.minimum(counts, LENGTH - ends[order])
+        for place, (text, of, count) in enumerate(zip(order, rows, counts, strict=True)):
+            tokens[place, of[:count]] = TEXTS[text, ends[text] : ends[text] + count]
+        start = jnp.asarray(ends[order])
+        logits, cache = step(
+            config, params, tokens, start, placed(cache, order), tree if width == 0 else None
+        )
+        for place, (text, of, count) in enumerate(zip(order, rows, counts, strict=True)):
+            same = expected[text][0, ends[text] : ends[text] + count]
+            np.testing.assert_array_equal(logits[place, of[:count]], same)
+        if width == 0:
+            moved = [np.pad(of, (0, 5 - len(of))) for of in rows]
+            cache = kv.move(cache, start, jnp.asarray(moved), tokens.shape[1])
+        ends[order] += counts
+        cache = placed(cache, np.argsort(order))
+    for text, end in enumerate(ends):
+        leaves = (jax.tree.leaves(of.layers) for of in (kv.take(cache, text, 256), caches[text]))
+        for found, alone in zip(*leaves, strict=True):
+            np.testing.assert_array_equal(found[:, :end], alone[:, :end])
+
+
+def placed(cache, order):
+    """Returns a cache with its rows in another order."""
+    layers = jax.tree.map(
+        lambda leaf: leaf.reshape(len(order), -1, *leaf.shape[1:])[order].reshape(leaf.shape), cache.layers
+    )
+    return dataclasses.replace(cache, layers=layers)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
     """Its rows, with gaps between their slots, some of them beyond the end of a block; and its cache after `move`."""
     path, shape = (1, 3, 4, 7), Shape((-1, -1, 0, 1, 3, 2, 3, 4, 4))
@@ -144,14 +204,15 @@ def texts_and_bits(loop, prompts, budgets):
 
 
 def check_method(form, drafter):
-    """A batch and single rows, against plain decoding of single rows."""
+    """A batch of five rows and single rows, against plain decoding of single rows."""
     loop, plain = loop_in(form, drafter), loop_in(form, "autoregressive")
     plain = dataclasses.replace(plain, config=loop.config, weights=Weights(loop.weights.target))
+    prompts, budgets = (*PROMPTS, *PROMPTS[:2]), (*BUDGETS, *BUDGETS[1:])
     expected = [
-        texts_and_bits(plain, [prompt], [budget])[0] for prompt, budget in zip(PROMPTS, BUDGETS, strict=True)
+        texts_and_bits(plain, [prompt], [budget])[0] for prompt, budget in zip(prompts, budgets, strict=True)
     ]
-    assert texts_and_bits(loop, PROMPTS, BUDGETS) == expected
-    assert texts_and_bits(loop, PROMPTS[:1], BUDGETS[:1]) == expected[:1]
+    assert texts_and_bits(loop, prompts, budgets) == expected
+    assert texts_and_bits(loop, prompts[:1], budgets[:1]) == expected[:1]
 
 
 @pytest.mark.parametrize(("form", "drafter"), [("float32", "token-recycling"), ("bfloat16", "layerskip")])
@@ -165,11 +226,13 @@ def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
     [
         ("float32", "hybrid-tree"),
         ("float32", "uno-single-pass"),
+        ("float32", "uno-tree"),
         ("float32", "s2d-target"),
         ("bfloat16", "kangaroo"),
         ("bfloat16", "uno-single-pass"),
         ("bfloat16", "draft-verify"),
         ("int8", "eagle-tree"),
+        ("int8", "uno"),
         ("int8", "asd"),
         ("int8", "layerskip"),
     ],
@@ -236,7 +299,10 @@ def test_the_benchmark_counts_tokens_that_differ(tmp_path):
     assert counts == {"tokens": 6, "differing_tokens": 3, "texts": 3, "differing_texts": 2}
     write_tokenizer(write_model(stored := tmp_path / "model"))
     options = exact_benchmark.Options(str(stored), batches=(1, 2), each=1, max_new_tokens=8)
-    rows = exact_benchmark.measure(dataclasses.replace(options, precisions=("bfloat16",)))["rows"]
+    report = exact_benchmark.measure(dataclasses.replace(options, precisions=("bfloat16",), repeats=2))
+    rows, (cost,) = report["rows"], report["costs"]
+    low, high = cost["interval"]
+    assert 0 < low <= cost["exact_over_usual"] <= high
     assert [(row["exact"], row["method"], row["batch"]) for row in rows] == [
         (exact, method, batch)
         for exact in (True, False)
