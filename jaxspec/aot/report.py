@@ -82,12 +82,13 @@ def build(lower: Callable[[], Any], options: dict[str, str] | None = None) -> Pr
     seconds, used = time.perf_counter() - began, time.process_time() - spent
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    temporary = memory.temp_size_in_bytes
-    (device, *_) = jax.tree.leaves(compiled.input_shardings)[0].device_set
-    if device.platform == "tpu":
+    temporary, peak = memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    platforms = {device.platform for one in shardings[:1] for device in one.device_set}
+    if peak > 0 and platforms == {"tpu"}:
         # The TPU's compiler adds up the temporaries of a loop's body and those around it, which are not alive at once.
         # Its peak, which contains arguments and results, does not.
-        temporary = min(temporary, memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results)
+        temporary = min(temporary, peak - memory.argument_size_in_bytes - results)
     return Program(
         seconds,
         compiled.as_text(),

@@ -485,6 +485,7 @@ def test_temporaries_that_are_alive_at_once(platform, temporaries):
         cost_analysis=lambda: None,
         as_text=lambda: "",
         input_shardings=((types.SimpleNamespace(device_set=[device]),), {}),
+        output_shardings=(),
     )
     lowered = types.SimpleNamespace(compile=lambda compiler_options: compiled)
     made = build(lambda: lowered)

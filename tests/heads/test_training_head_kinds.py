@@ -37,6 +37,7 @@ from training.heads import kinds
 from training.heads import measure as drafts
 from training.heads import train as command
 from training.heads.head_type import HeadOptions
+from training.losses import base
 from training.losses.base import Given
 from training.reports import metrics
 
@@ -159,6 +160,25 @@ def test_the_loss_is_the_papers(name, batch):
     assert (float(total), int(count)) == (pytest.approx(wanted, rel=1e-4), rows)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 0, path
+
+
+def test_the_loss_in_pieces_of_positions_is_the_same(monkeypatch, batch):
+    """A head that reads the target's output matrix: no array has the logits of all positions."""
+    kind, network, _ = begun("kangaroo")
+    params, shape = drawn(network.head.shapes), batch["tokens"].shape
+    given = Given(jnp.int32(0), jax.random.key(0), tiny.params(TARGET))
+
+    def graded(params):
+        loss = kind.loss(network, OPTIONS["kangaroo"], None)
+        return jax.value_and_grad(loss, has_aux=True)(params, batch, given)
+
+    whole = jax.jit(graded)(params)
+    monkeypatch.setattr(base, "_MAX_LOGITS", shape[1] * SIZE // 2)
+    # JAX keeps what it traced of a function.
+    again = str(jax.make_jaxpr(lambda params: graded(params))(params))
+    assert f"[{shape[0]},{shape[1]},{SIZE}]" not in again
+    divided = jax.jit(lambda params: graded(params))(params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), divided, whole)
 
 
 @pytest.mark.representatives("kangaroo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -352,24 +353,36 @@ def test_throughput_is_reported(capsys):
     assert 0 < report["fraction_of_matrix_product_rate"] < 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pieces_of_positions_have_the_sum_of_the_whole(monkeypatch, params, batch, dtype):
-    """The loss and its gradient are those of all positions at once, and no array has the logits of them all."""
-    shape, teacher = batch["tokens"].shape, llama.init_params(CONFIG, jax.random.key(7))
-    distilled = exit_losses.soft_loss(CONFIG, (1, LAYERS), target=CONFIG, distil_weight=0.5)
-    loss = base.in_dtype(distilled, jnp.dtype(dtype))
+def test_the_number_of_pieces(monkeypatch):
+    monkeypatch.setattr(base, "_MAX_LOGITS", 40)
+    hidden, head = jnp.zeros((3, 18, 1)), {"head": jnp.zeros((10, 1))}
+    assert base.pieces(hidden, head) == 6  # at least 5, of 3 positions each
+    assert base.pieces(hidden[:, :17], head) == 1  # a prime number of positions
+    with base.undivided():
+        assert base.pieces(hidden, head) == 1
+    assert base.pieces(hidden, {"embed": jnp.zeros((2, 1))}) == 1
 
-    def graded(params, teacher):
-        return jax.value_and_grad(loss, has_aux=True)(params, batch, given(target=teacher))
 
-    whole = jax.jit(graded)(params, teacher)
-    assert base.pieces(jnp.zeros((*shape, 1)), params) == 1
-    monkeypatch.setattr(base, "_MAX_LOGITS", 4 * CONFIG.vocab_size)
-    assert base.pieces(jnp.zeros((*shape, 1)), params) == 6  # of 3 positions each; 18 ÷ 5 is no whole number
-    jax.clear_caches()
-    assert f"[{shape[0]},{shape[1]},{CONFIG.vocab_size}]" not in str(jax.make_jaxpr(graded)(params, teacher))
-    divided = jax.jit(graded)(params, teacher)
-    tolerance = 1e-5 if dtype == "float32" else 0.1
+def test_pieces_of_positions_have_the_sum_of_the_whole(params, batch):
+    """The sum and its gradients are those of all positions at once, and no array has the logits of them all."""
+    hidden, given = base.layer_outputs(CONFIG, params, batch)[-1], base.head_of(params)
+    rows = base.next_token_targets(batch)
+
+    def total(scale, hidden, rows, given):
+        return base.cross_entropy(scale * llama.logits(CONFIG, given, hidden), *rows)
+
+    def graded(count):
+        summed = functools.partial(base.early_gradient, total, count)
+        return jax.value_and_grad(summed, argnums=(0, 1))
+
+    arguments = jnp.float32(1.5), hidden, rows, given
+    shape = f"[{hidden.shape[0]},{hidden.shape[1]},{CONFIG.vocab_size}]"
+    assert shape in str(jax.make_jaxpr(graded(1))(*arguments))
+    assert shape not in str(jax.make_jaxpr(graded(6))(*arguments))
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), divided, whole
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+        jax.jit(graded(6))(*arguments),
+        jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(*arguments),
     )
+    plain, divided = (jax.jit(functools.partial(base.early_gradient, total, n))(*arguments) for n in (1, 6))
+    assert float(divided) == pytest.approx(float(plain), rel=1e-6)

@@ -100,12 +100,15 @@ def look(target: LlamaConfig, params: Params, batch: Batch, aux_layers: tuple[Au
       aux_layers: what its heads read, see `model.llama`.
     """
     streams = [llama.embed(params, batch["tokens"]), *layer_outputs(target, params, batch)]
-    head, count = head_of(params), pieces(streams[-1], head_of(params))
-    best = jax.lax.map(
-        lambda stream: jnp.argmax(llama.logits(target, head, stream), axis=-1), split(streams[-1], count)
-    )
+    head = head_of(params)
+
+    def best_of(stream: jax.Array) -> jax.Array:
+        return jnp.argmax(llama.logits(target, head, stream), axis=-1)
+
+    count = pieces(streams[-1], head)
+    best = joined(jax.lax.map(best_of, split(streams[-1], count))) if count > 1 else best_of(streams[-1])
     aux_hidden_states = llama.aux_hidden_states_of(target, params, streams, aux_layers)
-    seen: Seen = jax.lax.stop_gradient(Seen(aux_hidden_states, streams[-1], joined(best)))
+    seen: Seen = jax.lax.stop_gradient(Seen(aux_hidden_states, streams[-1], best))
     return seen
 
 
@@ -165,30 +168,33 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
         assert given.target is not None, "a head has a target"
         seen = look(network.target, given.target, batch, network.aux_layers)
         outputs = network.outputs(params, given.target, batch, seen.aux_hidden_states, steps)
-        theirs = head_of(given.target), head_of(given.target, part)
+        theirs = head_of(given.target)
+        # A head of its own is trained.
+        count = 1 if "head" in network.reading(params, 0) else pieces(seen.stream, theirs)
+
+        def wanted_of(theirs: Params, stream: jax.Array) -> jax.Array:
+            logits = llama.logits(network.target, theirs, stream)
+            return logits if part is None else logits[..., jnp.asarray(part)]
 
         def told(
-            own: Params,
-            output: jax.Array,
-            rows: tuple[jax.Array, jax.Array, jax.Array],
-            theirs: tuple[Params, Params],
+            own: Params, output: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], theirs: Params
         ) -> jax.Array:
-            stream, tokens, mask = rows
-            whole, chosen = theirs
-            logits, loss = network.logits(own, whole, output), jnp.float32(0)
+            wanted, tokens, mask = rows
+            logits, loss = network.logits(own, theirs, output), jnp.float32(0)
             if weights.distribution:
-                wanted = llama.logits(network.target, chosen, stream)
+                wanted = wanted_of(theirs, wanted) if count > 1 else wanted
                 loss += weights.distribution * soft_cross_entropy(wanted, logits, mask)
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
             return loss
 
+        # In one piece, the steps share the target's logits.
+        wanted = seen.stream if count > 1 else wanted_of(theirs, seen.stream)
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
             mask = predicted(batch, step) & ahead(known, 1 + step)
-            rows = ahead(seen.stream, 1 + step), ahead(batch["tokens"], 2 + step), mask
-            own, count = network.reading(params, step), pieces(output, theirs[1])
-            said = early_gradient(told, count, own, output, rows, theirs)
+            rows = ahead(wanted, 1 + step), ahead(batch["tokens"], 2 + step), mask
+            said = early_gradient(told, count, network.reading(params, step), output, rows, theirs)
             total += float(shares[step]) * said
             if weights.aux_hidden_state:
                 far = smooth_l1(output, ahead(seen.aux_hidden_states, 1 + step), mask)

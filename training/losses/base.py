@@ -13,8 +13,10 @@ drawn from p. Acceptance counts such positions as rejections.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -179,26 +181,37 @@ def head_loss(
         del given
         return cross_entropy(llama.logits(config, head, hidden), *rows)
 
-    return early_gradient(total, pieces(hidden, head), head, hidden, (targets, mask), None)
+    return early_gradient(total, 1, head, hidden, (targets, mask), None)
 
 
 # Maximum number of logits of a row of the batch that exist at a time; 2²⁶ of float32 take 268 MB.
 _MAX_LOGITS = 2**26
+_divided: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=True)
+
+
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Traces losses in one piece within the context."""
+    token = _divided.set(False)
+    try:
+        yield
+    finally:
+        _divided.reset(token)
 
 
 def pieces(hidden: jax.Array, head: Params) -> int:
     """Returns into how many pieces to divide the positions of [B, T, D], so that a piece's logits are few.
+
+    For heads that are not trained: on a mesh, each piece would exchange the gradient of a trained head. A length
+    without a divisor up to twice the necessary number has one piece.
 
     Args:
       hidden: the residual streams, or an array with their shape.
       head: its `head` or `embed`, [V, D], makes the logits.
     """
     length, vocab = hidden.shape[1], head["head" if "head" in head else "embed"].shape[0]
-    return next(
-        n
-        for n in range(1, length + 1)
-        if length % n == 0 and (length // n * vocab <= _MAX_LOGITS or n == length)
-    )
+    least = -(-length * vocab // _MAX_LOGITS) if _divided.get() else 1
+    return next((count for count in range(least, 2 * least + 1) if length % count == 0), 1)
 
 
 def split(rows: Any, count: int) -> Any:

@@ -29,7 +29,6 @@ from training.losses.base import (
     layer_outputs,
     next_token_targets,
     num_targets,
-    pieces,
 )
 
 
@@ -75,7 +74,7 @@ def soft_loss(
 
             theirs, rows = head_of(given.target), (jax.lax.stop_gradient(last), learned[1])
             for layers in exits:
-                far = early_gradient(apart, pieces(last, theirs), head, outputs[layers - 1], rows, theirs)
+                far = early_gradient(apart, 1, head, outputs[layers - 1], rows, theirs)
                 total += distil_weight * far / len(exits)
         return total, num_targets(mask)
 
