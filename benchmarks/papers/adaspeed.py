@@ -230,7 +230,7 @@ def _claims(
 
 
 def _lower_exit(counted: Counted, chosen: Mapping[str, Case]) -> Claim:
-    says = "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
+    says = adaspeed_ratios.LOWER
     exits = {rule: chosen[rule].exit_layer for rule in ("product", "constant", "confidence")}
     found = ", ".join(f"{NAMES[rule]} {layer}" for rule, layer in exits.items())
     if len({case.exit_layer for case in counted.rounds}) == 1:

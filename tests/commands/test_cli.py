@@ -671,23 +671,10 @@ def test_wrong_conversations(run, model, tmp_path, content, message):
 # The program
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "generate",
-        "compare",
-        "bench",
-        "profile",
-        "convert",
-        "inspect",
-        "search",
-        "tune",
-        "vocab",
-        "batch",
-        "serve",
-    ],
-)
+COMMANDS = ["generate", "compare", "bench", "profile", "convert", "inspect", "search", "vocab", "tune"]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "batch", "serve"])
 def test_help(run, command):
     status, out, err = run(*filter(None, [command]), "--help")
     assert (status, err) == (0, "")
@@ -776,17 +763,7 @@ def test_messages_of_the_library_name_options(command, message, said):
 
 
 def test_a_number_is_never_called_a_file(run):
-    for command in [
-        "generate",
-        "compare",
-        "bench",
-        "profile",
-        "convert",
-        "inspect",
-        "search",
-        "vocab",
-        "tune",
-    ]:
+    for command in COMMANDS:
         _, out, _ = run(command, "--help")
         assert not re.search(r"--(threshold|alpha|every|keep-last|gamma|trials|repeats) (FILE|DIR|TEXT)", out)
     assert "--threshold X" in out

@@ -179,21 +179,21 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
         def told(
             own: Params, output: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], theirs: Params
         ) -> jax.Array:
-            wanted, tokens, mask = rows
+            source, tokens, mask = rows
             logits, loss = network.logits(own, theirs, output), jnp.float32(0)
             if weights.distribution:
-                wanted = wanted_of(theirs, wanted) if count > 1 else wanted
+                wanted = wanted_of(theirs, source) if count > 1 else source
                 loss += weights.distribution * soft_cross_entropy(wanted, logits, mask)
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
             return loss
 
-        # In one piece, the steps share the target's logits.
-        wanted = seen.stream if count > 1 else wanted_of(theirs, seen.stream)
+        # In one piece, the steps share the target's logits; else each piece computes them.
+        source = seen.stream if count > 1 else wanted_of(theirs, seen.stream)
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
             mask = predicted(batch, step) & ahead(known, 1 + step)
-            rows = ahead(wanted, 1 + step), ahead(batch["tokens"], 2 + step), mask
+            rows = ahead(source, 1 + step), ahead(batch["tokens"], 2 + step), mask
             said = early_gradient(told, count, network.reading(params, step), output, rows, theirs)
             total += float(shares[step]) * said
             if weights.aux_hidden_state:

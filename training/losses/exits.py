@@ -23,7 +23,6 @@ from training.losses.base import (
     Loss,
     among,
     divergence,
-    early_gradient,
     head_loss,
     head_of,
     layer_outputs,
@@ -65,17 +64,10 @@ def soft_loss(
             assert target is not None
             assert given.target is not None
             last = layer_outputs(target, given.target, batch)[-1]
-
-            def apart(
-                head: Params, hidden: jax.Array, rows: tuple[jax.Array, jax.Array], theirs: Params
-            ) -> jax.Array:
-                wanted = llama.logits(target, theirs, rows[0])
-                return divergence(wanted, llama.logits(config, head, hidden), rows[1], part)
-
-            theirs, rows = head_of(given.target), (jax.lax.stop_gradient(last), learned[1])
+            wanted = jax.lax.stop_gradient(llama.logits(target, head_of(given.target), last))
             for layers in exits:
-                far = early_gradient(apart, 1, head, outputs[layers - 1], rows, theirs)
-                total += distil_weight * far / len(exits)
+                logits = llama.logits(config, head, outputs[layers - 1])
+                total += distil_weight * divergence(wanted, logits, learned[1], part) / len(exits)
         return total, num_targets(mask)
 
     return loss
