@@ -273,9 +273,9 @@ def test_gamma_is_carried_from_text_to_text_where_asked():
             calls.clear()
         report = compare(lm, [3, 4, 5], runs, repeats=2, carry_gamma=carry, max_new_tokens=9, ignore_eos=True)
         started, ended = zip(*asked["AdaSPEED"], strict=True)
-        assert len(started) == 3
-        assert started == ((0.5, *ended[:-1]) if carry else (0.5,) * 3)
-        assert len(set(started)) == (3 if carry else 1)
+        assert len(started) == 4  # two of the warm-up, two turns
+        assert started == ((0.5, *ended[:-1]) if carry else (0.5,) * 4)
+        assert len(set(started)) == (4 if carry else 1)
         assert set(asked["NGram"]) == {(None, None)}
     assert report["results"][1]["identical_to_autoregressive"]
 
