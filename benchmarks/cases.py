@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.bench.comparison import BASELINE
 from jaxspec.bench.speed import acceptance, speed_ratio
 from jaxspec.bench.steps import Loop, Steps, SubmodelSteps, WrongDrafts
 from jaxspec.bench.timing import Run
@@ -102,7 +103,7 @@ class Case:
         self._plan, self._rest, self._again = plan, rest, again
         self._widths = drafter.verify_widths
         generate = functools.partial(lm.generate, max_new_tokens=max_new_tokens, ignore_eos=True)
-        self.plain_run: Run = lambda prompt, turn: generate(prompt)
+        self.plain_run: Run = lambda prompt, turn: generate(prompt, method=BASELINE)
         self.run: Run = lambda prompt, turn: generate(prompt, method=(drafter, params))
 
     def take(self, mine: list[Result], plain: list[Result]) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import accelerator, dialed, stages
+from benchmarks.cases import dial_cases
 from benchmarks.dialed import Dial
 from benchmarks.parts import LeftOutError, Part, Parts
 from benchmarks.synthetic_acceptance import dial_model
@@ -142,6 +143,16 @@ def test_every_part_measures(tiny_shape, capsys, tmp_path):
         assert row["obtained_over_predicted"] == pytest.approx(row["speedup"] / row["predicted"])
     (copied,) = by_name["ngram"]["results"]
     assert copied["draft_acceptance_rate"] == 1
+
+
+def test_the_baseline_is_plain_decoding(tiny_shape):
+    """Not the default method: it reads weights that the dial has changed in place."""
+    lm = Dial("tiny", TINY, jnp.float32, jax.devices()[0], 8).lm
+    named, generate = [], lm.generate
+    lm.generate = lambda prompt, **options: named.append(options["method"]) or generate(prompt, **options)
+    case = dial_cases(lm, 1, 1, 4)["layerskip"]
+    case.plain_run(case.prompt, 0)
+    assert named == ["autoregressive"]
 
 
 def test_the_dial_turns_in_place():
