@@ -10,8 +10,10 @@ from jaxspec.engine.requests import RowRequest
 # A batch whose rows need at most this many tokens starts with its final capacity; a longer one grows during decoding.
 START_CAPACITY = 512
 MIN_CAPACITY = 32
-# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
-MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
+# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less. An
+# accelerator computes 64 positions in the time of one, and compiles a program in seconds: few sizes serve it better.
+CHUNKS = (64, 256)
+CHUNKS_CPU = (16, 32)
 # Prompt chunks fed per host poll while other rows are decoding.
 POLL_CHUNKS = 4
 
@@ -23,7 +25,17 @@ def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
 
 def prefill_chunk_size(longest: int, platform: str) -> int:
     """Returns the positions per prefill call for a longest prompt of this many tokens."""
-    return min(bucket(longest, MIN_CHUNK), MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
+    sizes = CHUNKS_CPU if platform == "cpu" else CHUNKS
+    return next((size for size in sizes if size >= longest), sizes[-1])
+
+
+def refill_rows(count: int, most: int, platform: str) -> int:
+    """Returns the number of rows of a prefill for `count` of the `most` rows of a batch.
+
+    A power of two on a CPU, and of four on an accelerator, which prefills padded rows in nearly the same time.
+    """
+    exponent = (count - 1).bit_length()
+    return min(1 << (exponent if platform == "cpu" else exponent + exponent % 2), most)
 
 
 def is_long(request: RowRequest, platform: str) -> bool:
@@ -52,11 +64,7 @@ def capacities_from(capacity: int) -> list[int]:
 
 def chunk_sizes_from(chunk_size: int, platform: str) -> list[int]:
     """Returns this chunk size, and the larger ones of a platform."""
-    most = MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK
-    return [
-        chunk_size,
-        *itertools.takewhile(lambda size: size <= most, (chunk_size << n for n in itertools.count(1))),
-    ]
+    return [chunk_size, *(size for size in (CHUNKS_CPU if platform == "cpu" else CHUNKS) if size > chunk_size)]
 
 
 def must_grow(length: int, reach: int, capacity: int) -> bool:

@@ -463,13 +463,13 @@ class Session:
     def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
-        The number of requests is padded to a power of two with prompts of one token, to limit the number of programs.
+        The number of requests is padded with prompts of one token, to limit the number of programs.
         """
         requests = [held.request for held in rows.values() if held is not None]
         needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
-        count = min(buckets.bucket(len(requests), 1), len(self._rows))
+        count = buckets.refill_rows(len(requests), len(self._rows), self.loop.platform)
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))

@@ -196,7 +196,7 @@ def joined(steps, index):
 def small_chunks(monkeypatch):
     """A host poll processes 16 positions of a long prompt."""
     monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
-    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
+    monkeypatch.setattr(buckets, "CHUNKS_CPU", (16,))
 
 
 @pytest.mark.representatives("draft-model")
@@ -209,6 +209,29 @@ def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
     assert [len(step.get(1, [])) > 0 for step in steps[:first]] == [True] * 7
     for index, request in enumerate(requests):
         assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
+
+
+@pytest.mark.parametrize(("platform", "most"), [("cpu", 3), ("gpu", 2)])
+def test_mixed_lengths_refill_with_few_programs(monkeypatch, platform, most):
+    """An accelerator compiles a program in seconds, and prefills padded rows and positions in nearly the same time."""
+    monkeypatch.setattr(Loop, "platform", platform)
+    lm = tiny.language_model()
+    prompts = [PROMPTS[1] * times for times in (1, 2, 3, 5) * 5]
+    budgets = [1 + 7 * index % 5 for index in range(len(prompts))]
+    results = generate(lm, prompts, max_new_tokens=budgets, max_batch=8, ignore_eos=True)
+    for prompt, budget, result in zip(prompts, budgets, results, strict=True):
+        assert result.tokens == tiny.greedy(prompt, budget)
+    prefills = [key for key in lm.executables._futures if key[0] is compiled.prefill]
+    assert len(prefills) <= most
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "cpu", "accelerator"),
+    [(1, 256, 1, 1), (2, 256, 2, 4), (5, 256, 8, 16), (5, 12, 8, 12), (17, 256, 32, 64), (256, 256, 256, 256)],
+)
+def test_rows_of_a_prefill(count, most, cpu, accelerator):
+    assert buckets.refill_rows(count, most, "cpu") == cpu
+    assert buckets.refill_rows(count, most, "tpu") == accelerator
 
 
 @pytest.mark.full
@@ -230,7 +253,7 @@ def test_a_long_prompt_waits_for_nobody(lm, small_chunks):
 
 def test_a_batch_grows_while_a_prompt_is_fed(lm, small_chunks, small_buckets, monkeypatch):
     """The processed part has the old capacity of the batch; its rows need the new one."""
-    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 8)
+    monkeypatch.setattr(buckets, "CHUNKS_CPU", (8,))
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 40), RowRequest(LONG[:28], 20)]
     capacities = []
     insert = Session._insert
