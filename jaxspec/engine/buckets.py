@@ -10,8 +10,8 @@ from jaxspec.engine.requests import RowRequest
 # A batch whose rows need at most this many tokens starts with its final capacity; a longer one grows during decoding.
 START_CAPACITY = 512
 MIN_CAPACITY = 32
-# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less. An
-# accelerator computes 64 positions in the time of one, and compiles a program in seconds: few sizes serve it better.
+# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
+# An accelerator runs 64 positions in little more than the time of one, and compiles for seconds: few sizes are best.
 CHUNKS = (64, 256)
 CHUNKS_CPU = (16, 32)
 # Prompt chunks fed per host poll while other rows are decoding.
