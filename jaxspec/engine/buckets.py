@@ -64,7 +64,10 @@ def capacities_from(capacity: int) -> list[int]:
 
 def chunk_sizes_from(chunk_size: int, platform: str) -> list[int]:
     """Returns this chunk size, and the larger ones of a platform."""
-    return [chunk_size, *(size for size in (CHUNKS_CPU if platform == "cpu" else CHUNKS) if size > chunk_size)]
+    return [
+        chunk_size,
+        *(size for size in (CHUNKS_CPU if platform == "cpu" else CHUNKS) if size > chunk_size),
+    ]
 
 
 def must_grow(length: int, reach: int, capacity: int) -> bool:

@@ -30,6 +30,9 @@ from jaxspec.protocol import Acceptor, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.stopping import GammaState
 
+# Free rows of a batch wait until they are this share of it, one in so many.
+REFILL_SHARE = 16
+
 
 class Shapes(NamedTuple):
     """The properties of requests on which the programs of their batch depend, in addition to the method.
@@ -343,9 +346,15 @@ class Session:
         return own
 
     def _refill(self) -> list[Update]:
-        """Assigns waiting requests to free rows. All short prompts are prefilled in one call."""
+        """Assigns waiting requests to free rows. All short prompts are prefilled in one call.
+
+        The rows of a large batch wait for others, so that a prefill serves several and few numbers of rows occur; not
+        where requests arrive while others run, whose first tokens would come later.
+        """
         taken = {row for refill in self._refills for row, held in refill.rows.items() if held is not None}
         free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
+        if not self._elastic and len(free) < min(len(self._rows) // REFILL_SHARE, len(self._waiting)):
+            return []
         if self._elastic and len(self._waiting) > len(free):
             before = len(self._rows)
             wanted = min(before - len(free) + len(self._waiting), self._max_batch)

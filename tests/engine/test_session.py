@@ -225,9 +225,38 @@ def test_mixed_lengths_refill_with_few_programs(monkeypatch, platform, most):
     assert len(prefills) <= most
 
 
+def test_free_rows_of_a_large_batch_wait_for_others(lm, monkeypatch):
+    """Rows end one by one here; without the wait, each has a prefill of its own."""
+    sizes = []
+    insert = Session._insert
+
+    def spy(self, rows, others, emitted):
+        sizes.append(len(rows))
+        return insert(self, rows, others, emitted)
+
+    monkeypatch.setattr(Session, "_insert", spy)
+    monkeypatch.setattr("jaxspec.engine.session.REFILL_SHARE", 2)
+    budgets = [8 * (1 + index % 4) + 1 for index in range(12)]
+    results = list(
+        stream(lm, [PROMPTS[1]] * 12, "autoregressive", max_new_tokens=budgets, max_batch=4, ignore_eos=True)
+    )
+    ended = {piece.index: piece.result for piece in results if piece.result is not None}
+    for index, budget in enumerate(budgets):
+        assert ended[index].tokens == tiny.greedy(PROMPTS[1], budget)
+    assert sum(sizes) == 8
+    assert min(sizes) == 2
+
+
 @pytest.mark.parametrize(
     ("count", "most", "cpu", "accelerator"),
-    [(1, 256, 1, 1), (2, 256, 2, 4), (5, 256, 8, 16), (5, 12, 8, 12), (17, 256, 32, 64), (256, 256, 256, 256)],
+    [
+        (1, 256, 1, 1),
+        (2, 256, 2, 4),
+        (5, 256, 8, 16),
+        (5, 12, 8, 12),
+        (17, 256, 32, 64),
+        (256, 256, 256, 256),
+    ],
 )
 def test_rows_of_a_prefill(count, most, cpu, accelerator):
     assert buckets.refill_rows(count, most, "cpu") == cpu
