@@ -11,9 +11,7 @@ from jaxspec.engine.requests import RowRequest
 START_CAPACITY = 512
 MIN_CAPACITY = 32
 # Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
-# An accelerator runs 64 positions in little more than the time of one, and compiles for seconds: few sizes are best.
-CHUNKS = (64, 256)
-CHUNKS_CPU = (16, 32)
+MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
 # Prompt chunks fed per host poll while other rows are decoding.
 POLL_CHUNKS = 4
 
@@ -25,17 +23,7 @@ def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
 
 def prefill_chunk_size(longest: int, platform: str) -> int:
     """Returns the positions per prefill call for a longest prompt of this many tokens."""
-    sizes = CHUNKS_CPU if platform == "cpu" else CHUNKS
-    return next((size for size in sizes if size >= longest), sizes[-1])
-
-
-def refill_rows(count: int, most: int, platform: str) -> int:
-    """Returns the number of rows of a prefill for `count` of the `most` rows of a batch.
-
-    A power of two on a CPU, and of four on an accelerator, which prefills padded rows in nearly the same time.
-    """
-    exponent = (count - 1).bit_length()
-    return min(1 << (exponent if platform == "cpu" else exponent + exponent % 2), most)
+    return min(bucket(longest, MIN_CHUNK), MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
 
 
 def is_long(request: RowRequest, platform: str) -> bool:
@@ -64,9 +52,10 @@ def capacities_from(capacity: int) -> list[int]:
 
 def chunk_sizes_from(chunk_size: int, platform: str) -> list[int]:
     """Returns this chunk size, and the larger ones of a platform."""
+    most = MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK
     return [
         chunk_size,
-        *(size for size in (CHUNKS_CPU if platform == "cpu" else CHUNKS) if size > chunk_size),
+        *itertools.takewhile(lambda size: size <= most, (chunk_size << n for n in itertools.count(1))),
     ]
 
 

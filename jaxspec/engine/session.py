@@ -30,8 +30,8 @@ from jaxspec.protocol import Acceptor, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.stopping import GammaState
 
-# Free rows of a batch wait until they are this share of it, one in so many.
-REFILL_SHARE = 16
+# On an accelerator, free rows wait until one row in `REFILL_FRACTION` is free, for less than `REFILL_ROUNDS` rounds.
+REFILL_FRACTION, REFILL_ROUNDS = 16, 64
 
 
 class Shapes(NamedTuple):
@@ -166,6 +166,8 @@ class Session:
         # The last check of `_narrow`: the wanted and present numbers of rows, the number of compilations, and whether
         # the program that drops rows was ready.
         self._tried = (0, 0, 0, False)
+        # Rounds for which free rows have waited, see `_waits`.
+        self._waited = 0
 
     @property
     def done(self) -> bool:
@@ -259,7 +261,7 @@ class Session:
         if self._state is None:
             return self._begin(self._first())
         self._narrow()
-        updates = self._refill() or self._feed()
+        updates = self._refill(max_rounds) or self._feed()
         if updates or all(held is None for held in self._rows):
             return updates
         return self._decode(max_rounds)
@@ -345,15 +347,21 @@ class Session:
                     return arguments, static
         return own
 
-    def _refill(self) -> list[Update]:
-        """Assigns waiting requests to free rows. All short prompts are prefilled in one call.
+    def _waits(self, free: int, max_rounds: int) -> bool:
+        """Whether free rows wait for others, so that one prefill serves several.
 
-        The rows of a large batch wait for others, so that a prefill serves several and few numbers of rows occur; not
-        where requests arrive while others run, whose first tokens would come later.
+        Fewer numbers of rows occur then, and fewer programs are compiled. Only on an accelerator, where a prefill of
+        one row takes as long as one of several. An elastic session does not wait: that would delay first tokens.
         """
+        enough = min(len(self._rows) // REFILL_FRACTION, len(self._waiting))
+        self._waited = self._waited + max_rounds if 0 < free < enough else 0
+        return not self._elastic and self.loop.platform != "cpu" and 0 < self._waited < REFILL_ROUNDS
+
+    def _refill(self, max_rounds: int) -> list[Update]:
+        """Assigns waiting requests to free rows. All short prompts are prefilled in one call."""
         taken = {row for refill in self._refills for row, held in refill.rows.items() if held is not None}
         free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
-        if not self._elastic and len(free) < min(len(self._rows) // REFILL_SHARE, len(self._waiting)):
+        if self._waits(len(free), max_rounds):
             return []
         if self._elastic and len(self._waiting) > len(free):
             before = len(self._rows)
@@ -472,13 +480,13 @@ class Session:
     def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
-        The number of requests is padded with prompts of one token, to limit the number of programs.
+        The number of requests is padded to a power of two with prompts of one token, to limit the number of programs.
         """
         requests = [held.request for held in rows.values() if held is not None]
         needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
-        count = buckets.refill_rows(len(requests), len(self._rows), self.loop.platform)
+        count = min(buckets.bucket(len(requests), 1), len(self._rows))
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))

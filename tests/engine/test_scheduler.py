@@ -22,7 +22,7 @@ BUDGET = 14
 def small_chunks(monkeypatch):
     """A host poll processes 16 positions of a long prompt."""
     monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
-    monkeypatch.setattr(buckets, "CHUNKS_CPU", (16,))
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
 def add(scheduler, prompt, **options):

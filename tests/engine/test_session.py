@@ -196,7 +196,7 @@ def joined(steps, index):
 def small_chunks(monkeypatch):
     """A host poll processes 16 positions of a long prompt."""
     monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
-    monkeypatch.setattr(buckets, "CHUNKS_CPU", (16,))
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
 @pytest.mark.representatives("draft-model")
@@ -211,56 +211,34 @@ def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
         assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
-@pytest.mark.parametrize(("platform", "most"), [("cpu", 3), ("gpu", 2)])
-def test_mixed_lengths_refill_with_few_programs(monkeypatch, platform, most):
-    """An accelerator compiles a program in seconds, and prefills padded rows and positions in nearly the same time."""
+@pytest.mark.parametrize(
+    ("platform", "budgets", "sizes"),
+    [
+        ("gpu", [9, 17, 25, 33] * 3, [2, 2, 2, 2]),
+        ("cpu", [9, 17, 25, 33] * 3, [1, 2, 1, 2, 2]),
+        ("gpu", [9, 57, 57, 57, 9, 9, 9], [1, 1, 1]),  # waits no longer than 16 rounds
+    ],
+)
+def test_free_rows_of_a_large_batch_wait_for_others(monkeypatch, platform, budgets, sizes):
+    """On an accelerator a prefill serves several rows."""
     monkeypatch.setattr(Loop, "platform", platform)
-    lm = tiny.language_model()
-    prompts = [PROMPTS[1] * times for times in (1, 2, 3, 5) * 5]
-    budgets = [1 + 7 * index % 5 for index in range(len(prompts))]
-    results = generate(lm, prompts, max_new_tokens=budgets, max_batch=8, ignore_eos=True)
-    for prompt, budget, result in zip(prompts, budgets, results, strict=True):
-        assert result.tokens == tiny.greedy(prompt, budget)
-    prefills = [key for key in lm.executables._futures if key[0] is compiled.prefill]
-    assert len(prefills) <= most
-
-
-def test_free_rows_of_a_large_batch_wait_for_others(lm, monkeypatch):
-    """Rows end one by one here; without the wait, each has a prefill of its own."""
-    sizes = []
-    insert = Session._insert
+    monkeypatch.setattr("jaxspec.engine.session.REFILL_FRACTION", 2)
+    monkeypatch.setattr("jaxspec.engine.session.REFILL_ROUNDS", 17)
+    found, ended, insert = [], {}, Session._insert
 
     def spy(self, rows, others, emitted):
-        sizes.append(len(rows))
+        found.append(len(rows))
         return insert(self, rows, others, emitted)
 
     monkeypatch.setattr(Session, "_insert", spy)
-    monkeypatch.setattr("jaxspec.engine.session.REFILL_SHARE", 2)
-    budgets = [8 * (1 + index % 4) + 1 for index in range(12)]
-    results = list(
-        stream(lm, [PROMPTS[1]] * 12, "autoregressive", max_new_tokens=budgets, max_batch=4, ignore_eos=True)
-    )
-    ended = {piece.index: piece.result for piece in results if piece.result is not None}
-    for index, budget in enumerate(budgets):
-        assert ended[index].tokens == tiny.greedy(PROMPTS[1], budget)
-    assert sum(sizes) == 8
-    assert min(sizes) == 2
-
-
-@pytest.mark.parametrize(
-    ("count", "most", "cpu", "accelerator"),
-    [
-        (1, 256, 1, 1),
-        (2, 256, 2, 4),
-        (5, 256, 8, 16),
-        (5, 12, 8, 12),
-        (17, 256, 32, 64),
-        (256, 256, 256, 256),
-    ],
-)
-def test_rows_of_a_prefill(count, most, cpu, accelerator):
-    assert buckets.refill_rows(count, most, "cpu") == cpu
-    assert buckets.refill_rows(count, most, "tpu") == accelerator
+    prompts = [PROMPTS[1]] * len(budgets)
+    for piece in stream(
+        tiny.language_model(), prompts, "autoregressive", max_new_tokens=budgets, max_batch=4
+    ):
+        if piece.result is not None:
+            ended[piece.index] = piece.result.tokens
+    assert ended == {index: tiny.greedy(PROMPTS[1], budget) for index, budget in enumerate(budgets)}
+    assert found == sizes
 
 
 @pytest.mark.full
@@ -282,7 +260,7 @@ def test_a_long_prompt_waits_for_nobody(lm, small_chunks):
 
 def test_a_batch_grows_while_a_prompt_is_fed(lm, small_chunks, small_buckets, monkeypatch):
     """The processed part has the old capacity of the batch; its rows need the new one."""
-    monkeypatch.setattr(buckets, "CHUNKS_CPU", (8,))
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 8)
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 40), RowRequest(LONG[:28], 20)]
     capacities = []
     insert = Session._insert
