@@ -154,10 +154,11 @@ def test_a_batch_keeps_the_rows_before_its_last_text(narrowing):
     assert widths[5] == 8
 
 
-def test_rows_whose_prompts_are_being_fed_are_kept(narrowing):
-    widths = narrowed(narrowing, (24, *[2] * 7), arrives=(LONG, LONG[1:], LONG[2:]))
-    assert min(widths[:6]) == 8
-    assert widths[-1] == 1
+@pytest.mark.parametrize("arrives", [SHORT[:3], (LONG, LONG[1:], LONG[2:])], ids=["waiting", "being fed"])
+def test_free_rows_are_kept_for_requests_that_arrive(narrowing, arrives):
+    budgets = (24, *[2] * 7)
+    assert set(narrowed(narrowing, budgets)) == {8, 1}
+    assert set(narrowed(narrowing, budgets, arrives)) == {8, 1}
 
 
 def test_a_batch_narrows_only_where_its_loop_is_compiled():
