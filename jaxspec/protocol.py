@@ -386,7 +386,9 @@ class Drafter(abc.ABC):
         return state
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
-        """Returns the state of a drafter with `aux_layers` before it has absorbed the first token of a prompt.
+        """Returns the part of a state that `absorbed` returns, before the first token of a prompt: empty caches.
+
+        A drafter that overrides `absorbed` overrides it too. One with `aux_layers` absorbs a prompt into the result.
 
         Args:
           params: the target's parameters and the drafter's.
@@ -394,7 +396,9 @@ class Drafter(abc.ABC):
           capacity: slots per row of the drafter's own caches.
           merged: the layout of the caches, see `model.cache`.
         """
-        raise TypeError(f"{type(self).__name__} has auxiliary layers; it must define begin and absorb")
+        if self.aux_layers:
+            raise TypeError(f"{type(self).__name__} has auxiliary layers; it must define begin and absorb")
+        return None
 
     def absorb(
         self,
@@ -424,7 +428,8 @@ class Drafter(abc.ABC):
     def absorbed(self, state: State) -> State:
         """Returns the part of a state with which a text continues that begins with the same tokens.
 
-        A drafter with a cache of its own overrides it, so that the next turn of a conversation feeds only new tokens.
+        A drafter with a cache of its own overrides it, so that the next turn of a conversation feeds only new tokens,
+        and `begin`.
         For a drafter with `aux_layers` it is a state of `absorb`; otherwise `init` gets it as `Prefill.absorbed`, with
         zeros in the rows that do not continue. The result may have absorbed more tokens than the two texts share; these
         must not have any effect. With the default, None, the drafter's state starts empty, and one with `aux_layers`

@@ -23,7 +23,6 @@ from jaxspec.decoding.rows import (
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model import prefill as prompts
-from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Drafter, Prefill, State, View, Weights
 from jaxspec.sampling import is_finite
@@ -107,21 +106,8 @@ def empty_caches(
       capacity: slots per row, static.
       merged: the layout of the cache, static, see `model.cache`.
     """
-    batch, dtype = length.shape[0], params.target["embed"].dtype
-    cache = kv.create(config, batch, capacity, dtype, merged)
-    if drafter.aux_layers:
-        return Caches(cache, drafter.begin(params, length, capacity, merged))
-
-    def absorbed(cache: KVCache) -> State:
-        view = View(jnp.zeros((batch, capacity), jnp.int32), length, cache, length)
-        hidden, similarities = (
-            jnp.zeros((batch, config.hidden_size), dtype),
-            jnp.zeros((batch, config.num_layers, 2)),
-        )
-        return drafter.absorbed(drafter.init(params, view, Prefill(hidden, similarities, capacity)))
-
-    shapes = jax.eval_shape(absorbed, cache)
-    return Caches(cache, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+    cache = kv.create(config, length.shape[0], capacity, params.target["embed"].dtype, merged)
+    return Caches(cache, drafter.begin(params, length, capacity, merged))
 
 
 def feed(

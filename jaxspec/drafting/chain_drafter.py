@@ -198,6 +198,20 @@ def model_step(
     return step
 
 
+def empty_cache(
+    config: LlamaConfig, params: Params, length: jax.Array, capacity: int, merged: bool
+) -> tuple[KVCache, jax.Array]:
+    """Returns the empty cache of a draft model, and the number of its valid positions, int32[B]; see `Drafter.begin`.
+
+    Examples:
+      >>> from jaxspec.testing import TARGET, params
+      >>> empty_cache(TARGET, params(), jnp.array([3, 1]), capacity=4, merged=True)[1].tolist()
+      [0, 0]
+    """
+    cache = kv.create(config, len(length), capacity, params["embed"].dtype, merged)
+    return cache, jnp.zeros_like(length)
+
+
 def prompt_cache(config: LlamaConfig, params: Params, view: View, prefill: Prefill) -> KVCache:
     """Returns the cache of a draft model with the committed tokens of each row, except the pending one.
 
@@ -216,9 +230,9 @@ def prompt_cache(config: LlamaConfig, params: Params, view: View, prefill: Prefi
       >>> prompt_cache(TARGET, params(), view, prefill).capacity
       4
     """
-    batch, capacity = view.tokens.shape
     if prefill.absorbed is None or prefill.start is None:
-        cache, start = kv.create(config, batch, capacity, params["embed"].dtype, view.cache.merged), None
+        capacity, merged = view.tokens.shape[1], view.cache.merged
+        cache, start = empty_cache(config, params, view.start, capacity, merged)[0], None
     else:
         cache, held = prefill.absorbed
         start = jnp.minimum(held, prefill.start)

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState, model_step, prompt_cache
+from jaxspec.drafting.chain_drafter import (
+    ChainDrafter,
+    ChainState,
+    empty_cache,
+    model_step,
+    prompt_cache,
+)
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -47,6 +53,12 @@ class DraftModel(ChainDrafter):
         """Returns the rule's state, with a cache of the prompt and its number of positions, int32[B], as `own`."""
         cache = prompt_cache(self.config, params.drafter, view, prefill)
         return super().init(params, view, prefill)._replace(own=(cache, view.start))
+
+    def begin(
+        self, params: Weights, length: jax.Array, capacity: int, merged: bool
+    ) -> tuple[KVCache, jax.Array]:
+        """Returns an empty cache and its number of positions, 0."""
+        return empty_cache(self.config, params.drafter, length, capacity, merged)
 
     def absorbed(self, state: ChainState) -> tuple[KVCache, jax.Array]:
         """Returns the cache and its number of positions."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState, prompt_cache
+from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState, empty_cache, prompt_cache
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -116,6 +116,14 @@ class S2D(ChainDrafter):
             return state
         cache = prompt_cache(self.config, params.drafter, view, prefill)
         return state._replace(own=(cache, self._nothing(params.drafter, view.start)))
+
+    def begin(
+        self, params: Weights, length: jax.Array, capacity: int, merged: bool
+    ) -> tuple[KVCache, jax.Array] | None:
+        """Returns an empty cache and its number of positions, 0; None for the target's cache."""
+        if self.sorted_target:
+            return None
+        return empty_cache(self.config, params.drafter, length, capacity, merged)
 
     def absorbed(self, state: ChainState) -> tuple[KVCache, jax.Array] | None:
         """Returns the cache and the number of positions that have passed all exits; None for the target's cache."""

@@ -19,7 +19,7 @@ from jaxspec.choosing.costs import StepCosts
 from jaxspec.engine import buckets, exactness, head_check, memory, scoring
 from jaxspec.engine import compilation_cache as persistent_cache
 from jaxspec.engine.auto.candidates import Alternatives
-from jaxspec.engine.buckets import START_CAPACITY, bucket
+from jaxspec.engine.buckets import START_CAPACITY
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.conversation import STREAM_ROUNDS, Conversation
 from jaxspec.engine.drafts import Drafts, place
@@ -568,9 +568,23 @@ class LanguageModel:
             )
         return size, tokens
 
+    def check_exact(self) -> None:
+        """Checks that texts with `exact` are possible. The first check compiles and runs a part of the model.
+
+        Raises:
+          ValueError: they are not; one line with the reason.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> language_model().check_exact()
+        """
+        if self._not_exact is not None:
+            raise ValueError(self._not_exact)
+
     @functools.cached_property
     def _not_exact(self) -> str | None:
-        return exactness.refusal(self.loaded.exact, self.executables, self.device, self.mesh)
+        with needed():
+            return exactness.refusal(self.loaded.exact, self.executables, self.device, self.mesh)
 
     def _loop(self, log_probs: bool = False, exact: bool = False) -> Loop:
         config = self.loaded.exact.config if exact else self.config
@@ -672,8 +686,8 @@ class LanguageModel:
         """
         ignore_eos = flag("ignore_eos", options.ignore_eos)
         flag("logprobs", options.logprobs)
-        if flag("exact", options.exact) and self._not_exact is not None:
-            raise ValueError(self._not_exact)
+        if flag("exact", options.exact):
+            self.check_exact()
         chat = flag("chat", options.chat)
         chat_template_kwargs = template_variables(options.chat_template_kwargs)
         prompts = unpadded(prompts, attention_mask, self._pad_ids)
@@ -736,11 +750,10 @@ class LanguageModel:
         strategy.name = strategy.name or (
             method.name if isinstance(method, Method) else type(drafter).__name__
         )
-        self._check_memory(requests, max_batch, strategy.drafter.reach)
         if prefix is not None:
             start = prefix.start(requests[0].prompt, strategy.drafter, self.config)
             requests, prefix = [dataclasses.replace(requests[0], start=start)], prefix if start else None
-        return Session(
+        session = Session(
             loop,
             weights,
             strategy,
@@ -751,6 +764,8 @@ class LanguageModel:
             prefixes=None if options.exact else self.prefixes,  # their caches are not exact
             elastic=elastic,
         )
+        session.check_memory(requests, max_batch)
+        return session
 
     def drafter(
         self,
@@ -784,17 +799,6 @@ class LanguageModel:
                 self._made(method, method_options), distributions, directory, self.loaded
             )
         return drafter, weights.drafter
-
-    def _check_memory(self, requests: Sequence[RowRequest], max_batch: int, reach: int) -> None:
-        """Raises ValueError if the caches of a batch do not fit into memory beside the model."""
-        if self.mesh is None:
-            longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-            rows = min(max_batch, len(requests))
-            # Refilled rows have a cache of their own until their prompts have been processed.
-            rows += min(rows, len(requests) - rows)
-            memory.check_cache_fits(
-                self.config, self.params["embed"].dtype, rows, bucket(longest + reach), self.device
-            )
 
     def _read(
         self, method: AnyMethod | None, options: GenerationOptions | None, given: Mapping[str, Any]

@@ -124,11 +124,9 @@ def check_copy_fits(
         )
 
 
-def check_cache_fits(
-    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, device: jax.Device
-) -> None:
-    """Refuses a cache that does not fit beside a loaded model; see `check_fits`."""
-    slots, free = cache.size_bytes(config, batch_size, capacity, dtype), free_bytes(device)
+def check_cache_fits(row_bytes: int, batch_size: int, capacity: int, device: jax.Device) -> None:
+    """Refuses a cache of `row_bytes` per row that does not fit beside a loaded model; see `check_fits`."""
+    slots, free = batch_size * row_bytes, free_bytes(device)
     if free is not None and slots > free:
         raise ValueError(
             f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "

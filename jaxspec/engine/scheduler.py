@@ -234,7 +234,7 @@ class Scheduler:
             session = self._lm._session([request], method, options, elastic=True)
             self._groups[key] = _Group(self._lm._texts(session, options), method)
         # A row needs its own cache while its prompt is fed.
-        self._lm._check_memory([request], 1, self._groups[key].texts.session.strategy.drafter.reach)
+        self._groups[key].texts.session.check_memory([request], 1)
         return self._groups[key]
 
 

@@ -183,6 +183,16 @@ class Session:
         """Adds a request, which gets a row when one is free; its `Update`s have this index."""
         self._waiting.append(_Held(index, request))
 
+    def check_memory(self, requests: Sequence[RowRequest], max_batch: int) -> None:
+        """Raises ValueError if the caches of a batch do not fit into memory: the target's and the drafter's."""
+        if self.loop.mesh is None:
+            longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+            rows = min(max_batch, len(requests))
+            # Refilled rows have a cache of their own until their prompts have been processed.
+            rows += min(rows, len(requests) - rows)
+            capacity = buckets.bucket(longest + self._drafter.reach)
+            memory.check_cache_fits(self._row_bytes(capacity), rows, capacity, self._device)
+
     @property
     def capacity(self) -> int:
         """The number of token slots per row; 0 before the first step."""
@@ -527,11 +537,17 @@ class Session:
         The caches are those of the target and of the drafter.
         """
         if self.loop.mesh is None and width > least:
-            device = self.loop.device or jax.local_devices()[0]
-            row_bytes = self.loop.row_bytes(self._params, self._drafter, capacity)
-            while width > least and not memory.is_free(width * row_bytes, device):
+            row_bytes = self._row_bytes(capacity)
+            while width > least and not memory.is_free(width * row_bytes, self._device):
                 width = max(self._width(width // 2), least)
         return width
+
+    def _row_bytes(self, capacity: int) -> int:
+        return self.loop.row_bytes(self._params, self._drafter, capacity)
+
+    @property
+    def _device(self) -> jax.Device:
+        return self.loop.device or jax.local_devices()[0]
 
     def _resize(self, batch: int) -> None:
         """Keeps the first `batch` rows, or adds free ones."""

@@ -35,9 +35,9 @@ class Generate:
       >>> from jaxspec.testing import language_model
       >>> answers = Generate(language_model(), max_new_tokens=6, method="ngram")({"prompt": np.array(["ab", ""])})
       >>> answers["text"].tolist(), answers["num_tokens"].tolist()
-      (['ab adeab a', None], [6, 0])
+      (['ab adeab a', ''], [6, 0])
       >>> answers["error"].tolist()
-      [None, 'the prompt is empty; give at least one token']
+      ['', 'the prompt is empty; give at least one token']
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Generate:
           batch: columns of equal length, by name.
 
         Returns:
-          The columns, and `text`, `finish_reason`, `num_prompt_tokens`, `num_tokens` and `error`. A row with an error
-          has no text.
+          The columns, and `text`, `finish_reason`, `num_prompt_tokens`, `num_tokens` and `error`. A row without an
+          error has the error "", and one with an error the text "". With None, files of blocks would differ in type.
         """
         name = "messages" if "messages" in batch else self._prompt
         prompts = [_plain(one) for one in batch[name]]
@@ -89,13 +89,13 @@ class Generate:
 def _columns(results: Sequence[Result | str]) -> dict[str, np.ndarray]:
     texts = [None if isinstance(one, str) else one for one in results]
     return {
-        "text": np.array([None if one is None else str(one) for one in texts], object),
+        "text": np.array(["" if one is None else str(one) for one in texts], object),
         "finish_reason": np.array(["error" if one is None else one.finish_reason for one in texts], object),
         "num_prompt_tokens": np.array(
             [0 if one is None else one.statistics.num_prompt_tokens for one in texts], np.int64
         ),
         "num_tokens": np.array([0 if one is None else one.statistics.num_tokens for one in texts], np.int64),
-        "error": np.array([one if isinstance(one, str) else None for one in results], object),
+        "error": np.array([one if isinstance(one, str) else "" for one in results], object),
     }
 
 

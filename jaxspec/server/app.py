@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxspec.engine.background import Worker
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.arguments import flag
 from jaxspec.host.files import parse_json
@@ -96,6 +97,8 @@ class Api:
         self._created = int(time.time())
         # One thread, because several may not share a tokenizer; long prompts do not block the event loop.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+        # The first check of `exact` takes seconds, in which the texts of others go on.
+        self._checks = Worker("exactness")
 
     def app(self) -> Starlette:
         """Returns the application; the engine thread starts and ends with it."""
@@ -198,6 +201,8 @@ class Api:
                 api = request_of(url, await self._body(request))
                 self._check(api)
                 prompts = await self._encoded(api)
+                if flag("exact", api.options.get("exact", False)):
+                    await asyncio.wrap_future(self._checks.submit(self._lm.check_exact))
                 rows = rows_of(self._lm, api, prompts, self._settings.method, secrets.randbits(32))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
         except EXPECTED as error:

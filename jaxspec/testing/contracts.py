@@ -69,7 +69,7 @@ def check_drafter(
     Examples:
       >>> from jaxspec.drafting.ngram_drafter import NGram
       >>> check_drafter(NGram(num_draft_tokens=3), acceptors=["greedy"])
-      'NGram passed 7 checks with the acceptors greedy'
+      'NGram passed 8 checks with the acceptors greedy'
     """
     small = dataclasses.replace(FOUR, num_layers=config.num_layers)
     names, passed, drafter = tuple(acceptors), 0, ""
@@ -234,6 +234,28 @@ def check_params_are_arguments(loop: Loop) -> None:
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
     largest = max(largest_constant(traced.jaxpr), largest_constant(begun))
     assert largest < smallest, f"the program has a constant of {largest} elements; pass it as a parameter"
+
+
+def check_begin(loop: Loop) -> None:
+    """Checks that `begin` returns the shapes of `absorbed`, so that texts can continue from empty caches.
+
+    Examples:
+      >>> from jaxspec.drafting.ngram_drafter import NGram
+      >>> check_begin(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
+    """
+    drafter = loop.parts.drafter
+    state, _ = loop.begin(PROMPTS, BUDGETS)
+    begin = functools.partial(drafter.begin, capacity=state.capacity, merged=state.cache.merged)
+    found, expected = (
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
+        for shapes in (
+            jax.eval_shape(begin, loop.weights, state.length),
+            jax.eval_shape(drafter.absorbed, state.drafter_state),
+        )
+    )
+    assert found == expected, (
+        f"begin returns {found}, and absorbed returns {expected}; give them the same shapes"
+    )
 
 
 def _begun(drafter: Drafter, weights: Weights, state: DecodeState, prefill: Prefill) -> Any:
@@ -409,6 +431,7 @@ CHECKS = (
     check_log_probs,
     check_no_recompilation,
     check_params_are_arguments,
+    check_begin,
     check_greedy_text,
     check_rows_are_independent,
     check_refill,

@@ -194,6 +194,11 @@ def test_parameters_are_arguments(combination):
     assert largest_constant(closed_over) >= smallest
 
 
+@pytest.mark.parametrize("combination", DRAFTERS)
+def test_empty_caches_have_the_shapes_of_full_ones(combination):
+    contracts.check_begin(tiny.loop(combination))
+
+
 # 6. The text is the target's
 
 

@@ -115,6 +115,12 @@ class OneNumber(Wrapped):
 
 
 @struct.dataclass
+class BeginsWithNothing(Wrapped):
+    def absorbed(self, state):
+        return self.inner.absorbed(state[0])
+
+
+@struct.dataclass
 class SharedKeys(Wrapped):
     def keys(self, keys):
         return jnp.broadcast_to(keys[0], keys.shape)
@@ -146,6 +152,7 @@ def loop_of(drafter: Any) -> tiny.Loop:
         (WritesLater, contracts.check_loan, "changed committed slots"),
         (KeepsParams, contracts.check_params_are_arguments, "a constant of 832"),
         (BeginsWithParams, contracts.check_params_are_arguments, "a constant of 832"),
+        (BeginsWithNothing, contracts.check_begin, "begin returns None"),
         (OneNumber, contracts.check_refill, r"an array of shape \(\)"),
         (SharedKeys, contracts.check_rows_are_independent, "beside other rows"),
     ],

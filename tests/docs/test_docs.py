@@ -52,7 +52,7 @@ def test_the_code_of_the_extend_page_runs(capsys, monkeypatch):
     names = run(script, monkeypatch)
     said = capsys.readouterr().out
     assert "check_greedy_text, greedy acceptor" in said
-    assert "Repeat passed 7 checks with the acceptors greedy" in said
+    assert "Repeat passed 8 checks with the acceptors greedy" in said
     method = names["RepeatMethod"]
     monkeypatch.setattr(registry, "built_in", lambda: {"repeat": method})
     assert registry.make("repeat", {"period": 6}) == method(period=6)

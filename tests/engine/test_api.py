@@ -18,12 +18,14 @@ from jaxspec.choosing.costs import DraftCost
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.engine import buckets, memory
 from jaxspec.engine import executables as module
-from jaxspec.engine import memory
 from jaxspec.engine.auto import candidates
 from jaxspec.engine.auto.turns import Known, Programs
 from jaxspec.engine.executables import Executables
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods.base import Candidate
+from jaxspec.model import cache
 from jaxspec.protocol import Outcome, Weights
 from tests import tiny
 
@@ -107,11 +109,18 @@ def test_a_draft_object_does_not_take_a_name(lm):
         lm.generate([3, 4], method="draft-model", draft="small", max_new_tokens=2)
 
 
-def test_a_cache_that_does_not_fit_is_refused(lm, monkeypatch):
-    """With numbers, before anything is computed."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"cache does not fit.*batch 1"):
-        lm.generate([3, 4], max_new_tokens=2)
+@pytest.mark.parametrize("method", ["autoregressive", "draft-model", "s2d", "eagle"])
+def test_a_cache_that_does_not_fit_is_refused(lm, monkeypatch, method):
+    """With numbers, before anything is computed; a drafter's cache counts too."""
+    options = {"max_new_tokens": 2, "method": tiny.drafter_of(method, config=lm.config)}
+    size = cache.size_bytes(lm.config, 1, buckets.MIN_CAPACITY, "float32")
+    free = 0.9 * size if method == "autoregressive" else 1.1 * size
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    compiled = lm.executables.num_compilations
+    for generate in (lm.generate, Scheduler(lm).add):
+        with pytest.raises(ValueError, match=r"cache does not fit.*batch 1"):
+            generate([3, 4], **options)
+    assert lm.executables.num_compilations == compiled
 
 
 def test_a_failed_compilation_is_tried_again():

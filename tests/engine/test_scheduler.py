@@ -115,6 +115,57 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
     assert [texts[number] for number in short] == [tiny.greedy(prompt, 4) for prompt in SHORT]
 
 
+@pytest.fixture(scope="module")
+def narrowing():
+    """A model whose loop is compiled for 1, 2 and 4 rows of two capacities."""
+    lm = tiny.language_model()
+    for prompt in (LONG, SHORT[0]):
+        for count in (1, 2, 4):
+            scheduler = Scheduler(lm)
+            for _ in range(count):
+                add(scheduler, prompt, max_new_tokens=4)
+            run(scheduler)
+    return lm
+
+
+def narrowed(lm, budgets, arrives=()):
+    """Returns the number of rows before each step; the prompts `arrives` come when only one text is left."""
+    scheduler, widths, events = Scheduler(lm, max_rounds=1), [], []
+    prompts, budgets = [SHORT[row % 5] for row in range(len(budgets))], list(budgets)
+    ids = [add(scheduler, prompt, max_new_tokens=n) for prompt, n in zip(prompts, budgets, strict=True)]
+    (group,) = scheduler._groups.values()
+    while not scheduler.idle:
+        widths.append(len(group.texts.session._rows))
+        events += run(scheduler, steps=1)
+        lm.executables.wait()
+        if arrives and scheduler.num_running == 1:
+            ids += [add(scheduler, prompt, max_new_tokens=4) for prompt in arrives]
+            prompts, budgets, arrives = [*prompts, *arrives], [*budgets, *[4] * len(arrives)], ()
+    texts = tokens_of(events)
+    expected = [tiny.greedy(prompt, n) for prompt, n in zip(prompts, budgets, strict=True)]
+    assert [texts[number] for number in ids] == expected
+    return widths[1:]
+
+
+def test_a_batch_keeps_the_rows_before_its_last_text(narrowing):
+    """Only free rows after it are dropped, and only if three quarters of the batch are free."""
+    widths = narrowed(narrowing, (2, 16, 8, 2, 2, 2, 2, 2))
+    assert set(widths) == {8, 2}
+    assert widths[5] == 8
+
+
+@pytest.mark.parametrize("arrives", [SHORT[:3], (LONG, LONG[1:], LONG[2:])], ids=["waiting", "being fed"])
+def test_free_rows_are_kept_for_requests_that_arrive(narrowing, arrives):
+    budgets = (24, *[2] * 7)
+    assert set(narrowed(narrowing, budgets)) == {8, 1}
+    assert set(narrowed(narrowing, budgets, arrives)) == {8, 1}
+
+
+def test_a_batch_narrows_only_where_its_loop_is_compiled():
+    lm = tiny.language_model()
+    assert set(narrowed(lm, (16, *[2] * 7))) == {8}
+
+
 @pytest.mark.parametrize("burst", [False, True], ids=["one by one", "at once"])
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model"])
 def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, method, burst):

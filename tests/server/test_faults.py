@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
+import threading
 import time
 
 import pytest
 
+from jaxspec.engine import exactness
 from jaxspec.server import engine_thread
 from jaxspec.server.answers import scores_of
 from tests.server import FakeScheduler, application, model
@@ -238,6 +241,39 @@ def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
         found = json.loads(asked.data)["choices"]
         assert [len(one["logprobs"]["tokens"]) for one in found] == list(lengths)
         runs.gone.set()
+
+
+def test_texts_go_on_while_the_first_check_of_exact_runs(monkeypatch):
+    """Then the request is answered, here with the refusal."""
+    began, ends = threading.Event(), threading.Event()
+
+    def refusal(*_):
+        began.set()
+        assert ends.wait(30)
+        return "exact is not possible here; leave exact out"
+
+    monkeypatch.setattr(exactness, "refusal", refusal)
+    lm = copy.copy(model())
+    vars(lm).pop("_not_exact", None)
+    app, engine = application(lm=lm)
+
+    async def test():
+        async with app.router.lifespan_context(app):
+            try:
+                exact = Exchange(app, prompt="ab", max_tokens=3, exact=True)
+                await until(began.is_set)
+                other = Exchange(app, prompt="ab", max_tokens=3)
+                await asyncio.wait_for(other.task, 20)
+                assert other.status == 200
+                assert not exact.task.done()
+            finally:
+                ends.set()
+            status, error = await exact.error()
+            assert (status, error["param"]) == (400, "exact")
+            assert error["message"] == "exact is not possible here; leave exact out"
+            assert engine.num_open == 0
+
+    asyncio.run(test())
 
 
 def logged(caplog):
