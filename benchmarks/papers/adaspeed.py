@@ -9,7 +9,7 @@ The paper's rules do not limit the length of a draft; here the limit is 16 token
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers import adaspeed_counts, adaspeed_ratios, adaspeed_sampled, baselines, rules
@@ -199,32 +199,20 @@ def _claims(
     greedy: Measured,
     drawn: tuple[Mapping[str, Case], Measured],
 ) -> tuple[Claim, ...]:
-    def faster(says: str, rule: str, other: str, measured: Measured, known: Mapping[str, Case]) -> Claim:
-        if rule not in known or other not in known:
-            missing = NAMES[rule if rule not in known else other]
-            return Claim(says, None, f"{missing} has no case here: the model has no probe for these texts")
-        return more_than(says, f"{NAMES[rule]} ÷ {NAMES[other]}", measured.ratio(NAMES[rule], NAMES[other]))
+    def faster(texts: str, measured: Measured, known: Mapping[str, Case]) -> Iterator[Claim]:
+        for rule, other in adaspeed_ratios.PAIRS[texts]:
+            says = adaspeed_ratios.says(texts, rule, other)
+            if rule in known and other in known:
+                ratio = measured.ratio(NAMES[rule], NAMES[other])
+                yield more_than(says, f"{NAMES[rule]} ÷ {NAMES[other]}", ratio)
+            else:
+                missing = NAMES[rule if rule not in known else other]
+                yield Claim(says, None, f"{missing} has no case here: the model has no probe for these texts")
 
     best, sampled = drawn
     return (
-        faster("Greedy, AdaSPEED is faster than LayerSkip.", "product", "constant", greedy, chosen),
-        faster(
-            "Greedy, AdaSPEED is faster than Draft & Verify's stop.", "product", "confidence", greedy, chosen
-        ),
-        faster(
-            "Greedy, AdaSPEED is faster without a probe than with one.", "product", "probe", greedy, chosen
-        ),
-        faster("With top-p, AdaSPEED is faster than LayerSkip.", "product", "constant", sampled, best),
-        faster(
-            "With top-p, AdaSPEED is faster than Draft & Verify's stop.",
-            "product",
-            "confidence",
-            sampled,
-            best,
-        ),
-        faster(
-            "With top-p, AdaSPEED is faster with a probe than without.", "probe", "product", sampled, best
-        ),
+        *faster(adaspeed_ratios.GREEDY, greedy, chosen),
+        *faster(adaspeed_ratios.TOP_P, sampled, best),
         _lower_exit(counted, chosen),
     )
 

@@ -21,9 +21,31 @@ HEADS = {"Llama 1B": 0.2126, "Llama 7B": 0.0198}
 CONSTANT, PRODUCT = NAMES["constant"], NAMES["product"]
 # The rules of the sweep of the exit layer, and values of γ0 in the table of its search.
 SWEPT, SHOWN_GAMMAS = ("constant", "confidence", "product"), (0.1, 0.3, 0.6, 0.8, 0.95)
+# The pairs of rules of which the paper finds the first faster, by texts; see `says`.
+GREEDY, TOP_P = "Greedy", "With top-p"
+PAIRS = {
+    GREEDY: (("product", "constant"), ("product", "confidence"), ("product", "probe")),
+    TOP_P: (("product", "constant"), ("product", "confidence"), ("probe", "product")),
+}
 LOWER = (
     "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
 )
+
+
+def says(texts: str, row: str, other: str) -> str:
+    """Returns the claim that a rule is faster than another.
+
+    Examples:
+      >>> says(TOP_P, "probe", "product")
+      'With top-p, AdaSPEED is faster with a probe than without.'
+    """
+    words = {
+        ("product", "constant"): "AdaSPEED is faster than LayerSkip",
+        ("product", "confidence"): "AdaSPEED is faster than Draft & Verify's stop",
+        ("product", "probe"): "AdaSPEED is faster without a probe than with one",
+        ("probe", "product"): "AdaSPEED is faster with a probe than without",
+    }
+    return f"{texts}, {words[row, other]}."
 
 
 class _Greedy:
@@ -113,6 +135,7 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
             notes=notes,
         ),
         one.table("Table I, greedy, from counts: × plain", {}),
+        one.by_kind("Table I, greedy, by task type, from counts", PRODUCT, CONSTANT),
         drawn.table(
             "Table I, top-p, from counts: × LayerSkip with the best constant",
             _printed(1),
@@ -132,12 +155,7 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
     claims = one.claims(
         "An early exit with the best constant length is faster than plain decoding.", CONSTANT, None
     )
-    claims += _compared(
-        one, "Greedy", 0, (("product", "constant"), ("product", "confidence"), ("product", "probe"))
-    )
-    claims += _compared(
-        drawn, "With top-p", 1, (("product", "constant"), ("product", "confidence"), ("probe", "product"))
-    )
+    claims += [*_compared(one, GREEDY, 0), *_compared(drawn, TOP_P, 1)]
     claims += [greedy.lower(column) for column in one.columns]
     claims += gammas.claims(
         "Greedy, one γ0 (0.8) serves all models: it is as fast as a tuned one, within 5 %.",
@@ -148,22 +166,13 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
     return made, tuple(claims)
 
 
-def _compared(one: Counted, texts: str, column: int, pairs: Sequence[tuple[str, str]]) -> Iterator[Claim]:
+def _compared(one: Counted, texts: str, column: int) -> Iterator[Claim]:
     """Yields the claims that a rule is faster than another on some texts."""
     paper = _printed(column)
-    for row, other in pairs:
+    for row, other in PAIRS[texts]:
         if {NAMES[row], NAMES[other]} <= one.chosen.keys():
-            words = _SAYS[row, other]
             printed = {model: paper[NAMES[row]][model] / paper[NAMES[other]][model] for model in HEADS}
-            yield from one.claims(f"{texts}, {words}.", NAMES[row], NAMES[other], paper=printed)
-
-
-_SAYS = {
-    ("product", "constant"): "AdaSPEED is faster than LayerSkip",
-    ("product", "confidence"): "AdaSPEED is faster than Draft & Verify's stop",
-    ("product", "probe"): "AdaSPEED is faster without a probe than with one",
-    ("probe", "product"): "AdaSPEED is faster with a probe than without",
-}
+            yield from one.claims(says(texts, row, other), NAMES[row], NAMES[other], paper=printed)
 
 
 def _printed(texts: int) -> dict[str, Mapping[str, float]]:

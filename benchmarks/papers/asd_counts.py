@@ -111,6 +111,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
             rows=(SEARCHED, AS_PRINTED, TUNED),
             notes=notes,
         ),
+        one.by_kind("Table 3 by task type, from counts", TUNED, SEARCHED),
         one.table(
             "Table 5 from counts: which rules make the draft, × plain",
             {row: {PAPER: figure} for row, figure in TABLE_5.items()},

@@ -127,7 +127,7 @@ class Papers:
         if options.directory is not None:
             from jaxspec.host.files import write_atomic
 
-            write_atomic(options.directory / REPORT, json.dumps(found, indent=2) + "\n")
+            write_atomic(options.directory / REPORT, json.dumps(found, ensure_ascii=False) + "\n")
             print(f"jaxspec: wrote {options.directory / REPORT}", file=sys.stderr)
         if self.json:
             print(json.dumps(found))

@@ -130,6 +130,19 @@ class Counted:
             made.append(Row(row, cells))
         return Table(title, tuple(column.heading for column in self.columns), tuple(made), tuple(notes))
 
+    def by_kind(self, title: str, row: str, other: str) -> Table:
+        """Returns a table of the speed-up of a row over another, with a row for each task type."""
+        rows = []
+        for kind in dict.fromkeys(self.kinds):
+            own = [place for place, one in enumerate(self.kinds) if one == kind]
+            counts = {case: Work(*(part[own] for part in work)) for case, work in self.reporting.items()}
+            found = dataclasses.replace(self, reporting=counts, kinds=[kind] * len(own))
+            cells = {column.heading: found.over(row, other, column) for column in self.columns}
+            rows.append(Row(kind, cells))
+        return Table(
+            f"{title}: {row} ÷ {other}", tuple(column.heading for column in self.columns), tuple(rows)
+        )
+
     def settings(self, rows: Iterable[str] = ()) -> tuple[str, ...]:
         """Returns a note for each row, by default all, with its settings."""
         found = []

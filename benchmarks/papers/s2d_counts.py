@@ -156,6 +156,7 @@ def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tup
             [SORTED],
             ("The paper's figures are S2D ÷ its best exit in the same table, chosen on the same prompts.",),
         ),
+        one.by_kind("Table 2 by task type, from counts", SORTED, SINGLE),
     ]
     claims = one.claims(BEST_EXIT, SORTED, SINGLE, paper=over)
     claims += _average(one, paper, [*roles])

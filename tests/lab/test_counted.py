@@ -89,6 +89,17 @@ def test_claims_are_judged_at_each_cost():
     assert claims[0].figure.ours == pytest.approx(9 / 6.9)
 
 
+def test_each_task_type_has_a_row_of_its_own_texts():
+    one, other = Case("one", ""), Case("other", "")
+    works = {one: work([9, 9, 9], [3, 9, 3], [[0, 0]] * 3), other: work([9, 9, 9], [9, 9, 9], [[0, 0]] * 3)}
+    found = Counted(COLUMNS, choose(works, COLUMNS), works, ["sums", "facts", "sums"])
+    table = found.by_kind("Table 1", "one", "other")
+    assert table.title == "Table 1: one ÷ other"
+    assert [(row.name, row.cells[FREE].ours) for row in table.rows] == [("sums", 3.0), ("facts", 1.0)]
+    assert table.cell("sums", FREE).interval == (3.0, 3.0)
+    assert table.cell("facts", FREE).interval is None  # a single text
+
+
 def test_prices_that_do_not_rise_are_measured_again(lm, monkeypatch):
     monkeypatch.setattr(adaspeed_counts, "LENGTHS", (1, 2))
     monkeypatch.setattr(adaspeed_counts, "CONSTANT_LENGTHS", (1, 2))
@@ -156,7 +167,7 @@ def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path
         lm, PaperOptions(runs={words: DraftModel(draft=str(twin))}, **given), lambda what: None
     )
     assert found.runs == (words,)
-    plain, _, ratios, drawn = found.tables
+    plain, _, _, ratios, drawn = found.tables
     assert drawn.cell("SFT + SD", "Vicuna-7B").paper == 1.16
     assert plain.cell("SFT + SD", "Vicuna-7B").paper == 1.19
     assert ratios.cell("S2D", "Vicuna-7B").paper == pytest.approx(1.34 / 1.19)
