@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
+from jaxspec.bench.free_rows import passes
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
@@ -206,6 +207,19 @@ def test_a_single_pass_drafts_what_the_next_block_would(tmp_path):
             expected = reference.uno_logits(*uno(), TARGET, tiny.params(TARGET), text, noise)[1:]
             np.testing.assert_allclose(logits[row], expected, atol=2e-4)
     assert accepted > 0
+
+
+def test_a_round_reads_the_adapter_once():
+    """In two passes with the model and its head, in a single pass alone."""
+    lm = tiny.language_model()
+    drafter, params = tiny.drafter_of("uno")
+    adapter = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
+    layers = sum(leaf.size for leaf in jax.tree.leaves(lm.params["layers"]))
+    two = passes(lm, methods.Uno(), drafter, params)
+    single = passes(lm, methods.Uno(single_pass=True), tiny.drafter_of("uno-single-pass")[0], params)
+    assert two.each_round == single.each_round == 1
+    assert two.share == pytest.approx(1 + single.share)
+    assert single.share == pytest.approx(adapter / (layers + lm.params["embed"].size), rel=0.1)
 
 
 def test_a_single_pass_takes_all_rounds():

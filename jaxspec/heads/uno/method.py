@@ -54,10 +54,11 @@ class Uno(TreeHeadMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of one pass of the model and the adapters over a whole block."""
-        layers = target.config.num_layers + layers_of(params["layers"], target)
-        drawn = super().cost(target, drafter, params)
-        if self.single_pass:  # its rows are those of the verification
-            return dataclasses.replace(drawn, layers=0.0, absorb_layers=0.0, widths=(drafter.reach,))
-        return dataclasses.replace(
-            drawn, layers=layers, once=True, rows=drafter.num_draft_tokens, absorb_layers=0.0
+        adapters = layers_of(params["layers"], target)
+        once = dataclasses.replace(
+            super().cost(target, drafter, params), layers=adapters, once=True, absorb_layers=0.0
         )
+        if self.single_pass:  # the model and its head run in the verification
+            return dataclasses.replace(once, head=False, widths=(drafter.reach,))
+        layers = target.config.num_layers + adapters
+        return dataclasses.replace(once, layers=layers, rows=drafter.num_draft_tokens)
