@@ -47,9 +47,13 @@ HOLDS, AT_COSTS, DOES_NOT, UNKNOWN = (
 )
 
 # Models of the commands that are not part of the project, and how to train them.
+_RECIPES = "--config training/recipes/tasks.yaml --config training/recipes/sorted.yaml"
 TRAINED = {
-    "runs/sft-draft/model": "python -m training.sft --config training/recipes/tasks.yaml --config "
-    "training/recipes/sorted.yaml --start-layers 6 --run runs/sft-draft --output runs/sft-draft/model"
+    f"runs/{name}/model": f"python -m training.{job} {_RECIPES} {options} --run runs/{name} --output runs/{name}/model"
+    for name, job, options in (
+        ("sft-draft", "sft", "--start-layers 6"),
+        ("distilled-draft", "soft", "--exits 2 4 6 --target checkpoints/small --distil-weight 1"),
+    )
 }
 # Claims of the papers without a figure: short name of the paper, claim, reason.
 UNTOLD = (

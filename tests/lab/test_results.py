@@ -149,7 +149,8 @@ def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
         assert module == "benchmarks.papers"
         few = ["--limit", "1", "--max-new-tokens", "4", "--output", str(tmp_path / str(number)), "--json"]
         # A model that the page's commands train has the shape of an embedded one.
-        words = [word.replace("runs/sft-draft/model", "sorted") for word in words]
+        for trained in results.TRAINED:
+            words = [word.replace(trained, "sorted") for word in words]
         assert command.main([*words, *few]) == 0
         assert json.loads(capsys.readouterr().out)["claims"]
 
