@@ -112,6 +112,8 @@ def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
     Examples:
       >>> verdict([], [True, True]), verdict([], [True, None])
       ("**holds at the paper's cost ratio**", 'cannot be told (holds in 1 of 2)')
+      >>> verdict([], [True, False, None])
+      'cannot be told (holds in 1 of 3, not in 1)'
     """
     if here and all(here):
         return HOLDS
@@ -119,8 +121,10 @@ def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
         return AT_COSTS
     if costs and all(one is False for one in costs):
         return DOES_NOT
-    told = sum(one is True for one in costs)
-    return f"{UNKNOWN} (holds in {told} of {len(costs)})" if told else UNKNOWN
+    told, refuted = sum(one is True for one in costs), sum(one is False for one in costs)
+    if not told and not refuted:
+        return UNKNOWN
+    return f"{UNKNOWN} (holds in {told} of {len(costs)}{f', not in {refuted}' if refuted else ''})"
 
 
 def load(directory: Path) -> dict[str, Report]:

@@ -105,7 +105,9 @@ class _Greedy:
             best[rule] = np.array([self.cases[case].exit_layer for case in own])[speeds.argmax(axis=0)]
         found, *draws = best["product"] < np.minimum(best["constant"], best["confidence"])
         share = float(np.mean(draws))
-        holds = None if 0.025 < share < 0.975 else bool(found)
+        rivals = best["constant"][0], best["confidence"][0]
+        lowest = min(case.exit_layer for case in self.cases.values())  # none is lower
+        holds = None if 0.025 < share < 0.975 or lowest in rivals else bool(found)
         words = ", ".join(f"{NAMES[rule]} {layers[0]}" for rule, layers in best.items())
         return Claim(
             LOWER, holds, f"exits: {words}; lower in {share:.0%} of the bootstrap's draws", column.heading

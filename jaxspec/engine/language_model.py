@@ -584,7 +584,8 @@ class LanguageModel:
     @functools.cached_property
     def _not_exact(self) -> str | None:
         with needed():
-            return exactness.refusal(self.loaded.exact, self.executables, self.device, self.mesh)
+            # Programs of its own, because texts that run beside the check count the compile times of their programs.
+            return exactness.refusal(self.loaded.exact, Executables(), self.device, self.mesh)
 
     def _loop(self, log_probs: bool = False, exact: bool = False) -> Loop:
         config = self.loaded.exact.config if exact else self.config

@@ -201,9 +201,9 @@ class Api:
                 api = request_of(url, await self._body(request))
                 self._check(api)
                 prompts = await self._encoded(api)
+                rows = rows_of(self._lm, api, prompts, self._settings.method, secrets.randbits(32))
                 if flag("exact", api.options.get("exact", False)):
                     await asyncio.wrap_future(self._checks.submit(self._lm.check_exact))
-                rows = rows_of(self._lm, api, prompts, self._settings.method, secrets.randbits(32))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
         except EXPECTED as error:
             raise refused(error, api) from None

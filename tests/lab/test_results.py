@@ -83,8 +83,9 @@ def test_a_row_has_times_counts_and_a_verdict(here, expected):
     [
         ([True, True], results.AT_COSTS),
         ([False, False], results.DOES_NOT),
-        ([None, False], results.UNKNOWN),
-        ([True, False, None], f"{results.UNKNOWN} (holds in 1 of 3)"),
+        ([None, None], results.UNKNOWN),
+        ([None, False], f"{results.UNKNOWN} (holds in 0 of 2, not in 1)"),
+        ([True, False, None], f"{results.UNKNOWN} (holds in 1 of 3, not in 1)"),
     ],
 )
 def test_without_times_the_counts_decide(costs, expected):
@@ -94,7 +95,7 @@ def test_without_times_the_counts_decide(costs, expected):
 def test_a_claim_without_costs_holds_or_not():
     for found, expected in (
         ([True, True], results.HOLDS),
-        ([True, False], f"{results.UNKNOWN} (holds in 1 of 2)"),
+        ([True, False], f"{results.UNKNOWN} (holds in 1 of 2, not in 1)"),
     ):
         reports = {
             f"asd-{model}": report(claim(holds, "", 0.011, 0.012))
