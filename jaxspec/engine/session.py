@@ -361,7 +361,7 @@ class Session:
         """Whether free rows wait for others, so that one prefill serves several.
 
         Fewer numbers of rows occur then, and fewer programs are compiled. Only on an accelerator, where a prefill of
-        one row takes as long as one of several. An elastic session does not wait: that would delay first tokens.
+        one row takes nearly as long as one of several. An elastic session does not wait: that would delay first tokens.
         """
         enough = min(len(self._rows) // REFILL_FRACTION, len(self._waiting))
         self._waited = self._waited + max_rounds if 0 < free < enough else 0
