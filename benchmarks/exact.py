@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench import prompts
+from jaxspec.bench import prompt_files, prompts
 from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.bench.timing import measure_runs
 from jaxspec.cli.methods import parse_run
@@ -36,7 +36,8 @@ class Options:
       runs: a method and its options, as in "layerskip --exit-layer 3".
       precisions: float32, bfloat16 and int8, which is float32 with int8 weights and activations.
       batches: numbers of prompts that are decoded together.
-      each: number of prompts per kind.
+      each: number of prompts per kind of the model's own prompts.
+      prompt_file: prompts to use instead, in the formats of `jaxspec bench`.
       max_new_tokens: the token budget of each text.
       inexact: also generate without `exact`.
       repeats: turns of plain decoding with `exact` and without.
@@ -49,6 +50,7 @@ class Options:
     precisions: tuple[str, ...] = ("float32", "bfloat16", "int8")
     batches: tuple[int, ...] = (1, 5)
     each: int = 2
+    prompt_file: tuple[str, ...] = ()
     max_new_tokens: int = 96
     inexact: bool = True
     repeats: int = 1
@@ -72,7 +74,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             device="cpu",
             weights="int8" if int8 else None,
         )
-        texts = [lm.encode(text, chat=_chats(lm)) for text in prompts.sample(options.each, lm.directory)]
+        texts = _prompts(lm, options)
         generate = functools.partial(_generate, lm, options.max_new_tokens)
         runs = {
             name: functools.partial(generate, exact=name == "exact")
@@ -115,6 +117,12 @@ def _generate(lm: LanguageModel, budget: int, texts: Any, turn: int = 0, **given
     """Returns the result of one text, or those of several, by plain decoding unless a method is given."""
     given = {"method": parse_run(PLAIN), **given}
     return lm.generate(texts, max_new_tokens=budget, temperature=0.0, **given)
+
+
+def _prompts(lm: LanguageModel, options: Options) -> list[list[int]]:
+    if options.prompt_file:
+        return [prompt_files.encoded(lm, task) for task in prompt_files.read_tasks(options.prompt_file)]
+    return [lm.encode(text, chat=_chats(lm)) for text in prompts.sample(options.each, lm.directory)]
 
 
 def _chats(lm: LanguageModel) -> bool:

@@ -82,7 +82,7 @@ class Options(Amount):
         the model eagle3 and hybrid.
       draft: a draft model for draft-model and for assisted generation in transformers. Without it, the assistant is the
         model's own lower half (early exit).
-      peers: only these other programs. Default: both.
+      peers: the other programs.
       repeats: turns per prompt.
       output: a directory for the records, one line per prompt.
       resume: continue the records in the directory of --output.
@@ -93,7 +93,7 @@ class Options(Amount):
         default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
     )
     draft: str | None = None
-    peers: tuple[Literal["transformers", "llama.cpp"], ...] = ()  # values given are added to a default
+    peers: tuple[Literal["transformers", "llama.cpp"], ...] = ("transformers", "llama.cpp")
     repeats: int = 1
     output: Path | None = None
     resume: bool = True
@@ -191,7 +191,7 @@ def open_engines(
             run = f"jaxspec {weights} {name}"
             engines.runs[run], engines.methods[run] = _ours(lm, method), method
     for peer, opened in {"transformers": _transformers, "llama.cpp": _llama_cpp}.items():
-        if not options.peers or peer in options.peers:
+        if peer in options.peers:
             try:
                 engines.runs |= opened(options, engines, methods, folder, on_progress)
             except ValueError as error:

@@ -218,7 +218,7 @@ def _dataclass_rule(info: StructTypeInfo, changeable: bool) -> StructConstructor
         return None
     hints = typing.get_type_hints(info.type, include_extras=True)
     helps = attribute_docs(info.type)
-    fields = []
+    fields, repeated = [], {}
     # The options that a class adds come before those that it inherits.
     own = inspect.get_annotations(info.type)
     for field in sorted(dataclasses.fields(info.type), key=lambda field: field.name not in own):
@@ -233,11 +233,19 @@ def _dataclass_rule(info: StructTypeInfo, changeable: bool) -> StructConstructor
             hint = Annotated[hint, _display(field, hint, default)]
             if default is False:  # --json needs no --no-json
                 hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
+            if isinstance(default, tuple):
+                # tyro appends what is given to the default, but it replaces the default here as for any other option.
+                repeated[field.name], default = default, ()
         elif default is None or default == ():
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
         help_text = " ".join(filter(None, (description, field.metadata.get("details"))))
         fields.append(StructFieldSpec(field.name, hint, default, help_text))
-    return StructConstructorSpec(info.type, tuple(fields))
+
+    @functools.wraps(info.type, updated=())  # tyro shows its docstring
+    def instantiate(**values: Any) -> Any:
+        return info.type(**values | {name: values[name] or default for name, default in repeated.items()})
+
+    return StructConstructorSpec(instantiate, tuple(fields))
 
 
 def _default(field: dataclasses.Field[Any], owner: Any) -> Any:
@@ -260,7 +268,7 @@ def _display(field: dataclasses.Field[Any], hint: Any, default: Any) -> Any:
     if isinstance(default, bool):
         shown, metavar = "", None
     elif isinstance(default, tuple):
-        shown = "(repeatable)"
+        shown = f"(repeatable; default: {', '.join(map(str, default))})" if default else "(repeatable)"
     else:
         default = _DEFAULTS.get(field.name) if default is None else default
         shown = "" if default is None or default is tyro.MISSING else f"(default: {default})"

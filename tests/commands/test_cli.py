@@ -807,6 +807,24 @@ def test_options_become_a_dataclass():
     assert parse({"walk": Walk}, arguments, "") == Walk(-2.0, True, ("a", "None"))
 
 
+def test_given_values_replace_the_default_of_a_repeatable_option():
+    @dataclasses.dataclass(frozen=True)
+    class Pack:
+        """Pack.
+
+        Attributes:
+          shoes: of these.
+          hats: at least one.
+        """
+
+        shoes: tuple[str, ...] = ("left", "right")
+        hats: tuple[int, ...] = (1,)
+
+    assert parse({"pack": Pack}, ["pack"], "") == Pack()
+    given = parse({"pack": Pack}, ["pack", "--shoes", "a", "--shoes", "b"], "")
+    assert given == Pack(shoes=("a", "b"))
+
+
 def test_complaints_are_the_same_without_utf8(run, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     framed = "unknown option --jsn; perhaps you meant --json; see jaxspec profile --help"

@@ -310,6 +310,11 @@ def test_the_benchmark_counts_tokens_that_differ(tmp_path):
         for batch in (1, 2)
     ]
     assert not any(row["differing_tokens"] for row in rows if row["exact"])
+    (file := tmp_path / "texts.txt").write_text("one\ntwo\nthree\n")
+    given = dataclasses.replace(
+        options, precisions=("float32",), inexact=False, prompt_file=(str(file),), max_new_tokens=2
+    )
+    assert exact_benchmark.measure(given)["prompts"] == 3
 
 
 def test_refusals():
