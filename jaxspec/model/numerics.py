@@ -55,7 +55,10 @@ def linear(
             # An unscaled result may exceed the range of float16.
             between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
             y = linear(x, weight.values().astype(x.dtype), out_dtype=between, exact=exact)
-        scaled: jax.Array = (y * weight.scale.astype(y.dtype)).astype(out_dtype)
+        scale = weight.scale.astype(y.dtype)
+        scaled: jax.Array = (y * scale).astype(out_dtype)
+        if exact:
+            scaled = _kept_rounded(scaled, scale < 0)
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
     product = functools.partial(_product, out_dtype=out_dtype)
@@ -71,6 +74,17 @@ def linear(
     y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
+
+
+def _kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:
+    """Returns a product as its dtype rounds it; `never` is False everywhere, which the compiler cannot know.
+
+    A product and a sum that follows it become one instruction, with one rounding, in programs where they are fused. The
+    compiler cannot do so across an operation on the bits.
+    """
+    bits = jnp.uint16 if product.dtype.itemsize == 2 else jnp.uint32
+    kept = jax.lax.bitcast_convert_type(product, bits) ^ never.astype(bits)
+    return jax.lax.bitcast_convert_type(kept, product.dtype)
 
 
 def _low_rank(x: jax.Array, weight: Adapted) -> jax.Array:

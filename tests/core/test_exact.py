@@ -17,6 +17,7 @@ from jaxspec.engine.executables import Executables
 from jaxspec.methods import LoadedModel
 from jaxspec.model import cache as kv
 from jaxspec.model import calibration, llama
+from jaxspec.model.lora import Adapted
 from jaxspec.model.numerics import linear, rms_norm
 from jaxspec.model.quantisation import quantise, quantised, with_outliers
 from jaxspec.model.tree import Shape, Tree
@@ -180,6 +181,27 @@ def test_a_product_does_not_depend_on_the_place_of_a_row(form):
             for width in (1, 2, 3, 5, 8, 9, 16, 33):
                 some = RNG.permutation(40)[:width]
                 np.testing.assert_array_equal(function(x[some]), whole[some])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_do_not_change_the_other_rows(form):
+    """Beside a residual stream: an int8 product and this sum would round once, and twice with adapters."""
+    of = jnp.bfloat16 if form.startswith("bfloat16") else jnp.float32
+    x, stream, weight, a, b = (
+        jnp.asarray(RNG.standard_normal(shape), of)
+        for shape in ((1, 8, 160), (1, 8, 160), (160, 160), (1, 4, 160), (160, 4))
+    )
+    if "int8" in form:
+        weight = quantised(weight)
+        weight = with_outliers(weight, jnp.abs(x).max(axis=(0, 1))) if form == "int8" else weight
+
+    # The tests' flags leave out the instruction.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    def added(x, stream, weight):
+        return stream + linear(x, weight, exact=True)
+
+    adapted = Adapted(weight, a, b, jnp.arange(8) > 0, 0, (160,), 1.0)
+    np.testing.assert_array_equal(added(x, stream, adapted)[:, 0], added(x, stream, weight)[:, 0])
 
 
 def loop_in(form, drafter):
