@@ -8,6 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from jaxspec.host import files, lock, processes
 from jaxspec.host.progress import Progress
@@ -15,7 +16,7 @@ from jaxspec.io.hf import config_json
 from jaxspec.model import llama
 from jaxspec.model.llama import Params
 from training import command, export, outputs, run, start
-from training.data import packing, sizing, sources
+from training.data import bpe_tokenizer, packing, sizing, sources
 from training.data.sources import Kinds
 from training.loop import checkpoints, growth, optimizer, state_sharding, step, training_loop
 from training.losses import base
@@ -101,7 +102,9 @@ def _run_loop(
 ) -> tuple[training_loop.Result, list[int]]:
     """Trains in the run directory, from its newest checkpoint if there is one; returns also the measured exits."""
     directory = options.run_directory
-    options, resumed = settle(options, documents[0], console)
+    given = start.given_tokenizer(options)
+    tokenizer = None if given is None else bpe_tokenizer.load(given)
+    options, resumed = settle(options, documents[0], tokenizer, console)
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
@@ -138,8 +141,17 @@ def _run_loop(
     return trained, exits
 
 
-def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[AnyOptions, bool]:
-    """Replaces each `auto` by a number, for a resumed run by its earlier one; returns also whether a run is resumed."""
+def settle(
+    options: AnyOptions, documents: Kinds, tokenizer: Tokenizer | None, console: Console
+) -> tuple[AnyOptions, bool]:
+    """Replaces each `auto` by a number, for a resumed run by its earlier one; returns also whether a run is resumed.
+
+    Args:
+      options: the run's options.
+      documents: the training documents.
+      tokenizer: their tokenizer; None if it is learned from them.
+      console: shows the numbers.
+    """
     directory = options.run_directory
     resumed = checkpoints.has_checkpoint(directory / run.CHECKPOINTS)
     characters = sum(len(document.text) for part in documents.values() for document in part)
@@ -148,7 +160,8 @@ def settle(options: AnyOptions, documents: Kinds, console: Console) -> tuple[Any
         earlier["places"] = run.read_run(directory).get("places")
     further = start.further_model(options)
     unusual = None if further is None or resumed else options.unusual()
-    options, chosen = options.settled(characters, earlier, further)
+    tokens = None if tokenizer is None else bpe_tokenizer.estimated_tokens(tokenizer, documents)
+    options, chosen = options.settled(characters, earlier, further, tokens)
     if chosen:
         console.print(sizing.in_words(characters, chosen))
     if unusual:

@@ -113,7 +113,11 @@ class RunOptions:
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
 
     def settled(
-        self, characters: int, earlier: Mapping[str, Any], further: sizing.Further | None = None
+        self,
+        characters: int,
+        earlier: Mapping[str, Any],
+        further: sizing.Further | None = None,
+        tokens: int | None = None,
     ) -> tuple[Self, dict[str, int]]:
         """Replaces each `auto` and each default that depends on the start; returns also the newly chosen sizes.
 
@@ -122,6 +126,7 @@ class RunOptions:
           earlier: the numbers chosen when the run began, by option name, and `places`, the number of devices that
             divided its rows (missing or None if it did not record it); empty for a new run.
           further: the given model that is trained; None for a model from scratch or a head.
+          tokens: number of tokens of the training text, if its tokenizer is given.
         """
         epochs, usual = self.loop.epochs, FROM_SCRATCH
         if further is not None:
@@ -140,7 +145,7 @@ class RunOptions:
             places, batch = earlier.get("places") or further.places, earlier["batch"]
             if places != further.places or batch % places:
                 given |= sizing.divided(batch * earlier["accumulate"], given["window"], further.places)
-        sizes = sizing.choose(characters, "model" in self.sized, given, epochs, further)
+        sizes = sizing.choose(characters, "model" in self.sized, given, epochs, further, tokens)
         # The chosen steps stand for the epochs from now on.
         numbers: dict[str, Any] = {name: sizes[name] for name in open_ones} | {"epochs": None}
         changed = {

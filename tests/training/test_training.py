@@ -149,6 +149,11 @@ def test_batches_resume_where_they_stopped_and_cover_every_epoch():
     again.set_state(state)
     for expected in following:
         assert np.array_equal(next(again)["tokens"], expected["tokens"])
+    # With other rows a step, the next window is still the one after the last.
+    rows = np.concatenate([batch["tokens"].reshape(-1, 4) for batch in following])
+    other = packing.batches({"a": windows}, {"a": 1.0}, batch=3, accumulate=1, seed=7)
+    other.set_state(state)
+    assert np.array_equal(next(other)["tokens"].reshape(-1, 4), rows[:3])
 
 
 def test_kinds_are_mixed_by_weight_and_each_covers_its_epochs():

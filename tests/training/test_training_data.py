@@ -267,6 +267,15 @@ def test_parquet_is_read_by_record(tmp_path):
         read(file)
 
 
+def test_the_number_of_tokens_is_estimated_from_a_sample(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": STORY[: 20 + n % 100]} for n in range(1000)])
+    kinds = {"long": read(file), "tasks": read("tasks:sums:300")}
+    words = bpe_tokenizer.train([STORY], 300)
+    encoded = [one for part in kinds.values() for one in bpe_tokenizer.encode_documents(words, part, None, 1)]
+    tokens = sum(len(one.tokens) for one in encoded)
+    assert bpe_tokenizer.estimated_tokens(words, kinds) == pytest.approx(tokens, rel=0.05)
+
+
 def test_memory_does_not_grow_with_the_text(tmp_path, monkeypatch):
     """Lines, documents, tokens and windows are in files; a list of any of them would need more than is allowed."""
     monkeypatch.setattr(spool, "_IN_MEMORY_BYTES", 1)

@@ -285,6 +285,11 @@ def test_epochs_are_passes_over_the_text():
         )
         assert six == pytest.approx(6 * one, abs=6)
         assert one > 5
+    # A given tokenizer tells the number of tokens better than the characters.
+    options, _ = options_of(sft.Options, "--start", "m", "--epochs", "6").settled(
+        40_000_000, {}, FURTHER, 20_000_000
+    )
+    assert options.loop.steps == pytest.approx(2 * six, abs=2)
     options, _ = options_of(sft.Options, "--epochs", "2").settled(3_000_000, {})
     # The options that a run records start it again.
     assert options.loop.epochs is None

@@ -331,7 +331,7 @@ def test_a_checkpoint_without_a_finite_loss_is_never_the_best():
 def test_a_card_counts_the_parameters_that_are_written():
     record = {
         "parameters": 10**9,
-        "options": {"start": "scratch"},
+        "options": {"start": "scratch", "weights": "bfloat16"},
         "commands": ["c"],
         "exits": [1],
         "documents": {"a": 1, "b": 1},
@@ -342,6 +342,7 @@ def test_a_card_counts_the_parameters_that_are_written():
     text = card.write("m", CONFIG, record, [], 0, measured, {}, fitness)
     assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
     assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
+    assert "| weights | bfloat16, trained in bfloat16 |" in text
 
 
 @pytest.mark.full

@@ -30,6 +30,8 @@ SMALLEST_VOCABULARY = 258
 TOKENIZER_CHARACTERS = 12_000_000
 # Documents that are tokenised together.
 _AT_ONCE = 1000
+# The number of documents of a task type that are tokenised for an estimate, and the characters of each.
+_SAMPLE, _SAMPLE_CHARACTERS = 200, 10_000
 
 
 def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -127,6 +129,20 @@ def files_of(source: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         copy_files(source, directory)
         yield Path(directory)
+
+
+def estimated_tokens(tokenizer: Tokenizer, kinds: Mapping[str, Sequence[Document]]) -> int:
+    """Estimates the number of tokens of documents, from the beginnings of some of each task type."""
+    total = 0.0
+    for documents in kinds.values():
+        some = [
+            document.text[:_SAMPLE_CHARACTERS] for document in documents[:: -(-len(documents) // _SAMPLE)]
+        ]
+        encoded = tokenizer.encode_batch(some, add_special_tokens=False)
+        rate = sum(len(one.ids) for one in encoded) / max(1, sum(map(len, some)))
+        # And the token that ends each document.
+        total += len(documents) + rate * sum(len(document.text) for document in documents)
+    return int(total)
 
 
 def encode_documents(

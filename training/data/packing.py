@@ -15,7 +15,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -154,9 +154,35 @@ class PackedSource:
         return f"PackedSource({len(self)} windows)"
 
 
+class Batches(Iterator[Windows]):
+    """An endless iterator of batches [A, B, T] that resumes after the last window, also with other rows a step.
+
+    Args:
+      stream: the batches.
+      rows: windows of a batch.
+    """
+
+    def __init__(self, stream: grain.DatasetIterator, rows: int) -> None:
+        self._stream, self._rows = stream, rows
+
+    def __next__(self) -> Windows:
+        batch: Windows = next(self._stream)
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position, for JSON."""
+        return self._stream.get_state() | {"rows": self._rows}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues at a position; windows of an incomplete batch are read again."""
+        # Earlier versions did not record the rows, which were then those of this run.
+        windows = state["next_index"] * state.get("rows", self._rows)
+        self._stream.set_state({"next_index": windows // self._rows})
+
+
 def batches(
     kinds: Mapping[str, Windows], weights: Mapping[str, float], batch: int, accumulate: int, seed: int
-) -> grain.DatasetIterator:
+) -> Batches:
     """Returns an endless iterator of batches [A, B, T]; `get_state` and `set_state` resume it.
 
     Args:
@@ -182,7 +208,8 @@ def batches(
     mixed = grain.MapDataset.mix(shuffled, [weights[kind] for kind in kinds])
     dataset = mixed.batch(batch, drop_remainder=True).batch(accumulate, drop_remainder=True)
     # No reader threads: the windows are in memory, and the training step uses all cores.
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    stream = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+    return Batches(stream, batch * accumulate)
 
 
 def fixed_batches(windows: Windows, batch: int, limit: int) -> list[Windows]:

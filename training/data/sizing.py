@@ -94,6 +94,7 @@ def choose(
     given: Mapping[str, int],
     epochs: float | None = None,
     further: Further | None = None,
+    tokens: int | None = None,
 ) -> dict[str, int]:
     """Chooses training sizes that suit the data. Given sizes stay, and the others follow them.
 
@@ -106,6 +107,7 @@ def choose(
       given: the sizes that are already set, by option name.
       epochs: passes over the text; None for a number that suits the data.
       further: the given model that is itself trained; None for a model from scratch or a head.
+      tokens: number of tokens of the training text; None for an estimate from its characters.
 
     Returns:
       `window`, `batch`, `accumulate`, `steps` and `every`; from scratch also `vocab_size`, `layers`, `hidden_size`,
@@ -129,7 +131,7 @@ def choose(
         groups = sizes.get("kv_heads", 1)
         settle("kv_heads", settle("heads", groups * max(1, hidden_size // head_dim // groups)))
         settle("context", max(512, sizes.get("window", 0)))
-    tokens = max(1, int(characters / per_token))
+    tokens = max(1, int(characters / per_token) if tokens is None else tokens)
     usual_window = min(256, sizes.get("context", 256))
     window = settle("window", usual_window if further is None else min(_FURTHER_WINDOW, further.context))
     # At most half of the estimated windows, because a step must not need more windows than there are.

@@ -210,7 +210,7 @@ def _run_loop(
     console: Console,
 ) -> tuple[Options, Result, Trained]:
     """Prepares the run directory and trains in it, from its newest checkpoint if there is one."""
-    options, resumed = job.settle(options, documents[0], console)
+    options, resumed = job.settle(options, documents[0], words, console)
     directory, kind = options.run_directory, options.made
     marks = document_marks(target.config, target.source)
     key = sources.data_key(options.data, documents, words, marks)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import grain.python as grain
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
@@ -22,7 +21,7 @@ from jaxspec.host import processes
 from jaxspec.host.files import full_reason
 from jaxspec.host.progress import duration
 from jaxspec.model.llama import Params
-from training.data import sizing
+from training.data import packing, sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.loop import growth, state_sharding
 from training.loop.checkpoints import Checkpoints
@@ -30,7 +29,7 @@ from training.loop.progress import Pace, Progress
 from training.loop.signals import StopSignal
 from training.loop.step import TrainState
 from training.losses.base import Batch
-from training.reports import evaluation
+from training.reports import evaluation, metrics
 from training.reports.metrics import Metrics
 
 # (state, batch on the devices) -> (state, metrics); the input state is donated
@@ -45,14 +44,15 @@ class LoopOptions:
 
     Attributes:
       steps: the last step; the learning rate's cosine ends there. `auto` follows the size of the data.
-      epochs: passes over the text instead of `steps`, by an estimate of four characters a token for a given model.
-        Default: a number that suits the data from scratch, 3 from a pretrained model.
+      epochs: passes over the text instead of `steps`; its number of tokens is estimated from a sample. Default: a
+        number that suits the data from scratch, 3 from a pretrained model.
       minutes: stop with a checkpoint after this time in this process; None for no limit. The schedule depends on the
         steps, not on the time: the same command resumes the run.
       every: steps between checkpoints, at which the held-out loss is measured. `auto`: a tenth of the steps, from 10
         to 200.
       keep: number of latest checkpoints to keep; the best one by held-out loss is always kept.
-      divergence: stop if the loss is more than this many times its mean over the latest 100 steps, or not finite.
+      divergence: stop if the loss of 10 steps in a row is more than this many times its mean over the latest 100 other
+        steps, or if it is not finite. No checkpoint is written during such steps.
       wandb: project of Weights & Biases that receives the metrics too. Needs the package `wandb`.
     """
 
@@ -124,7 +124,7 @@ class Loop:
     checkpoints: Checkpoints
     init: Callable[[Params], TrainState]
     step_fn: StepFn
-    batches: grain.DatasetIterator
+    batches: packing.Batches
     vocab_size: int
     measure: Callable[[TrainState], dict[str, float]]
     console: Console
@@ -158,6 +158,10 @@ class Loop:
         self._start_s = time.monotonic()
         step = int(state.step)
         log = Metrics(self.directory, step, options.wandb, self.about)
+        # A resumed run is judged as if it had not stopped.
+        earlier = (record for record in metrics.read(self.directory) if record["step"] <= step)
+        self._losses.extend(record["loss"] for record in earlier if "loss" in record)
+        due = False  # whether a checkpoint is to be written
         reason: Literal["steps", "minutes", "interrupted"] = "steps"
         try:
             progress = Progress(self.console, "step", options.steps, step)
@@ -172,7 +176,9 @@ class Loop:
                         stop.received = int(number) or None
                         reason = "interrupted" if number else "minutes"
                     last = reason != "steps" or step == options.steps
-                    if step % options.every == 0 or last:
+                    due = due or step % options.every == 0
+                    if last or (due and not self._high):
+                        due = False
                         measures = number != signal.SIGTERM or step == options.steps
                         shown = self._checkpoint(log, state, step, record, measures)
                         times = (

@@ -137,7 +137,7 @@ def write(
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings} |",
         f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
         f"| held-out loss | {loss:.4f} nats per token (perplexity {np.exp(loss):.2f}) |",
-        "| weights | bfloat16, trained in float32 |",
+        f"| weights | bfloat16, trained in {record['options']['weights']} |",
         "",
         *_kinds_table(record, measured),
         "",
