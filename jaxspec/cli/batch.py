@@ -15,6 +15,7 @@ from jaxspec.cli.methods import made, method_field
 from jaxspec.cli.options import AnswerOptions
 from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import tell
 from jaxspec.host.arguments import whole
 from jaxspec.host.progress import Progress, duration
 
@@ -50,7 +51,7 @@ class Batch(AnswerOptions):
 
     def run(self) -> int:
         """Answers the prompts; returns the exit status."""
-        from jaxspec.io.batch_files import Results, read_lines, shard_of
+        from jaxspec.io.batch_files import Results, count_prompts, read_lines, shard_of
 
         method = made(self.method, self.drafting)
         self.check_texts()
@@ -64,8 +65,7 @@ class Batch(AnswerOptions):
         if output.exists() and not output.is_file():  # such as a directory or /dev/stdout
             raise ValueError(f"`output` {output} is not a file; give the name of a file")
         status = 0
-        with Progress() as progress:
-            progress("loading the model")
+        with Progress("loading the model", logs=True) as progress:
             lm = self.load()
             from jaxspec.engine.batch import Batch as Answering
 
@@ -74,6 +74,13 @@ class Batch(AnswerOptions):
             )
             shown = _Shown(progress, prompts.stat().st_size)
             with Results(output, answering.job) as results:
+                part = f"part {self.shard} of " if self.shard else ""
+                exist = f"; {output} has {len(results.done)} results" if results.done else ""
+                tell(
+                    f"answering {part}{count_prompts(prompts)} prompts by {method.name}{exist}; the programs are "
+                    "compiled first"
+                )
+                progress("the first texts")
                 try:
                     answering.run(lines, results, shown)
                 except KeyboardInterrupt:

@@ -21,6 +21,8 @@ def test_a_file_is_answered(run, tmp_path):
     prompts.write_text('{"id": 1, "prompt": "Once"}\n\n{"id": 2}\n')
     status, out, err = run(prompts, "--output", output)
     assert (status, out) == (0, "")
+    begin, err = err.split("\n", 1)
+    assert begin == "jaxspec: answering 2 prompts by autoregressive; the programs are compiled first"
     assert err.startswith("jaxspec: 2 prompts answered (1 of them with an error); 3 tokens, ")
     assert err.endswith(f" tokens/s: {output}\n")
     found = {one["id"]: one for one in map(json.loads, output.read_text().splitlines())}
@@ -33,9 +35,11 @@ def test_a_file_is_answered(run, tmp_path):
     answered = (
         "1 prompts answered (1 of them with an error), 2 had a result (1 of them with an error); 0 tokens"
     )
-    assert err.startswith(f"jaxspec: {answered}")
-    status, _, _ = run(prompts, "--output", output, "--shard", "0/2")
+    assert f"3 prompts by autoregressive; {output} has 2 results; the programs" in err
+    assert f"\njaxspec: {answered}" in err
+    status, _, err = run(prompts, "--output", output, "--shard", "0/2")
     assert status == 0
+    assert "answering part 0/2 of 3 prompts" in err
     assert (tmp_path / "folder" / "results-0-of-2.jsonl").exists()
 
 
