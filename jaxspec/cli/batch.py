@@ -65,7 +65,8 @@ class Batch(AnswerOptions):
         if output.exists() and not output.is_file():  # such as a directory or /dev/stdout
             raise ValueError(f"`output` {output} is not a file; give the name of a file")
         status = 0
-        with Progress("loading the model", logs=True) as progress:
+        kept = "jaxspec: terminated; the results so far are kept, and the same command goes on from here"
+        with interrupts.ends_at_sigterm(kept), Progress("loading the model", logs=True) as progress:
             lm = self.load()
             from jaxspec.engine.batch import Batch as Answering
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
+from jaxspec.console import interrupts
+from jaxspec.engine import batch
 from tests.commands import called, one_error
 
 
@@ -41,6 +44,25 @@ def test_a_file_is_answered(run, tmp_path):
     assert status == 0
     assert "answering part 0/2 of 3 prompts" in err
     assert (tmp_path / "folder" / "results-0-of-2.jsonl").exists()
+
+
+def test_sigterm_and_ctrl_c_report_that_the_results_are_kept(run, tmp_path, monkeypatch):
+    lines = []
+
+    def interrupted(*_):
+        lines.append(interrupts._Program.at_sigterm)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch.Batch, "run", interrupted)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Once"}\n')
+    status, _, err = run(prompts, "--output", tmp_path / "results.jsonl")
+    assert status == 130
+    assert err.endswith("jaxspec: interrupted; the same command goes on from here\n")
+    assert lines == [
+        "jaxspec: terminated; the results so far are kept, and the same command goes on from here"
+    ]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_wrong_use_is_one_line(run, tmp_path):
