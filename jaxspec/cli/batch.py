@@ -29,7 +29,8 @@ class Batch(AnswerOptions):
 
     Each line of the file is a JSON object: {"prompt": "..."} or {"messages": [...]}, with an `id` and options of its
     own if needed, or a line of OpenAI's batch format. Results are appended to the output as they come. A command that
-    was stopped or killed goes on when it is given again: each prompt gets one result.
+    was stopped or killed goes on when it is given again: each prompt gets one result, which may be an error. Errors of
+    prompts do not change the exit status: it is 0 when each prompt has a result.
 
     Attributes:
       prompts: the file with one JSON object per line.
