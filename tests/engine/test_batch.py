@@ -145,7 +145,7 @@ BAD = [
 
 
 def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
-    """The other lines are answered, and a second run repeats nothing."""
+    """The other lines are answered; a second run repeats nothing, or only the errors that were removed."""
     path = written(tmp_path / "in", [one for line, _ in BAD for one in (line, {"id": 7, "prompt": "ab"})])
     output = run(lm, path)
     found = answers(output)
@@ -162,6 +162,9 @@ def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
     assert sorted(numbers) == list(range(1, 2 * len(BAD), 2))
     before = output.read_bytes()
     assert run(lm, path).read_bytes() == before
+    kept = [line for line in before.splitlines(True) if not json.loads(line).get("error")]
+    output.write_bytes(b"".join(kept))
+    assert sorted(run(lm, path).read_bytes().splitlines()) == sorted(before.splitlines())
 
 
 def test_a_killed_batch_goes_on(tmp_path, lm):
