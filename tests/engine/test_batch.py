@@ -263,6 +263,14 @@ def test_the_shard_of_this_process():
         shard_of("auto", {"JOB_COMPLETION_INDEX": "2"})
 
 
+def test_lines_of_a_rare_kind_wait_for_more_of_their_kind(tmp_path, lm):
+    """So their batch has more rows. The one in the first line runs when as few of the others are left."""
+    records = [{"prompt": "ab", "id": number} for number in range(8)]
+    records[0]["method"] = records[3]["method"] = "ngram"
+    found = [one["id"] for one in answers(run(lm, written(tmp_path / "in", records)))]
+    assert [sorted(found[at : at + 2]) for at in (0, 2, 4, 6)] == [[1, 2], [4, 5], [0, 3], [6, 7]]
+
+
 def test_lines_are_read_as_they_are_needed(tmp_path, lm):
     """Neither the prompts nor the results are held in memory."""
     path = written(tmp_path / "in", [{"id": number, "prompt": "ab"} for number in range(100)])
