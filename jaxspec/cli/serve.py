@@ -80,7 +80,8 @@ class Serve:
                 run.Limits(*limits),
                 method=method,
                 api_key=key,
-                on_start=lambda: tell(f"{lm.name} is at {address}; Ctrl-C ends the server"),
+                address=address,
+                report=tell,
             )
         return INTERRUPTED if received == signal.SIGINT else 0
 

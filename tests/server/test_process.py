@@ -72,7 +72,11 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             reader.join(60)
             assert found[-1].finish_reason in ("length", "stop")
             assert server.wait() == 0
-        assert all(line.startswith("jaxspec: ") for line in server.lines), server.lines
+        assert [line.removesuffix("\n") for line in server.lines] == [
+            f"jaxspec: {name} is at {server.url}; requests wait while the first programs are compiled",
+            f"jaxspec: ready at {server.url}; Ctrl-C ends the server",
+            "jaxspec: finishing 1 request within 30 seconds; a second Ctrl-C ends the server at once",
+        ]
 
 
 @pytest.mark.parametrize(
