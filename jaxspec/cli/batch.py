@@ -38,6 +38,7 @@ class Batch(AnswerOptions):
       max_batch: texts generated at once.
       shard: the part of the prompts for this process, such as 0/8; auto for the number of this process in SLURM, or in
         an Indexed Job of Kubernetes with the variable JOB_COMPLETIONS. Each part has a file of results of its own.
+      prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
       method: how to decode lines that name no method. The text, or its distribution, is that of plain decoding.
     """
 
@@ -47,6 +48,7 @@ class Batch(AnswerOptions):
     output: str = dataclasses.field(default="results.jsonl", metadata={"metavar": "FILE"})
     max_batch: int = 8
     shard: str | None = dataclasses.field(default=None, metadata={"metavar": "I/N"})
+    prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
     method: str = method_field()
     drafting: Any = None
 
@@ -68,7 +70,7 @@ class Batch(AnswerOptions):
         status = 0
         kept = "jaxspec: terminated; the results so far are kept, and the same command goes on from here"
         with interrupts.ends_at_sigterm(kept), Progress("loading the model", logs=True) as progress:
-            lm = self.load()
+            lm = self.model.load(self.chat_template, self.prefix_cache)
             from jaxspec.engine.batch import Batch as Answering
 
             answering = Answering(

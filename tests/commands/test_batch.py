@@ -71,5 +71,6 @@ def test_wrong_use_is_one_line(run, tmp_path):
     prompts.write_text('{"prompt": "Once"}\n')
     assert "--shard is '2/2'" in one_error(run, prompts, "--shard", "2/2")
     assert "--max-batch is 0" in one_error(run, prompts, "--max-batch", 0)
+    assert "--prefix-cache is" in one_error(run, prompts, "--prefix-cache", "much")
     assert "is not a file" in one_error(run, prompts, "--output", tmp_path)
     assert one_error(run)
