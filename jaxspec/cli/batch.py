@@ -15,6 +15,7 @@ from jaxspec.cli.methods import made, method_field
 from jaxspec.cli.options import AnswerOptions
 from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.terminal import tell
 from jaxspec.host.arguments import whole
 from jaxspec.host.progress import Progress, duration
 
@@ -28,7 +29,8 @@ class Batch(AnswerOptions):
 
     Each line of the file is a JSON object: {"prompt": "..."} or {"messages": [...]}, with an `id` and options of its
     own if needed, or a line of OpenAI's batch format. Results are appended to the output as they come. A command that
-    was stopped or killed goes on when it is given again: each prompt gets one result.
+    was stopped or killed goes on when it is given again: each prompt gets one result, which may be an error. Errors of
+    prompts do not change the exit status: it is 0 when each prompt has a result.
 
     Attributes:
       prompts: the file with one JSON object per line.
@@ -36,6 +38,7 @@ class Batch(AnswerOptions):
       max_batch: texts generated at once.
       shard: the part of the prompts for this process, such as 0/8; auto for the number of this process in SLURM, or in
         an Indexed Job of Kubernetes with the variable JOB_COMPLETIONS. Each part has a file of results of its own.
+      prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
       method: how to decode lines that name no method. The text, or its distribution, is that of plain decoding.
     """
 
@@ -45,12 +48,13 @@ class Batch(AnswerOptions):
     output: str = dataclasses.field(default="results.jsonl", metadata={"metavar": "FILE"})
     max_batch: int = 8
     shard: str | None = dataclasses.field(default=None, metadata={"metavar": "I/N"})
+    prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
     method: str = method_field()
     drafting: Any = None
 
     def run(self) -> int:
         """Answers the prompts; returns the exit status."""
-        from jaxspec.io.batch_files import Results, read_lines, shard_of
+        from jaxspec.io.batch_files import Results, count_prompts, read_lines, shard_of
 
         method = made(self.method, self.drafting)
         self.check_texts()
@@ -64,9 +68,9 @@ class Batch(AnswerOptions):
         if output.exists() and not output.is_file():  # such as a directory or /dev/stdout
             raise ValueError(f"`output` {output} is not a file; give the name of a file")
         status = 0
-        with Progress() as progress:
-            progress("loading the model")
-            lm = self.load()
+        kept = "jaxspec: terminated; the results so far are kept, and the same command goes on from here"
+        with interrupts.ends_at_sigterm(kept), Progress("loading the model", logs=True) as progress:
+            lm = self.model.load(self.chat_template, self.prefix_cache)
             from jaxspec.engine.batch import Batch as Answering
 
             answering = Answering(
@@ -74,6 +78,13 @@ class Batch(AnswerOptions):
             )
             shown = _Shown(progress, prompts.stat().st_size)
             with Results(output, answering.job) as results:
+                part = f"part {self.shard} of " if self.shard else ""
+                exist = f"; {output} has {len(results.done)} results" if results.done else ""
+                tell(
+                    f"answering {part}{count_prompts(prompts)} prompts by {method.name}{exist}; the programs are "
+                    "compiled first"
+                )
+                progress("the first texts")
                 try:
                     answering.run(lines, results, shown)
                 except KeyboardInterrupt:

@@ -33,6 +33,7 @@ class Serve:
       max_queue: texts that may wait; further requests get status 429.
       request_timeout_seconds: the time limit of a request.
       shutdown_timeout_seconds: how long running requests may take after SIGTERM; then they get an error.
+      prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
       chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has none.
     """
 
@@ -44,6 +45,7 @@ class Serve:
     max_queue: int = 64
     request_timeout_seconds: float = 600.0
     shutdown_timeout_seconds: float = 30.0
+    prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
     chat_template: str | None = None
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     drafting: Any = None
@@ -62,7 +64,7 @@ class Serve:
         bound = run.bind(self.host, self.port)
         with bound:
             with Progress("loading the model"):
-                lm = self.model.load(self.chat_template)
+                lm = self.model.load(self.chat_template, self.prefix_cache)
             if lm.tokenizer is None:
                 raise ValueError(f"{lm.name} has no tokenizer; the server needs one")
             address = (
@@ -80,7 +82,8 @@ class Serve:
                 run.Limits(*limits),
                 method=method,
                 api_key=key,
-                on_start=lambda: tell(f"{lm.name} is at {address}; Ctrl-C ends the server"),
+                address=address,
+                report=tell,
             )
         return INTERRUPTED if received == signal.SIGINT else 0
 

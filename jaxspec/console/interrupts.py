@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from jaxspec.console.status import INTERRUPTED
@@ -25,9 +25,15 @@ _BUSY_S = 1.0
 
 
 class _Program:
-    """Whether this process has already written its line about an interrupt."""
+    """The state of this process.
+
+    Attributes:
+      said: whether it has already written its line about an interrupt.
+      at_sigterm: the line with which SIGTERM ends it; None if SIGTERM has its usual effect.
+    """
 
     said = False
+    at_sigterm: str | None = None
 
 
 def at_start(program: str) -> None:
@@ -65,6 +71,25 @@ def say(line: str) -> None:
         with contextlib.suppress(OSError):
             clear = "\r\x1b[K" if os.isatty(2) else ""  # progress may be shown
             os.write(2, f"{clear}{line}\n".encode())
+
+
+@contextlib.contextmanager
+def ends_at_sigterm(line: str) -> Iterator[None]:
+    """In this context within `Interruptible`, SIGTERM ends the process at once, after a line; also a compilation.
+
+    Only for work that may be killed at any moment. A process that ignores SIGTERM still does.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if not _in_main_thread() or before is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # `Interruptible` reacts to it
+    _Program.at_sigterm = line
+    try:
+        yield
+    finally:
+        _Program.at_sigterm = None
+        signal.signal(signal.SIGTERM, before)
 
 
 class Watch:
@@ -127,8 +152,10 @@ class Interruptible:
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
         _Program.said = False
-        if _in_main_thread() and self._before not in (signal.SIG_IGN, signal.SIG_DFL, None):
+        self._takes = _in_main_thread() and self._before not in (signal.SIG_IGN, signal.SIG_DFL, None)
+        if self._takes:
             signal.signal(signal.SIGINT, self._raise)
+        if _in_main_thread():  # also for SIGTERM, where Ctrl-C is ignored, as in the background of a shell
             self._watch = Watch(self._first, lambda number: leave_at_once(self._program, 128 + number))
             self._watch.__enter__()
         return self
@@ -137,6 +164,7 @@ class Interruptible:
         if self._watch is not None:
             # The handler is restored last, so that a second Ctrl-C is handled until then.
             self._watch.__exit__()
+        if self._takes:
             signal.signal(signal.SIGINT, self._before)
 
     def _raise(self, number: int, frame: Any) -> None:
@@ -144,6 +172,9 @@ class Interruptible:
         raise KeyboardInterrupt
 
     def _first(self, number: int) -> None:
+        if number == signal.SIGTERM and _Program.at_sigterm is not None:
+            say(_Program.at_sigterm)
+            os._exit(128 + number)
         threading.Thread(target=self._wait, name="busy", daemon=True).start()
 
     def _wait(self) -> None:

@@ -31,7 +31,8 @@ from jaxspec.methods.acceptors import LOSSY
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import AnyMethod, LanguageModel
 
-# Texts that are read ahead, per row: so that a free row finds a request of its group.
+# Texts that are read ahead, per row: so that a free row finds a request of its group. Because their number is limited,
+# and the largest group runs, a small group runs when enough of its requests have been read, or the others have ended.
 _AHEAD = 4
 _OPENAI = ("custom_id", "method", "url", "body")
 # Keys of a plain record that are no options of `generate`.
@@ -97,7 +98,7 @@ class Batch:
         self._lm, self._method, self._system = lm, method, system
         self._options = dict(options or {})
         self._seed = self._options.pop("seed", 0)
-        self._scheduler = Scheduler(lm, max_batch=max_batch)
+        self._scheduler = Scheduler(lm, max_batch=max_batch, turns=False)
         self._depth = _AHEAD * max_batch
         # For each text: its job and its place in the job's results.
         self._running: dict[int, tuple[_Job, int]] = {}

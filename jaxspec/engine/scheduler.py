@@ -76,7 +76,7 @@ class Scheduler:
 
     Requests that need the same compiled programs form a group, which shares a batch: the same method with its options,
     greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities, exact or
-    not. Each step runs one group; groups with requests take turns. The batch of a group begins with the power of two of
+    not. Each step runs one group, see `turns`. The batch of a group begins with the power of two of
     rows that its requests need, gets more when requests wait, as far as memory allows, and fewer when most are free.
     When its last request ends, its caches are freed.
 
@@ -88,6 +88,8 @@ class Scheduler:
       lm: the model.
       max_batch: the maximum number of rows of a group.
       max_rounds: the maximum number of rounds of a step.
+      turns: whether groups with requests take turns. Else the group with the most requests runs: rows are fuller, and
+        the requests of a small group wait as long as larger ones get new requests.
 
     Raises:
       ValueError: a number is below 1.
@@ -104,12 +106,14 @@ class Scheduler:
       'ab adeab a'
     """
 
-    def __init__(self, lm: LanguageModel, *, max_batch: int = 8, max_rounds: int = STREAM_ROUNDS) -> None:
+    def __init__(
+        self, lm: LanguageModel, *, max_batch: int = 8, max_rounds: int = STREAM_ROUNDS, turns: bool = True
+    ) -> None:
         for name, number in {"max_batch": max_batch, "max_rounds": max_rounds}.items():
             if whole(name, number) < 1:
                 raise ValueError(f"{name} is {number}; give at least 1")
-        self._lm, self._max_batch, self._max_rounds = lm, max_batch, max_rounds
-        # In order of their last step: the next group to run comes first.
+        self._lm, self._max_batch, self._max_rounds, self._turns = lm, max_batch, max_rounds, turns
+        # In order of their last step: the one that has waited longest comes first.
         self._groups: OrderedDict[Any, _Group] = OrderedDict()
         self._group_of: dict[int, _Group] = {}
         self._numbers = itertools.count()
@@ -190,11 +194,12 @@ class Scheduler:
 
     def step(self) -> list[Event]:
         """Runs one host poll of one group, and returns its new texts; [] if there is no request or nothing new."""
-        for key, group in self._groups.items():
-            if group.ids:
-                self._groups.move_to_end(key)
-                return self._step(key, group)
-        return []
+        keys = [key for key, group in self._groups.items() if group.ids]
+        if not keys:
+            return []
+        key = keys[0] if self._turns else max(keys, key=lambda one: len(self._groups[one].ids))
+        self._groups.move_to_end(key)
+        return self._step(key, self._groups[key])
 
     def _step(self, key: Any, group: _Group) -> list[Event]:
         try:

@@ -26,8 +26,7 @@ def exclusive(
     """Locks a directory, which is created if necessary, and removes the temporary files that killed writers left in it.
 
     The lock is the kernel's (flock) and not the file's existence, so a killed process leaves no lock behind. The file
-    names the process that holds the lock. After the release it stays, empty: if it were removed, another process could
-    hold a lock on the removed file.
+    names the process that holds the lock, which removes it before the release.
 
     Args:
       directory: the directory.
@@ -46,23 +45,30 @@ def exclusive(
         report(f"no lock on {directory}: this system has none; do not start a second command there")
         yield
         return
-    with (directory / file_name).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ValueError(
-                f"{directory} is in use by {holder}; wait until it has ended or stop it, or give another `{option}`"
-            ) from None
-        except OSError as error:
-            report(f"no lock on {directory} ({error.strerror}); do not start a second command there")
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
-        file.flush()
-        files.remove_abandoned(directory)
-        try:
-            yield
-        finally:
+    path = directory / file_name
+    while True:
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ValueError(
+                    f"{directory} is in use by {holder}; wait until it has ended or stop it, or give another `{option}`"
+                ) from None
+            except OSError as error:
+                report(f"no lock on {directory} ({error.strerror}); do not start a second command there")
+            # Between the opening and the lock, the former holder may have removed the file.
+            if os.fstat(file.fileno()).st_nlink == 0:
+                continue
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
             file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+            file.flush()
+            files.remove_abandoned(directory)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            return

@@ -1,6 +1,6 @@
 """Progress of work that takes more than a second: one line on standard error, updated in place.
 
-Only a terminal or a notebook shows it; elsewhere, nothing is written.
+Only a terminal or a notebook shows it. Elsewhere only activities with `logs` are written, as a line from time to time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar, cast
 # Called with a description of the current step.
 OnProgress = Callable[[str], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Seconds before the line is shown, and between its updates.
-_SECOND = 1.0
+# Seconds before the line is shown, and between its updates; seconds between the lines of a log.
+_SECOND, _LOG_S = 1.0, 30.0
 
 
 class Progress:
@@ -29,13 +29,15 @@ class Progress:
 
     Args:
       what: the first description.
+      logs: whether a standard error that does not show the line gets a copy of it every 30 seconds.
 
     Examples:
       >>> with Progress("loading") as progress:
       ...     progress("compiling")
     """
 
-    def __init__(self, what: str | None = None) -> None:
+    def __init__(self, what: str | None = None, *, logs: bool = False) -> None:
+        self.logs = logs
         self._began: tuple[float, int] | None = None
         if what is not None:
             self(what)
@@ -140,7 +142,8 @@ class _Line:
     def set(self, activity: Progress, what: str) -> None:
         """Sets the description of an activity, which becomes the innermost if it is new."""
         with self.lock:
-            if not is_shown() or self._activities.get(activity) == what:
+            seen = is_shown() or activity.logs or any(one.logs for one in self._activities)
+            if not seen or self._activities.get(activity) == what:
                 return
             self._since = time.monotonic()
             begins = not self._activities
@@ -160,26 +163,33 @@ class _Line:
     def clear(self) -> None:
         """Overwrites the line with spaces. Notebooks know no escape for it."""
         if self._width:
-            self._write(" " * self._width + "\r")
+            self._write("\r" + " " * self._width + "\r")
             self._width = 0
 
     def _show(self, ended: threading.Event) -> None:
+        logged = time.monotonic()
         while not ended.wait(_SECOND):
             with self.lock:
                 if ended.is_set() or self.hidden:
                     continue
-                seconds = f": {time.monotonic() - self._since:.0f} s"
+                now = time.monotonic()
+                text = "jaxspec: " + ": ".join(dict.fromkeys(self._activities.values()))
+                seconds = f": {now - self._since:.0f} s"
+                if not is_shown():
+                    if now - logged >= _LOG_S:
+                        logged = now
+                        self._write(f"{text}{seconds if now - self._since >= _SECOND else ''}\n")
+                    continue
                 # The last column stays free, because a full line would wrap.
                 room = shutil.get_terminal_size().columns - len(seconds) - 1
-                text = "jaxspec: " + ": ".join(dict.fromkeys(self._activities.values()))
                 text = (text if len(text) <= room else text[: room - 1] + "…") + seconds
-                self._write(text.ljust(self._width) + "\r")
+                # The cursor is left at the beginning of the line, so that other output overwrites it.
+                self._write("\r" + text.ljust(self._width) + "\r")
                 self._width = max(self._width, len(text))
 
     def _write(self, text: str) -> None:
-        # The cursor is left at the beginning of the line, so that other output overwrites it.
         with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write("\r" + text)
+            sys.stderr.write(text)
             sys.stderr.flush()
 
 

@@ -137,6 +137,21 @@ def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
     return _lines(path, shard)
 
 
+def count_prompts(path: Path) -> int:
+    """Returns the number of lines of a file that are not empty.
+
+    Examples:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     path = Path(directory) / "prompts.jsonl"
+      ...     _ = path.write_text('{"prompt": "ab"}\\n\\n')
+      ...     count_prompts(path)
+      1
+    """
+    with path.open("rb") as file:
+        return sum(not line.isspace() for line in iter(lambda: file.readline(_MAX_BYTES), b""))
+
+
 def _lines(path: Path, shard: Shard) -> Iterator[Line]:
     seen: dict[bytes, int] = {}
     end = number = 0

@@ -151,6 +151,7 @@ class EngineThread:
       max_open: the maximum number of texts that wait or run.
       observer: counts what happens; None for nothing.
       score: returns the scores of prompts; None if no job has any to score.
+      on_ready: called in the thread when the scheduler is made.
 
     Attributes:
       num_open: the number of texts that wait or run.
@@ -165,8 +166,10 @@ class EngineThread:
         max_open: int,
         observer: Observer | None = None,
         score: Callable[[Sequence[Sequence[int]]], Sequence[Score]] | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._make, self.max_open, self._observer, self._score = make, max_open, observer, score
+        self._on_ready = on_ready
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of num_open and error
         self.num_open = self.num_running = 0
@@ -179,6 +182,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # In the event loop
+
+    @property
+    def num_jobs(self) -> int:
+        """The number of jobs that have not ended."""
+        return len(self._jobs)
 
     def start(self) -> None:
         """Starts the thread, for the running event loop."""
@@ -252,6 +260,7 @@ class EngineThread:
         try:
             self._scheduler = self._make()
             self.is_ready = True
+            self._on_ready()
             while self._obey():
                 self._score_some()
                 if not self._scheduler.idle:

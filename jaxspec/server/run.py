@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from jaxspec.console import interrupts
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Method
@@ -67,7 +68,8 @@ def serve(
     *,
     method: Method,
     api_key: str | None = None,
-    on_start: Callable[[], None] = lambda: None,
+    address: str = "",
+    report: Callable[[str], None] = lambda line: None,
 ) -> int | None:
     """Serves a model until SIGINT or SIGTERM, then finishes the requests that run.
 
@@ -76,7 +78,8 @@ def serve(
       bound: from `bind`.
       limits: see `Limits`.
       method, api_key: see `app.Settings`.
-      on_start: called when connections are accepted.
+      address: the address of the API, for `report`.
+      report: called with a line when connections are accepted, when the first programs are compiled, and at the signal.
 
     Returns:
       The number of the signal.
@@ -84,7 +87,11 @@ def serve(
     metrics = Metrics(lm.name)
     make = functools.partial(warm_scheduler, lm, limits.max_batch, method)
     engine = EngineThread(
-        make, limits.max_batch + limits.max_queue, metrics, functools.partial(scores_of, lm)
+        make,
+        limits.max_batch + limits.max_queue,
+        metrics,
+        functools.partial(scores_of, lm),
+        lambda: report(f"ready at {address}; Ctrl-C ends the server"),
     )
     app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s)).app()
     # With another loop than asyncio's, a second Ctrl-C would not end the process.
@@ -98,7 +105,8 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=round(limits.shutdown_timeout_s) + _LAST_WRITES_S,
     )
-    server = _Server(config, engine, limits.shutdown_timeout_s, on_start)
+    begins = f"{lm.name} is at {address}; requests wait while the first programs are compiled"
+    server = _Server(config, engine, limits.shutdown_timeout_s, begins, report)
     server.run(sockets=[bound])
     return server.signal
 
@@ -114,17 +122,28 @@ def warm_scheduler(lm: LanguageModel, max_batch: int, method: Method) -> Schedul
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, engine: EngineThread, timeout_s: float, on_start: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        engine: EngineThread,
+        timeout_s: float,
+        begins: str,
+        report: Callable[[str], None],
     ) -> None:
         super().__init__(config)
-        self._engine, self._timeout_s, self._on_start = engine, timeout_s, on_start
+        self._engine, self._timeout_s, self._begins, self._report = engine, timeout_s, begins, report
         self.signal: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_start()
+        self._report(self._begins)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        interrupts.is_first_line()  # this line replaces the one that a busy process writes
+        count = self._engine.num_jobs
+        self._report(
+            f"finishing {count} request{'' if count == 1 else 's'} within {self._timeout_s:g} seconds; a second "
+            "Ctrl-C ends the server at once"
+        )
         self._engine.drain(self._timeout_s)
         await super().shutdown(sockets)
 

@@ -75,6 +75,27 @@ def test_a_busy_process_says_so_and_a_second_interrupt_ends_it():
     assert running.returncode == 130
 
 
+TERMINATED = """
+import hashlib, os, signal, sys, threading
+from jaxspec.console import interrupts
+from jaxspec.console.errors import Guard
+if sys.argv[1] == "background":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def work():
+    with interrupts.ends_at_sigterm("program: kept"):
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+Guard("program")(work)
+"""
+
+
+@pytest.mark.parametrize("place", ["foreground", "background"])
+def test_sigterm_ends_work_that_may_be_killed_at_once(place):
+    running = process("-c", TERMINATED, place)
+    assert running.communicate(timeout=60) == ("", "program: kept\n")
+    assert running.returncode == 128 + signal.SIGTERM
+
+
 DONE = """
 import os, signal, sys
 from jaxspec.console import interrupts

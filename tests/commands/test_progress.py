@@ -1,9 +1,10 @@
-"""Progress: one line in a terminal and in a notebook, updated in place; nothing elsewhere."""
+"""Progress: one line in a terminal and in a notebook, updated in place; elsewhere only lines of long jobs."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -98,6 +99,22 @@ def test_a_pipe_gets_nothing(shown, monkeypatch):
         time.sleep(0.1)
         assert "jaxspec-progress" not in {thread.name for thread in threading.enumerate()}
     assert pipe.getvalue() == ""
+
+
+def test_a_pipe_gets_lines_of_a_long_job_and_what_it_contains(shown, monkeypatch):
+    pipe = io.StringIO()
+    replace_stderr(monkeypatch, pipe)
+    with Progress("answering", logs=True), Progress("compiling"):
+        time.sleep(0.1)
+        assert pipe.getvalue() == ""  # before 30 seconds
+        monkeypatch.setattr(progress, "_LOG_S", 0.02)
+        wait_for(pipe, "\n")
+    written = pipe.getvalue()
+    assert re.match(r"jaxspec: answering: compiling: \d+ s\n", written)
+    assert "\r" not in written
+    with Progress("measuring"):
+        time.sleep(0.1)
+    assert pipe.getvalue() == written
 
 
 def test_a_notebook_gets_the_line(shown, monkeypatch):

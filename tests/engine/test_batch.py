@@ -145,7 +145,7 @@ BAD = [
 
 
 def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
-    """The other lines are answered, and a second run repeats nothing."""
+    """The other lines are answered; a second run repeats nothing, or only the errors that were removed."""
     path = written(tmp_path / "in", [one for line, _ in BAD for one in (line, {"id": 7, "prompt": "ab"})])
     output = run(lm, path)
     found = answers(output)
@@ -162,6 +162,9 @@ def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
     assert sorted(numbers) == list(range(1, 2 * len(BAD), 2))
     before = output.read_bytes()
     assert run(lm, path).read_bytes() == before
+    kept = [line for line in before.splitlines(True) if not json.loads(line).get("error")]
+    output.write_bytes(b"".join(kept))
+    assert sorted(run(lm, path).read_bytes().splitlines()) == sorted(before.splitlines())
 
 
 def test_a_killed_batch_goes_on(tmp_path, lm):
@@ -258,6 +261,14 @@ def test_the_shard_of_this_process():
             shard_of(wrong, {})
     with pytest.raises(ValueError, match="shard is auto, but neither"):
         shard_of("auto", {"JOB_COMPLETION_INDEX": "2"})
+
+
+def test_lines_of_a_rare_kind_wait_for_more_of_their_kind(tmp_path, lm):
+    """So their batch has more rows. The one in the first line runs when as few of the others are left."""
+    records = [{"prompt": "ab", "id": number} for number in range(8)]
+    records[0]["method"] = records[3]["method"] = "ngram"
+    found = [one["id"] for one in answers(run(lm, written(tmp_path / "in", records)))]
+    assert [sorted(found[at : at + 2]) for at in (0, 2, 4, 6)] == [[1, 2], [4, 5], [0, 3], [6, 7]]
 
 
 def test_lines_are_read_as_they_are_needed(tmp_path, lm):

@@ -354,11 +354,11 @@ distributed.leave(0)
     [
         (
             "compare bench tune vocab",
-            "asd vocab bench/lock bench/records.jsonl bench/report.json bench/report.html",
+            "asd vocab bench/records.jsonl bench/report.json bench/report.html",
         ),
         pytest.param(
             "speed agreement inspect",
-            "speed speed.lock speed.trials.jsonl agreement agreement.lock agreement.trials.jsonl",
+            "speed speed.trials.jsonl agreement agreement.trials.jsonl",
             marks=pytest.mark.slow,
         ),
     ],

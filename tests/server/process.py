@@ -34,7 +34,8 @@ class ServerProcess:
         )
         self._started = threading.Event()
         self.url = ""
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         if not self._started.wait(120) or not self.url:
             self._process.kill()
             raise RuntimeError(f"the server has not started: {self.lines}")
@@ -63,8 +64,10 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout: float = 60) -> int:
-        """Waits for the end; returns the exit status."""
-        return self._process.wait(timeout)
+        """Waits for the end and the last line; returns the exit status."""
+        status = self._process.wait(timeout)
+        self._listener.join(timeout)
+        return status
 
     def __enter__(self) -> Self:
         return self

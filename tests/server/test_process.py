@@ -29,6 +29,8 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         "chatml",
         "--max-batch",
         2,
+        "--prefix-cache",
+        "16MB",
     )
     with ServerProcess(*options, JAXSPEC_API_KEY="secret") as server:
         stranger = openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0)
@@ -36,7 +38,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             stranger.models.list()
         with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
             (name,) = (one.id for one in client.models.list())
-            messages = [{"role": "user", "content": "Once upon"}]
+            messages = [{"role": "user", "content": "Once upon a time " * 8}]
             method = {"method": {"name": "ngram", "ngram_max": 3}}
             whole = client.chat.completions.create(
                 model=name, messages=messages, max_tokens=12, extra_body=method
@@ -52,7 +54,9 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             parts = list(stream)
             text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
             assert text == whole.choices[0].message.content
-            assert parts[-1].usage == whole.usage
+            assert parts[-1].usage.total_tokens == whole.usage.total_tokens
+            cached = [usage.prompt_tokens_details.cached_tokens for usage in (whole.usage, parts[-1].usage)]
+            assert cached == [0, whole.usage.prompt_tokens - 1]
             assert whole.model_extra["metrics"]["method"] == "ngram"
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body={"beams": 2})
@@ -72,7 +76,11 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             reader.join(60)
             assert found[-1].finish_reason in ("length", "stop")
             assert server.wait() == 0
-        assert all(line.startswith("jaxspec: ") for line in server.lines), server.lines
+        assert [line.removesuffix("\n") for line in server.lines] == [
+            f"jaxspec: {name} is at {server.url}; requests wait while the first programs are compiled",
+            f"jaxspec: ready at {server.url}; Ctrl-C ends the server",
+            "jaxspec: finishing 1 request within 30 seconds; a second Ctrl-C ends the server at once",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ def test_a_second_training_in_a_run_directory_is_refused_until_the_first_is_gone
         process.communicate()
     assert (run / lock.FILE).read_text()  # what a killed process leaves does not matter
     assert sft.main(arguments(folder, "shared", "--steps", "2")) == 0
-    assert (run / lock.FILE).read_text() == ""
+    assert not (run / lock.FILE).exists()
 
 
 def test_a_lock_is_released_by_an_error(tmp_path):
@@ -331,6 +331,21 @@ def test_a_lock_is_released_by_an_error(tmp_path):
         raise KeyError
     with lock.exclusive(tmp_path, pytest.fail):
         assert f"process {os.getpid()} on " in (tmp_path / lock.FILE).read_text()
+
+
+def test_a_lock_leaves_no_file_and_is_not_one_on_a_removed_file(tmp_path, monkeypatch):
+    calls, flock = [], lock.fcntl.flock
+
+    def after_the_end_of_the_former_holder(file, how):
+        if not calls:
+            (tmp_path / lock.FILE).unlink()
+        calls.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr(lock.fcntl, "flock", after_the_end_of_the_former_holder)
+    with lock.exclusive(tmp_path, pytest.fail):
+        assert (tmp_path / lock.FILE).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full
