@@ -16,7 +16,7 @@ from jaxspec.model import llama, tree
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest
-from jaxspec.model.numerics import widened
+from jaxspec.model.numerics import sums, widened
 from jaxspec.model.tree import Tree
 from jaxspec.protocol import (
     Acceptance,
@@ -146,7 +146,8 @@ def verify(
             of_path = tree.along(raw, acceptance.path) if log_probs else raw
         if not log_probs:
             return Verified(cache, acceptance, sound, None, aux_hidden_states, likely, ridden)
-        reported = widened(log_probs_of(of_path, with_next(tokens, acceptance)), depth + 1)
+        after = with_next(tokens, acceptance)
+        reported = widened(log_probs_of(of_path, after, config.exact), depth + 1)
         return Verified(cache, acceptance, sound, reported, aux_hidden_states, likely, ridden)
 
     def compacted(verified: Verified) -> Verified:
@@ -230,8 +231,13 @@ def with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
     return jnp.where(here, acceptance.token[:, None], padded)
 
 
-def log_probs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Raw log-probabilities float32[B, T] of tokens [B, T] under logits [B, T, V]."""
+def log_probs_of(logits: jax.Array, tokens: jax.Array, exact: bool = False) -> jax.Array:
+    """Raw log-probabilities float32[B, T] of tokens [B, T] under logits [B, T, V]; `exact`: see `numerics.linear`."""
+    if exact:
+        # The barriers keep XLA from fusing the sum: the kernel of a fused one depends on the number of rows.
+        top = jax.lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
+        total = sums(jax.lax.optimization_barrier(jnp.exp(logits - top)))
+        return (jnp.take_along_axis(logits, tokens[..., None], axis=-1) - top - jnp.log(total))[..., 0]
     return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
 
 

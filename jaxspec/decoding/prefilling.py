@@ -174,7 +174,9 @@ def end_prefill(
         count=count,
         drafted=jnp.zeros((batch, 1), bool),
         proposed=jnp.zeros((batch, 1), jnp.int32),
-        log_probs=verification.log_probs_of(logits[:, None], token[:, None]) if log_probs else None,
+        log_probs=(
+            verification.log_probs_of(logits[:, None], token[:, None], config.exact) if log_probs else None
+        ),
         length=length,
         done=done,
         broken=state.broken,

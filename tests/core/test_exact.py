@@ -24,6 +24,7 @@ from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
+from jaxspec.verification import log_probs_of
 from tests import tiny
 from tests.commands import write_model, write_tokenizer
 
@@ -202,6 +203,27 @@ def test_adapters_do_not_change_the_other_rows(form):
 
     adapted = Adapted(weight, a, b, jnp.arange(8) > 0, 0, (160,), 1.0)
     np.testing.assert_array_equal(added(x, stream, adapted)[:, 0], added(x, stream, weight)[:, 0])
+
+
+def test_log_probabilities_do_not_depend_on_the_pass():
+    """In a loop, where XLA would fuse the sum of a softmax with the logits."""
+    weight = jnp.asarray(RNG.standard_normal((1024, 320)) / 8, jnp.float32)
+
+    @jax.jit
+    def greedy(x):
+        def body(carry):
+            number, x, _ = carry
+            logits = linear(x, weight, exact=True)
+            return number + 1, x, log_probs_of(logits, jnp.argmax(logits, axis=-1), exact=True)
+
+        carry = (jnp.int32(0), x, jnp.zeros(x.shape[:2]))
+        return jax.lax.while_loop(lambda carry: carry[0] < 1, body, carry)[2]
+
+    x = jnp.asarray(RNG.standard_normal((16, 9, 320)), jnp.float32)
+    whole = np.asarray(greedy(x))
+    for row, expected in enumerate(whole):
+        for width in (1, 2):
+            np.testing.assert_array_equal(greedy(x[row : row + 1, :width])[0], expected[:width])
 
 
 def loop_in(form, drafter):
