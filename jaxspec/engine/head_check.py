@@ -17,8 +17,10 @@ _PROMPT = "If Tom has 3 boxes with 12 apples each, how many apples does he have?
 _NUM_TOKENS = 64
 
 
-def first_accepted(lm: LanguageModel, path: FilePath, drafter: Drafter, params: Any) -> float | None:
-    """Returns the share of a head's drafts whose first token the model accepts in a short greedy text.
+def first_accepted(
+    lm: LanguageModel, path: FilePath, drafter: Drafter, params: Any, num_certain: int = 0
+) -> float | None:
+    """Returns the share of a head's drafts whose first uncertain token the model accepts in a short greedy text.
 
     The result is kept in the user's cache, by the model's fingerprint and precision, and the head's files.
 
@@ -27,6 +29,7 @@ def first_accepted(lm: LanguageModel, path: FilePath, drafter: Drafter, params: 
       path: the head's directory or hub id.
       drafter: the head's drafter.
       params: its parameters.
+      num_certain: the number of draft tokens before that token, which are accepted from a head of any model.
 
     Returns:
       The share; None for a model without a tokenizer, or on a mesh.
@@ -47,7 +50,7 @@ def first_accepted(lm: LanguageModel, path: FilePath, drafter: Drafter, params: 
         ignore_eos=True,
     )
     counts = result.statistics.acceptance_histogram
-    share = float(sum(counts[1:]) / max(1, sum(counts)))
+    share = float(sum(counts[1 + num_certain :]) / max(1, sum(counts)))
     keep(file, {"first_accepted": share})
     return share
 

@@ -40,6 +40,8 @@ class HeadMethod(ChainMethod):
     head_rank: ClassVar[int] = 1
     # Whether `auto` and `hybrid` may choose the method by themselves.
     may_pay: ClassVar[bool] = False
+    # The number of draft tokens, from the first, that a target accepts from a head of any model.
+    num_certain: ClassVar[int] = 0
 
     draft: FilePath | None = option(None, metavar="DIR|ID")
 
@@ -61,7 +63,7 @@ class HeadMethod(ChainMethod):
         drafter = self.drafter(target, head.config)
         params = self._params(head, target, resources)
         if head.target not in (None, target.fingerprint):
-            self._check_accepted(head, drafter, params, target, resources)
+            self._check_accepted(head, target, resources)
         return drafter, params
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
@@ -122,12 +124,11 @@ class HeadMethod(ChainMethod):
             raise ValueError(f"{path} holds a head of {head.config.kind}; choose method={head.config.kind!r}")
         return head
 
-    def _check_accepted(
-        self, head: LoadedHead, drafter: Drafter, params: Params, target: LoadedModel, resources: Resources
-    ) -> None:
+    def _check_accepted(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> None:
         """Checks a head of another fingerprint: this model must accept about as many of its tokens as recorded.
 
-        `auto` measures the acceptance of its candidates itself, so its resources have no measurement.
+        The first token that is not certain is counted, in drafts with the default options, because the result is kept
+        for all options. `auto` measures the acceptance of its candidates itself, so its resources have no measurement.
 
         Raises:
           ValueError: it accepts fewer than `_LEAST` times the recorded ones, or none are recorded.
@@ -135,16 +136,15 @@ class HeadMethod(ChainMethod):
         if resources.first_accepted is None:
             return
         path = self._path(target, resources) or ""
-        recorded, accepted = self.expectation(target, resources), None
-        if recorded is not None:
-            accepted = resources.first_accepted(path, drafter, params)
-            if accepted is not None and accepted >= _LEAST * recorded.accept[0]:
-                return
-        measured = ""
-        if recorded is not None and accepted is not None:
-            measured = (
-                f", which accepts {accepted:.0%} of its first tokens in place of {recorded.accept[0]:.0%}"
-            )
+        recorded, measured = self.expectation(target, resources), ""
+        if recorded is not None and len(recorded.accept) > self.num_certain:
+            usual, expected = type(self)(draft=path), recorded.accept[self.num_certain]
+            drafter, params = usual.drafter(target, head.config), usual._params(head, target, resources)
+            accepted = resources.first_accepted(path, drafter, params, self.num_certain)
+            if accepted is not None:
+                if accepted >= _LEAST * expected:
+                    return
+                measured = f", which accepts {accepted:.0%} of its first tokens in place of {expected:.0%}"
         raise ValueError(
             f"{path} is a head of another model ({head.target}, this one is {target.fingerprint}{measured}); give one "
             "that was trained for this model"

@@ -251,8 +251,8 @@ class Resources:
       platform: platform of the target: cpu, gpu or tpu.
       load_head: (directory or hub id of a head, target) → the head, checked to fit.
       quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
-      first_accepted: (directory of a head, its drafter, its parameters) → the share of drafts whose first token the
-        target accepts in a short text, or None if it cannot be measured. None: heads are not measured.
+      first_accepted: (directory of a head, its drafter, its parameters, N) → the share of drafts of which the target
+        accepts more than N tokens in a short text, or None if it cannot be measured. None: heads are not measured.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
@@ -267,4 +267,4 @@ class Resources:
     platform: str = "cpu"
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
-    first_accepted: Callable[[FilePath, Drafter, Params], float | None] | None = None
+    first_accepted: Callable[[FilePath, Drafter, Params, int], float | None] | None = None

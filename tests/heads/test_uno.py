@@ -18,6 +18,7 @@ import safetensors.numpy
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
 from jaxspec.bench.free_rows import passes
+from jaxspec.choosing.beliefs import Expectation
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
@@ -25,6 +26,7 @@ from jaxspec.heads.uno import network
 from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
+from jaxspec.io.methods import acceptance_file
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
@@ -384,6 +386,24 @@ def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
         assert found.statistics.num_draft_tokens
     with pytest.raises(ValueError, match="holds a head of uno; choose method='uno'"):
         model.drafter("eagle3", draft=str(path))
+
+
+def test_an_adapter_of_another_model_is_measured_by_its_second_token(model, tmp_path, monkeypatch):
+    """Every model accepts the first one, and drafts of one token have no second."""
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    head = UnoConfig(TARGET, RANK, 2.0, (12, 13))
+    write_head(tmp_path / "head", head, tiny.head_params(head), "0123")
+
+    def draft(share: float) -> None:
+        recorded = Expectation((1.0, share), 4.0, (1.0,))
+        acceptance_file.write_acceptance(
+            tmp_path / "head" / acceptance_file.NAME, "0123", {"uno": recorded}, {}
+        )
+        model.drafter("uno", draft=str(tmp_path / "head"), num_draft_tokens=1)
+
+    with pytest.raises(ValueError, match=r"accepts \d+% of its first tokens in place of 90%"):
+        draft(0.9)
+    draft(0.0)
 
 
 # Training
