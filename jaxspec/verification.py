@@ -237,8 +237,10 @@ def log_probs_of(logits: jax.Array, tokens: jax.Array, exact: bool = False) -> j
         # The barriers keep XLA from fusing the sum: the kernel of a fused one depends on the number of rows.
         top = jax.lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
         total = sums(jax.lax.optimization_barrier(jnp.exp(logits - top)))
-        return (jnp.take_along_axis(logits, tokens[..., None], axis=-1) - top - jnp.log(total))[..., 0]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
+        normed = logits - top - jnp.log(total)
+    else:
+        normed = jax.nn.log_softmax(logits, axis=-1)
+    return jnp.take_along_axis(normed, tokens[..., None], axis=-1)[..., 0]
 
 
 def _leading(good: jax.Array) -> jax.Array:
