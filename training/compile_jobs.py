@@ -211,9 +211,9 @@ def _target_dtype(options: Options) -> str:
 
 
 def step_flops(step: Any, accumulate: int) -> float:
-    """Counts the operations of a step, of the program `operations`: one micro-batch by itself, the others in a loop."""
+    """Counts the operations of a step, of the program `operations`, whose loop over micro-batches counts once."""
     flops: float = step.cost_analysis()["flops"]
-    return flops * accumulate / min(accumulate, 2)
+    return flops * accumulate
 
 
 def programs(

@@ -159,7 +159,7 @@ def settle(
     if resumed and (directory / run.RUN_FILE).is_file():
         earlier["places"] = run.read_run(directory).get("places")
     further = start.further_model(options)
-    unusual = None if further is None or resumed else options.unusual()
+    unusual = None if further is None or resumed else options.unusual(further.context)
     tokens = None if tokenizer is None else bpe_tokenizer.estimated_tokens(tokenizer, documents)
     options, chosen = options.settled(characters, earlier, further, tokens)
     if chosen:

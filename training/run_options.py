@@ -158,8 +158,12 @@ class RunOptions:
         changed["optimizer"] = changed["optimizer"].completed(usual)
         return dataclasses.replace(self, **changed), {n: sizes[n] for n in found if n not in given}
 
-    def unusual(self) -> str | None:
-        """Describes the given settings that are 10 times outside the usual range of a pretrained start, if any."""
+    def unusual(self, context: int) -> str | None:
+        """Describes the given settings that are 10 times outside the usual range of a pretrained start, if any.
+
+        Args:
+          context: the model's longest text, in tokens. Every longer window is unusual.
+        """
         far = [
             f"{name} is {value:g} (usual: {least:g} to {most:g})"
             for section in (self.optimizer, self.loop, self.data)
@@ -169,6 +173,8 @@ class RunOptions:
             and not isinstance(value, Auto)
             and not least / 10 <= value <= 10 * most
         ]
+        if self.data.window > context:
+            far.append(f"window is {self.data.window} (the model's context: {context})")
         return f"unusual for a pretrained model: {', '.join(far)}" if far else None
 
     @property

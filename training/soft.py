@@ -48,6 +48,10 @@ class Options(DraftOptions):
             raise ValueError(f"distil_weight is {self.distil_weight}; give a share from 0 to 1")
         if self.distil_weight and self.target is None:
             raise ValueError("distil_weight needs a model to distil from; name it with --target DIR")
+        if self.target_weights != "auto" and self.target is None:
+            raise ValueError(
+                f"target_weights is {self.target_weights}, and no target is given; name it with --target DIR"
+            )
         if self.start != SCRATCH:
             if self.start_layers not in (None, self.exits[-1]):
                 raise ValueError(

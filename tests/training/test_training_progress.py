@@ -306,16 +306,17 @@ def test_epochs_are_passes_over_the_text():
         ("--learning-rate 1e-7 --window 8", "learning_rate is 1e-07 (usual: 1e-05 to 0.0001), window is 8 ("),
         ("--epochs 50", "epochs is 50 (usual: 1 to 4)"),
         ("--weight-decay 2", "weight_decay is 2 (usual: 0 to 0.1)"),
+        ("--window 3000", "window is 3000 (the model's context: 2048)"),
     ],
 )
 def test_a_setting_far_outside_the_usual_range_is_described(given, said):
-    assert said in options_of(sft.Options, "--start", "m", *given.split()).unusual()
+    assert said in options_of(sft.Options, "--start", "m", *given.split()).unusual(2048)
 
 
 def test_usual_settings_are_not_described():
     usual = ["--learning-rate", "1e-3", "--batch", "1", "--epochs", "3", "--warmup", "0"]
-    assert options_of(sft.Options, "--start", "m", *usual).unusual() is None
-    assert options_of(sft.Options, "--start", "m").unusual() is None
+    assert options_of(sft.Options, "--start", "m", *usual).unusual(2048) is None
+    assert options_of(sft.Options, "--start", "m").unusual(2048) is None
 
 
 def test_the_stand_in_for_auto_cannot_be_typed():

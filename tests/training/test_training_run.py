@@ -534,6 +534,8 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
         (["--exits", "1", "2", "--growth", "1", "3"], "leave growth out"),
         (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
         (["--exits", "1", "2", "--distil-weight", "2"], "--distil-weight is 2"),
+        (["--target-weights", "int8"], "--target-weights is int8, and no target is given"),
+        (["--algorithm", "adafactor", "--moments", "bfloat16"], "--moments is bfloat16; adafactor keeps no"),
     ],
 )
 def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
@@ -696,7 +698,18 @@ def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, cap
 
 
 @pytest.mark.parametrize(
-    "more", [["--steps", "0"], ["--window", "1"], ["--accumulate", "0"], ["--minutes", "-1"]]
+    "more",
+    [
+        ["--steps", "0"],
+        ["--window", "1"],
+        ["--accumulate", "0"],
+        ["--minutes", "-1"],
+        ["--clip", "-1"],
+        ["--warmup", "-1"],
+        ["--weight-decay", "-0.1"],
+        ["--final-fraction", "2"],
+        ["--b1", "1"],
+    ],
 )
 def test_impossible_options_are_refused_when_they_are_read(folder, more, capsys):
     assert sft.main(arguments(folder, "wrong", *more)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -78,6 +79,17 @@ class OptimizerOptions:
         sizing.check(self, accumulate=1, decay_steps=1)
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"learning_rate is {self.learning_rate}; give a number above 0")
+        if not self.clip > 0:
+            raise ValueError(f"clip is {self.clip}; give a number above 0")
+        for name, most in (("warmup", math.inf), ("weight_decay", math.inf), ("final_fraction", 1)):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= most:
+                raise ValueError(f"{name} is {value}; give a number from 0{'' if most > 1 else ' to 1'}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number from 0 to below 1")
+        if self.algorithm == "adafactor" and self.moments != "float32":
+            raise ValueError(f"moments is {self.moments}; adafactor keeps no first moment: leave moments out")
 
     def completed(self, usual: Mapping[str, float] = FROM_SCRATCH) -> Self:
         """Replaces the options that are None by usual numbers."""

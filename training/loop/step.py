@@ -64,11 +64,13 @@ def make_step(
         def micro(carry, numbered):
             return jax.tree.map(jnp.add, carry, measured(*numbered)), None
 
-        count = batch["tokens"].shape[0]
-        total, weight, grads = measured(0, jax.tree.map(lambda x: x[0], batch))
-        if count > 1:
-            others = (jnp.arange(1, count), jax.tree.map(lambda x: x[1:], batch))
-            (total, weight, grads), _ = jax.lax.scan(micro, (total, weight, grads), others)
+        count, first = batch["tokens"].shape[0], jax.tree.map(lambda x: x[0], batch)
+        if count == 1:
+            total, weight, grads = measured(0, first)
+        else:  # the program contains the micro-batch once
+            shapes = jax.eval_shape(measured, 0, first)
+            zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+            (total, weight, grads), _ = jax.lax.scan(micro, zeros, (jnp.arange(count), batch))
         weight = jnp.maximum(weight, 1.0)
         grads = jax.tree.map(lambda g: g / weight, grads)
         wide = _wide(state.params)
