@@ -53,6 +53,7 @@ TRAINED = {
     for name, job, options in (
         ("sft-draft", "sft", "--start-layers 6"),
         ("distilled-draft", "soft", "--exits 2 4 6 --target checkpoints/small --distil-weight 1"),
+        ("sorted-target", "soft", "--exits 3 6 9 12 --steps 600"),
     )
 }
 # Claims of the papers without a figure: short name of the paper, claim, reason.
@@ -240,9 +241,11 @@ def _tables(name: str, report: Report) -> str:
         "",
         "```bash",
     ]
-    runs = "".join(f' --run "{words}"' for words in report.get("runs", ()))
-    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{runs}", "```", ""]
-    lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in runs]
+    given = "".join(f' --run "{words}"' for words in report.get("runs", ()))
+    if report.get("sorted_target"):
+        given += f" --sorted-target {report['sorted_target']}"
+    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]
+    lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in given]
     lines.append(
         f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
     )
