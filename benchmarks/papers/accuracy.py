@@ -48,10 +48,7 @@ class Accuracies(NamedTuple):
 def accuracies(models: Sequence[tuple[Workbench, Measured]]) -> Accuracies:
     """Returns the accuracy of each model's greedy texts.
 
-    If the measured prompts have certain answers (GSM8K), the texts are compared with them. Otherwise it is the mean
-    over
-    the common task types in the fitness reports beside the models: greedy decoding writes exactly the answers that are
-    right there.
+    If the measured prompts have certain answers (GSM8K), the texts are compared with them. Otherwise see `of_reports`.
 
     Args:
       models: each with its greedy runs on reporting prompts.
@@ -67,16 +64,24 @@ def accuracies(models: Sequence[tuple[Workbench, Measured]]) -> Accuracies:
             ),
             f"{COLUMN}: plain decoding's answers to {count}, by the number that a text ends with.",
         )
-    missing = [bench.lm.name for bench, _ in models if bench.fitness is None]
+    return of_reports([bench for bench, _ in models])
+
+
+def of_reports(benches: Sequence[Workbench]) -> Accuracies:
+    """Returns the mean accuracy over the common task types in the fitness reports beside the models.
+
+    Greedy decoding writes exactly the answers that are right there.
+    """
+    missing = [bench.lm.name for bench in benches if bench.fitness is None]
     if missing:
         return _none(
-            len(models),
+            len(benches),
             f"there is no {FITNESS_NAME} beside {missing[0]}, and the prompts have no certain answers",
         )
-    reports = [_by_kind(bench.fitness or {}) for bench, _ in models]
+    reports = [_by_kind(bench.fitness or {}) for bench in benches]
     common = [kind for kind in reports[0] if all(kind in one for one in reports)]
     if not common:
-        return _none(len(models), f"the {FITNESS_NAME} beside the models have no kind of answers in common")
+        return _none(len(benches), f"the {FITNESS_NAME} beside the models have no kind of answers in common")
     return Accuracies(
         tuple(_of_report([one[kind] for kind in common], number) for number, one in enumerate(reports)),
         f"{COLUMN}: held-out answers of {FITNESS_NAME} beside each model, the mean over {', '.join(common)}.",

@@ -87,7 +87,9 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     masks = Masks(bench)
     one, drafts = counted(bench, masks)
     rows = dict(one.chosen)
-    for row, kind in ((THERE, CALIBRATED), (ELSEWHERE, SHIFTED)):
+    # Prompt files have categories of their own; the searches on one kind of work need the project's prompts.
+    searches = () if bench.options.prompt_file else ((THERE, CALIBRATED), (ELSEWHERE, SHIFTED))
+    for row, kind in searches:
         rows[row] = {column.heading: Case(row, f"for {column.heading}") for column in one.columns}
         drafts |= {rows[row][column.heading]: _searched(bench, column, kind) for column in one.columns}
     others, told = asd_other_texts.tables(

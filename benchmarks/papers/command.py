@@ -33,8 +33,8 @@ REPORT = "report.json"
 class Papers:
     """Measure the tables of one paper: its figures, this model's beside them, and the claims that hold.
 
-    Prompts and runs are the paper's (adaspeed and s2d take --prompt-file). --limit applies to the tuning prompts and to
-    the reporting prompts.
+    Prompts and runs are the paper's (adaspeed, s2d and the counts of asd take --prompt-file). --limit applies to the
+    tuning prompts and to the reporting prompts.
 
     Attributes:
       paper: asd (ASD and Draft & Verify), adaspeed (stop rules of early exits), s2d (a sorted draft; --draft names it,

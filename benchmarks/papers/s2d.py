@@ -42,16 +42,21 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
     name = options.draft or (USUAL_DRAFT if USUAL_DRAFT in embedded_names() else None)
     if name is None:
         raise ValueError("the paper needs a sorted draft; give draft=DIR, made by `python -m training.soft`")
+    if options.counts and options.targets:
+        raise ValueError(
+            "`targets` is given, and `counts` are of one target; leave it out, and count each target alone"
+        )
     with contextlib.ExitStack() as stack:
         benches = [stack.enter_context(bench) for bench in _benches(lm, options, on_progress)]
         sorted_target = _sorted_target(benches[0])
         for bench in benches:
             s2d_runs.check(bench, name)
-        if options.counts:
-            return benches[0].report(PAPER, *s2d_counts.tables(benches[0], sorted_draft(lm, name)))
         if sorted_target is not None:
             s2d_runs.check(stack.enter_context(sorted_target), None)
         _check_prompts([*benches, *([sorted_target] if sorted_target else [])])
+        if options.counts:
+            found = sorted_draft(lm, name)
+            return benches[0].report(PAPER, *s2d_counts.tables(benches[0], found, sorted_target))
         served = [s2d_runs.serve(bench, name) for bench in benches]
         tables = [table for number, one in enumerate(served) for table in _of_one(one, number, len(served))]
         claims = list(_claims(served))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from benchmarks.papers import s2d_runs
+from benchmarks.papers import s2d_runs, s2d_sorted_target
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
@@ -30,7 +30,7 @@ from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.stopping import AdaptiveLength, Constant
-from jaxspec.tuning.s2d_sweep import SortedDraft, s2d_grid
+from jaxspec.tuning.s2d_sweep import SortedDraft, s2d_grid, sorted_draft
 
 # The cost of one layer of the paper's draft in steps of its targets, from its Table 2: MAT ÷ speed-up rises by this for
 # each layer and draft token, with five draft tokens a round. Its exits have 6, 9 and 12 layers.
@@ -81,11 +81,13 @@ class Setting(NamedTuple):
     length: int | None = None
 
 
-def counted(bench: Workbench, found: SortedDraft) -> tuple[Counted, Counted]:
+def counted(
+    bench: Workbench, found: SortedDraft, temperatures: Sequence[float] = s2d_runs.TEMPERATURES
+) -> tuple[Counted, ...]:
     """Counts all thresholds with the schedule of the paper's harness, and the best also with constant lengths.
 
     Returns:
-      the counts of greedy texts, and of sampled ones with the same settings.
+      the counts at each temperature, with the settings that are fastest on greedy texts.
 
     Raises:
       ValueError: see `_others`.
@@ -130,11 +132,19 @@ def counted(bench: Workbench, found: SortedDraft) -> tuple[Counted, Counted]:
         counts |= {Case(SINGLE, f"{case.row}, {case.setting}"): work for case, work in counts.items()}
         return Counted(columns, {**chosen, **singles}, counts, kinds)
 
-    return at(0.0), at(1.0)
+    return tuple(map(at, temperatures))
 
 
-def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the table of speed-ups, the ratio to the best exit, and the paper's claim at each cost."""
+def tables(
+    bench: Workbench, found: SortedDraft, sorted_target: Workbench | None = None
+) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
+    """Returns the tables of speed-ups and of their ratios, and the paper's claims at each cost.
+
+    Args:
+      bench: the target's workbench.
+      found: its sorted draft.
+      sorted_target: the workbench of a target that drafts with its own exits, for Table 1.
+    """
     one, drawn = counted(bench, found)
     roles = {f"exit {layer} alone": role for layer, role in s2d_runs.roles_of(found.drafter.exits).items()}
     roles[SORTED] = SORTED
@@ -182,6 +192,11 @@ def tables(bench: Workbench, found: SortedDraft) -> tuple[tuple[Table, ...], tup
         )
     )
     claims += drawn.claims(f"At T = 1, {BEST_EXIT}", SORTED, SINGLE, paper=over_drawn)
+    if sorted_target is not None:
+        (alone,) = counted(sorted_target, sorted_draft(sorted_target.lm), (0.0,))
+        table, told = s2d_sorted_target.from_counts((bench, one), (sorted_target, alone), SINGLE)
+        made.append(table)
+        claims += told
     return tuple(made), tuple(claims)
 
 
@@ -226,12 +241,14 @@ def _average(one: Counted, paper: Mapping[str, Mapping[str, float]], rows: Seque
 
 
 def _others(bench: Workbench, found: SortedDraft) -> dict[str, SortedDraft]:
-    """Returns the user's drafts by the names of their rows.
+    """Returns the user's drafts by the names of their rows; a sorted target has none.
 
     Raises:
       ValueError: a draft has another shape than the sorted one, so that its passes have other costs.
     """
     made: dict[str, SortedDraft] = {}
+    if found.drafter.sorted_target:
+        return made
     for words, method in bench.options.runs.items():
         drafter, params = bench.lm.drafter(method)
         if not isinstance(drafter, DraftModel) or drafter.config != found.drafter.config:
@@ -246,14 +263,17 @@ def _others(bench: Workbench, found: SortedDraft) -> dict[str, SortedDraft]:
 
 def _columns(bench: Workbench, found: SortedDraft) -> tuple[Column, ...]:
     target, exits = bench.lm.loaded, found.drafter.exits
-    params = found.params
+    params = bench.lm.params if found.params is None else found.params
     whole = (
         share_of_step(DraftCost(layers=target.config.num_layers, head=False), target)
         / target.config.num_layers
     )
-    layer = layers_of(params["layers"], target) / exits[-1] * whole
+    layer = layers_of(params["layers"][: exits[-1]], target) / exits[-1] * whole
     head = layers_of(llama.head(found.drafter.config, params), target) * whole
     free = Column(FREE, (*(layers * layer for layers in exits), head))
+    if found.drafter.sorted_target:
+        shares = [layers / target.config.num_layers for layers in exits]
+        return free, Column(s2d_sorted_target.PRINTED_FOR, (*shares, 0.0))
     roles = s2d_runs.roles_of(exits)
     if len(roles) < len(exits):
         return (free,)
@@ -302,6 +322,7 @@ def _counting(bench: Workbench, setting: Setting, temperature: float = 0.0) -> C
         jnp.asarray(setting.thresholds, jnp.float32),
         AdaptiveLength(maximum=LONGEST) if length is None else Constant(),
         LONGEST if length is None else length,
+        made.sorted_target,
     )
     return functools.partial(_count, bench, drafter, setting.draft.params, temperature)
 

@@ -98,6 +98,7 @@ class Report:
       amount: `max_new_tokens`, `repeats` and `seed` of the measurement.
       tables, claims: see `Table` and `Claim`.
       runs: the user's methods beside the paper's own, as words.
+      sorted_target: name of the sorted target; None without one.
       format: format of the JSON of `dataclasses.asdict`.
     """
 
@@ -111,6 +112,7 @@ class Report:
     tables: tuple[Table, ...]
     claims: tuple[Claim, ...]
     runs: tuple[str, ...] = ()
+    sorted_target: str | None = None
     format: str = FORMAT
 
 

@@ -328,4 +328,5 @@ class Workbench:
             tuple(tables),
             tuple(claims),
             tuple(self.options.runs),
+            self.options.sorted_target,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -175,6 +176,20 @@ def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path
     other = {"lookup": NGram()}
     with pytest.raises(ValueError, match=r"`runs` has 'lookup'; for counts give a draft-model"):
         papers.find("s2d")(lm, PaperOptions(runs=other, **given), lambda what: None)
+
+
+@pytest.mark.full
+def test_asd_is_counted_on_prompt_files(lm, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"category": "notes", "turns": [text]} for text in ("One", "Once", "Two", "Upon")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = PaperOptions(max_new_tokens=4, prompt_file=(str(file),), counts=True)
+    found = papers.find("asd")(lm, options, lambda what: None)
+    assert found.prompts == {"tuning": 2, "reporting": 2}
+    # Without the tables of code and of a search on another kind of work.
+    titles = [table.title[:7] for table in found.tables]
+    assert titles == ["Table 3", "Table 3", "Table 5", "Table 3", "Table 1"]
+    assert [row.name for row in found.tables[1].rows] == ["notes"]
 
 
 @pytest.mark.full

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks import papers
-from benchmarks.papers import accuracy, baselines, s2d, s2d_average, s2d_runs, s2d_targets
+from benchmarks.papers import accuracy, baselines, s2d, s2d_average, s2d_runs, s2d_sorted_target, s2d_targets
+from benchmarks.papers.counted import Case, Column, Counted, Work
 from benchmarks.papers.options import PaperOptions
-from benchmarks.papers.tables import Cell
+from benchmarks.papers.tables import FREE, Cell
 from benchmarks.papers.workbench import Workbench
 from jaxspec.bench import prompts, speed
 from jaxspec.bench.prompt_files import Task
@@ -160,6 +161,52 @@ def test_a_sorted_target_drafts_for_itself(lm, target, options):
     assert right.holds is None
     (records,) = (options.directory / "sorted-target").glob("temperature-*.jsonl")
     assert records.name == "temperature-0.jsonl"
+
+
+@pytest.mark.full
+def test_a_sorted_target_is_counted(lm, target, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 0.9, 1.0))
+    given = dataclasses.replace(options, counts=True, runs={}, sorted_target="sorted", directory=tmp_path)
+    found = papers.find("s2d")(lm, given, lambda what: None)
+    assert found.sorted_target == "sorted"
+    table, (free, priced, right) = found.tables[-1], found.claims[-3:]
+    assert (table.columns, priced.costs) == ((FREE, "Vicuna-13B", "right, %"), "Vicuna-13B")
+    ours = [table.cell(f"sorted {whose}", FREE).ours for whose in ("draft, S2D", "target, best single exit")]
+    assert free.figure.ours == pytest.approx(ours[0] / ours[1])
+    # An exit of a draft that costs half a step gives at most two tokens for each step.
+    assert 0 < table.cell("sorted target, best single exit", "Vicuna-13B").ours < 2
+    assert right.because.endswith("the prompts have no certain answers.")
+    with pytest.raises(ValueError, match="`targets` is given, and `counts` are of one target"):
+        papers.find("s2d")(lm, dataclasses.replace(given, targets=("second",)), print)
+
+
+def test_table_1_compares_two_models_on_the_same_prompts():
+    headings, kinds = (FREE, "Vicuna-13B"), ["a", "a"]
+
+    def model(name, share, rounds, prices):
+        tokens = np.array([12, 12])
+        work = {
+            Case(row, ""): Work(tokens, np.array([rounds] * 2), np.array([[4.0]] * 2)) for row in ("x", "S2D")
+        }
+        columns = tuple(Column(heading, [price]) for heading, price in zip(headings, prices, strict=True))
+        chosen = {case.row: dict.fromkeys(headings, case) for case in work}
+        return bench(name, sums=(share, 1000)), Counted(columns, chosen, work, kinds)
+
+    table, claims = s2d_sorted_target.from_counts(
+        model("plain", 0.9, 4, (0.5, 0.0)), model("sorted", 0.4, 5, (0.25, 0.75)), "x"
+    )
+    assert [row.name for row in table.rows] == [
+        "plain",
+        *(f"sorted {whose}, {row}" for whose in ("draft", "target") for row in ("x", "S2D")),
+    ]
+    # 12 tokens in 4 rounds and 4 passes.
+    assert table.cell("sorted draft, S2D", FREE) == Cell(None, 2.0, (2.0, 2.0))
+    assert table.cell("sorted target, S2D", "Vicuna-13B") == Cell(1.21, 1.5, (1.5, 1.5))
+    assert table.cell("sorted target, S2D", "right, %").ours == 40
+    faster, priced, right = claims
+    assert (faster.figure.ours, faster.holds, faster.costs) == (1.0, None, FREE)
+    assert (priced.figure.ours, priced.figure.paper, priced.holds) == (2.0, 1.53 / 1.21, True)
+    assert (right.figure.ours, right.holds, right.costs) == (50, True, "")
 
 
 def bench(name, **kinds):

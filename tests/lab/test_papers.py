@@ -362,6 +362,19 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
     assert f"the measurements are in {tmp_path}; the same command resumes them" in err
 
 
+def test_the_times_of_asd_take_no_prompt_files(capsys, monkeypatch, model):
+    arguments = ("asd", "--model", model, "--prompt-file", "x.txt")
+    status, _, err = called(capsys, *arguments, main=command.main)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "kinds of the project's own prompts; give --counts too, or leave --prompt-file out" in err
+    asked = []
+    monkeypatch.setattr(
+        command, "find", lambda name: lambda lm, options, say: asked.append(options) or REPORT
+    )
+    assert called(capsys, *arguments, "--counts", main=command.main)[0] == 0
+    assert (asked[0].prompt_file, asked[0].counts) == (("x.txt",), True)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--run", "ngram"), ("--prompt-file", "x.txt"), ("--target", "x"), ("--sorted-target", "x")],
