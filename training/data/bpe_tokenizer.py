@@ -135,9 +135,8 @@ def estimated_tokens(tokenizer: Tokenizer, kinds: Mapping[str, Sequence[Document
     """Estimates the number of tokens of documents, from the beginnings of some of each task type."""
     total = 0.0
     for documents in kinds.values():
-        some = [
-            document.text[:_SAMPLE_CHARACTERS] for document in documents[:: -(-len(documents) // _SAMPLE)]
-        ]
+        every = max(1, -(-len(documents) // _SAMPLE))
+        some = [document.text[:_SAMPLE_CHARACTERS] for document in documents[::every]]
         encoded = tokenizer.encode_batch(some, add_special_tokens=False)
         rate = sum(len(one.ids) for one in encoded) / max(1, sum(map(len, some)))
         # And the token that ends each document.
