@@ -262,21 +262,23 @@ def option(default: T, *, metavar: str) -> T:
     return dataclasses.field(default=default, metadata={"metavar": metavar})
 
 
-def size_of(params: Any) -> int:
-    """Returns the total number of elements of a tree of parameters.
+def bytes_of(params: Any) -> int:
+    """Returns the total number of bytes of a tree of parameters, which may be shapes.
 
     Examples:
       >>> import numpy as np
-      >>> size_of({"one": np.zeros(3), "two": [np.zeros((2, 2))]})
-      7
+      >>> bytes_of({"one": np.zeros(3), "two": [np.zeros((2, 2), np.int8)]})
+      28
     """
     import jax
 
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def layers_of(params: Any, target: LoadedModel) -> float:
-    """Returns the size of `params` in layers of the target: the ratio of the numbers of elements, times L; 0 for None.
+    """Returns the bytes of `params` in layers of the target: the ratio of the bytes, times L; 0 for None.
+
+    A float32 head of a target with int8 weights reads four times the bytes of its elements in a layer.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -284,7 +286,7 @@ def layers_of(params: Any, target: LoadedModel) -> float:
       >>> layers_of(target.params["layers"], target) == target.config.num_layers
       True
     """
-    return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
+    return target.config.num_layers * bytes_of(params) / bytes_of(target.params["layers"])
 
 
 def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
@@ -299,12 +301,9 @@ def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
     """
     if not cost.layers:
         return 0.0
-    import jax
-
     from jaxspec.model.llama import floor_bytes
 
-    whole = floor_bytes(target.config, target.params)
-    layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params["layers"]))
+    whole, layers = floor_bytes(target.config, target.params), bytes_of(target.params["layers"])
     read = cost.layers * layers / target.config.num_layers + (whole - layers if cost.head else 0)
     return read / whole
 
