@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
@@ -11,15 +10,7 @@ import sys
 import pytest
 
 from jaxspec.methods import registry
-
-# The ordinary and the full tests check the mathematics, and compile far more than they compute.
-FAST_COMPILE = "--xla_backend_optimization_level=0"
-# An unknown flag makes XLA end the process, and these flags change between versions.
-KNOWN_IN_0_10 = (
-    " --xla_cpu_use_fusion_emitters=false --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
-
+from tests import xla
 
 # The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
 # files with the most tests.
@@ -32,10 +23,7 @@ LONGEST = (
 def pytest_configure(config):
     """Sets XLA's flags and the environment; the slow tier and the peers compile as users do."""
     if "not slow" in config.option.markexpr or config.option.markexpr == "full":
-        flags = FAST_COMPILE
-        if importlib.metadata.version("jaxlib").startswith("0.10."):
-            flags += KNOWN_IN_0_10
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags()}".strip()
     # Tracing creates millions of live objects, which the collector would traverse too often.
     gc.set_threshold(50_000, 10, 10)
     # Tests write nothing to the user's cache; tests of the cache set a directory.

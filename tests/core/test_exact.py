@@ -25,7 +25,7 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
 from jaxspec.verification import log_probs_of
-from tests import tiny
+from tests import tiny, xla
 from tests.commands import write_model, write_tokenizer
 
 FORMS = ("float32", "bfloat16", "int8", "int8 weights", "bfloat16, int8 weights")
@@ -49,7 +49,11 @@ def in_form(config, params, form):
     return calibration.calibrated(config, small, jnp.arange(6)) if form == "int8" else small
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# As users compile.
+jit = functools.partial(jax.jit, compiler_options=xla.USUAL)
+
+
+@functools.partial(jit, static_argnums=0)
 def step(config, params, tokens, start, cache, tree=None):
     hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
     return llama.logits(config, params, hidden), cache
@@ -175,8 +179,8 @@ def test_a_product_does_not_depend_on_the_place_of_a_row(form):
             weight = with_outliers(quantised(weight), jnp.abs(x).max(axis=0))
         elif form == "bfloat16":
             x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
-        product = jax.jit(functools.partial(linear, exact=True, out_dtype=jnp.float32))
-        norm = jax.jit(lambda x: rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-5, exact=True))
+        product = jit(functools.partial(linear, exact=True, out_dtype=jnp.float32))
+        norm = jit(lambda x: rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-5, exact=True))
         for function in (functools.partial(product, weight=weight), norm):
             whole = np.asarray(function(x))
             for width in (1, 2, 3, 5, 8, 9, 16, 33):
@@ -196,8 +200,7 @@ def test_adapters_do_not_change_the_other_rows(form):
         weight = quantised(weight)
         weight = with_outliers(weight, jnp.abs(x).max(axis=(0, 1))) if form == "int8" else weight
 
-    # The tests' flags leave out the instruction.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+    @jit
     def added(x, stream, weight):
         return stream + linear(x, weight, exact=True)
 
@@ -209,7 +212,7 @@ def test_log_probabilities_do_not_depend_on_the_pass():
     """In a loop, where XLA would fuse the sum of a softmax with the logits."""
     weight = jnp.asarray(RNG.standard_normal((1024, 320)) / 8, jnp.float32)
 
-    @jax.jit
+    @jit
     def greedy(x):
         def body(carry):
             number, x, _ = carry
