@@ -9,6 +9,7 @@ and writes docs/results.md and a chart of each report in docs/results.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.papers.tables import FREE, Cell, number, shown
+from jaxspec.bench.suite_options import Amount
 from jaxspec.console import charts
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,6 +43,8 @@ CAUSES = {
     "out any MLP, two thirds of the bytes, which ASD does only for every m-th layer.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
+# The amount of a measurement for which its command has no option.
+_USUAL = dataclasses.asdict(Amount())
 HOLDS, AT_COSTS, DOES_NOT, UNKNOWN = (
     "**holds**",
     "**holds at the paper's cost ratio**",
@@ -242,7 +246,12 @@ def _tables(name: str, report: Report) -> str:
         "",
         "```bash",
     ]
-    given = "".join(f' --run "{words}"' for words in report.get("runs", ()))
+    given = "".join(
+        f" --{name.replace('_', '-')} {report['amount'][name]}"
+        for name, usual in _USUAL.items()
+        if report["amount"].get(name, usual) != usual
+    )
+    given += "".join(f' --run "{words}"' for words in report.get("runs", ()))
     if report.get("sorted_target"):
         given += f" --sorted-target {report['sorted_target']}"
     lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from benchmarks.papers import adaspeed_sampled, asd_counts, baselines, command, rules, s2d_runs
+from benchmarks.papers import (
+    adaspeed_counts,
+    adaspeed_sampled,
+    asd_counts,
+    baselines,
+    command,
+    rules,
+    s2d_runs,
+)
 from jaxspec.cli import bench, compare, main, profile
 from jaxspec.cli.methods import parse_run
 from jaxspec.cli.options import ModelOptions
@@ -138,6 +146,7 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
+    """The longest command of each paper with and without `--counts`; the others differ in the model and the amount."""
     monkeypatch.setattr(rules, "CONSTANTS", (2,))
     monkeypatch.setattr(rules, "GAMMAS", (0.8,))
     monkeypatch.setattr(adaspeed_sampled, "CONSTANTS", (2,))
@@ -146,13 +155,17 @@ def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(s2d_runs, "CONSTANTS", (2,))
     for name, value in {"EVERYS": (3,), "KEEP_LASTS": (2,), "TRIALS": 1}.items():
         monkeypatch.setattr(asd_counts, name, value)
-    for number, (_, _, module, *words) in enumerate(printed("results.md", tmp_path)):
+    monkeypatch.setattr(adaspeed_counts, "exit_layers", lambda lm: [6])
+    forms = {}
+    for _, _, module, paper, *words in printed("results.md", tmp_path):
         assert module == "benchmarks.papers"
+        forms[paper, "--counts" in words] = max(forms.get((paper, "--counts" in words), []), words, key=len)
+    for number, ((paper, _), words) in enumerate(forms.items()):
         few = ["--limit", "1", "--max-new-tokens", "4", "--output", str(tmp_path / str(number)), "--json"]
         # A model that the page's commands train has the shape of an embedded one.
         for trained in results.TRAINED:
             words = [word.replace(trained, "sorted") for word in words]
-        assert command.main([*words, *few]) == 0
+        assert command.main([paper, *words, *few]) == 0
         assert json.loads(capsys.readouterr().out)["claims"]
 
 
