@@ -113,8 +113,9 @@ class HeadMethod(ChainMethod):
             from jaxspec.heads.files import head_name
             from jaxspec.heads.kinds import KINDS
 
-            kind = KINDS.get(self.name)
-            remedy = ", or train one with `python -m training.heads`" if kind and kind.trainable else ""
+            kind, remedy = KINDS.get(self.name), ""
+            if kind and kind.trainable:
+                remedy = f", or train one with `python -m training.heads --kind {self.name}`"
             raise ValueError(
                 f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "
                 f"give draft=DIR{remedy}"

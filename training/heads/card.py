@@ -64,7 +64,7 @@ def write(
         "|---|---|",
         f"| size | {record['parameters']:,} parameters, {size / 1e6:.2f} MB |",
         f"| vocabulary | {'the whole one' if tokens is None else f'{tokens:,} tokens'} |",
-        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
+        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.1f} minutes |",
         f"| held-out loss | {measured['held_out_loss']:.4f} {unit} |",
         *(
             f"| data, {kind} | {documents:,} documents, {record['tokens']['training'][kind]:,} tokens, "

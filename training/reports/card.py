@@ -135,7 +135,7 @@ def write(
         f"| shape | {config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads "
         f"({config.num_kv_heads} key/value) of {config.head_dim}, MLP {config.intermediate_size}, "
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings} |",
-        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.0f} minutes |",
+        f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.1f} minutes |",
         f"| held-out loss | {loss:.4f} nats per token (perplexity {np.exp(loss):.2f}) |",
         f"| weights | bfloat16, trained in {record['options']['weights']} |",
         "",
