@@ -39,8 +39,9 @@ CAUSES = {
     "The accuracy of `small` has no interval, because its report lacks the numbers of answers; the sorted target was "
     "trained for 600 steps.",
     "asd": "Likely causes of what does not hold: the cosines of `large` end at .987 and the paper's at .998, so "
-    "α = .985 leaves out at most one attention; twelve layers have fewer to spare than forty; and the search may leave "
-    "out any MLP, two thirds of the bytes, which ASD does only for every m-th layer.",
+    "α = .985 alone leaves out at most one attention, and the rule m about three; twelve layers have fewer to spare "
+    "than forty; and the search may leave out any MLP, two thirds of the bytes, which ASD does only for every "
+    "m-th layer.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
 # The amount of a measurement for which its command has no option.

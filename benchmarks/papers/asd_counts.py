@@ -27,7 +27,7 @@ from benchmarks.papers.asd_runs import (
 )
 from benchmarks.papers.counted import Case, Column, Counted, choose
 from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, generated
-from benchmarks.papers.tables import FREE, Claim, Table, all_hold
+from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
 from jaxspec.engine.results import Result
@@ -125,6 +125,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         ),
         *others,
         cosines,
+        _left_out(one, (SEARCHED, AS_PRINTED, TUNED), bench.lm.config.num_layers),
     )
     claims: list[Claim] = []
     for run in (AS_PRINTED, TUNED):
@@ -150,6 +151,24 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
 def _printed(run: str, other: str | None = None) -> dict[str, float]:
     """Returns the paper's ratio of two rows of Table 3, or of one over plain decoding."""
     return {PAPER: TABLE_3[run] / (TABLE_3[other] if other else 1.0)} if run in TABLE_3 else {}
+
+
+def _left_out(one: Counted, rows: Sequence[str], depth: int) -> Table:
+    """Returns a table of the numbers of sublayers that a draft pass leaves out, the mean over draft passes."""
+    made = []
+    for row in rows:
+        cells = {}
+        for column in one.columns:
+            attention, mlp, drafted = one.reporting[one.chosen[row][column.heading]].passes.sum(axis=0)
+            for name, ran in (("attentions", attention), ("MLPs", mlp)):
+                # Without a draft pass, nothing is known.
+                ours = depth * (1 - float(ran / drafted)) if drafted else None
+                cells[f"{column.heading}: {name}"] = Cell(ours=ours)
+        made.append(Row(row, cells))
+    headings = tuple(f"{column.heading}: {name}" for column in one.columns for name in ("attentions", "MLPs"))
+    return Table(
+        f"Sublayers left out, of {depth} attentions and {depth} MLPs", headings, tuple(made), digits=1
+    )
 
 
 def _columns(bench: Workbench) -> tuple[Column, ...]:
