@@ -36,8 +36,7 @@ CAUSES = {
     "adaspeed": "Draft & Verify's stop is tuned here by the same search as AdaSPEED's; the paper gives no interval. "
     "Exit 3 of 12 is the lowest that was tried, and most rules are fastest there.",
     "s2d": "Likely cause: at the costs of LLaMA-Chat-70B the last exit is the fastest alone, and SFT trains only it. "
-    "The accuracy of `small` has no interval, because its report lacks the numbers of answers; the sorted target was "
-    "trained for 600 steps.",
+    "The sorted target was trained for 600 steps.",
     "asd": "Likely causes of what does not hold: the cosines of `large` end at .987 and the paper's at .998, so "
     "α = .985 alone leaves out at most one attention, and the rule m about three; twelve layers have fewer to spare "
     "than forty; and the search may leave out any MLP, two thirds of the bytes, which ASD does only for every "
