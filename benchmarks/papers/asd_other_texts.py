@@ -44,8 +44,7 @@ def tables(
         name = "-".join(["counts", f"T-{temperature:g}{seed}", *(types or ())])
         counter = Counter(bench, "reporting", PARTS, name, types)
         counts = counter.count({case: count(case, temperature) for case in cases})
-        kinds = [kind for kind in bench.kinds("reporting") if types is None or kind in types]
-        return Counted(tuple(columns), own, counts, kinds)
+        return Counted(tuple(columns), own, counts, bench.kinds("reporting", types))
 
     def paper(rows: Mapping[str, float]) -> dict[str, dict[str, float]]:
         return {row: {PAPER: figure} for row, figure in rows.items()}

@@ -199,10 +199,10 @@ class Workbench:
         read = {task.id: encoded(self.lm, task) for task in self.tasks(split, kinds)}
         return {name: tokens for name, tokens in read.items() if len(tokens) <= room}
 
-    def kinds(self, split: prompts.Split) -> list[str]:
+    def kinds(self, split: prompts.Split, kinds: Sequence[str] | None = None) -> list[str]:
         """Returns the task type of each prompt that fits, in the order of `fitting`."""
-        fitting = self.fitting(split)
-        return [task.category for task in self.tasks(split) if task.id in fitting]
+        fitting = self.fitting(split, kinds)
+        return [task.category for task in self.tasks(split, kinds) if task.id in fitting]
 
     def encoded(
         self, split: prompts.Split, kinds: Sequence[str] | None = None, most: int | None = None
