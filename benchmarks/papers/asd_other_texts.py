@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.papers.asd_runs import AS_PRINTED, CALIBRATED, ELSEWHERE, SEARCHED, SHIFTED, THERE, TUNED
+from benchmarks.papers.asd_runs import (
+    ADAPTS,
+    AS_PRINTED,
+    CALIBRATED,
+    ELSEWHERE,
+    LOSES,
+    SEARCHED,
+    SHIFTED,
+    THERE,
+    TUNED,
+)
 from benchmarks.papers.counted import Case, Column, Counted
 from benchmarks.papers.engine_counts import Counter, Counting
 from benchmarks.papers.tables import Claim, Table
@@ -79,9 +89,8 @@ def tables(
             notes=(f"The searches read prompts of one kind, {CALIBRATED} or {SHIFTED}.",),
         )
     )
-    claims += shift.claims(f"{SEARCHED} loses where its search saw another kind of work.", THERE, ELSEWHERE)
+    claims += shift.claims(LOSES, THERE, ELSEWHERE)
     for run in (AS_PRINTED, TUNED):
         printed = {PAPER: _CODE[0.0][run] / _CODE[0.0][SEARCHED]} if run in _CODE[0.0] else {}
-        says = f"There {run}, which adapts to the prompt, is faster than {SEARCHED}."
-        claims += shift.claims(says, run, ELSEWHERE, paper=printed)
+        claims += shift.claims(ADAPTS.format(run=run), run, ELSEWHERE, paper=printed)
     return made, claims

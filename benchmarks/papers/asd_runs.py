@@ -42,6 +42,9 @@ CALIBRATED, SHIFTED = "code", "stories"
 
 AS_PRINTED, TUNED, SEARCHED = "ASD, the paper's numbers", "ASD, tuned", "Draft & Verify"
 ELSEWHERE, THERE = f"{SEARCHED}, searched on {SHIFTED}", f"{SEARCHED}, searched on {CALIBRATED}"
+# The paper's claims about a search on another kind of work; the second is of one of ASD's rows.
+LOSES = f"{SEARCHED} is slower after a search on another kind of work."
+ADAPTS = f"After a search on another kind of work, {{run}}, is faster than {SEARCHED}."
 # Suffix of the ablation's rows with tuned numbers.
 OF_TUNED = ", tuned"
 

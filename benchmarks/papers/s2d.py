@@ -230,7 +230,7 @@ def _of_target(served: Served, number: int) -> Iterator[Claim]:
         ratio = greedy.ratio(mine, untrained.run)
         yield more_than("A trained draft is faster than none.", f"S2D ÷ {untrained.run}", ratio)
     twin = served.draft(SFT)
-    says = "S2D is faster than a draft of the same layers without sorting."
+    says = s2d_counts.SORTED_OVER_TWIN
     if twin is None:
         yield Claim(says, None, "no such draft was given; name it first in `runs`")
     else:
