@@ -16,6 +16,9 @@ import numpy as np
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
 from jaxspec.bench.speed import indices, spread
 
+# The number of texts below which the bootstrap's intervals are noticeably too narrow.
+ENOUGH = 20
+
 
 class Case(NamedTuple):
     """A row of a table with one of its settings.
@@ -139,8 +142,12 @@ class Counted:
             found = dataclasses.replace(self, reporting=counts, kinds=[kind] * len(own))
             cells = {column.heading: found.over(row, other, column) for column in self.columns}
             rows.append(Row(kind, cells))
+        few = min(map(self.kinds.count, {*self.kinds}))
         return Table(
-            f"{title}: {row} ÷ {other}", tuple(column.heading for column in self.columns), tuple(rows)
+            f"{title}: {row} ÷ {other}",
+            tuple(column.heading for column in self.columns),
+            tuple(rows),
+            (f"Intervals over {few} texts of a type are too narrow.",) if few < ENOUGH else (),
         )
 
     def settings(self, rows: Iterable[str] = ()) -> tuple[str, ...]:
