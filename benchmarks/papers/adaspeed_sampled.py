@@ -24,7 +24,8 @@ NOTE = (
     f"{TUNING_PROMPTS} tuning prompts among K {', '.join(map(str, CONSTANTS))} and γ {', '.join(map(str, GAMMAS))}, at "
     "the exits that are fastest for greedy texts or have a probe. K 1 was not tried, so the ratios to LayerSkip may be "
     "too high: for greedy texts of `small` K 1 is 4 % faster than K 2 at the costs of Llama 1B. Drafts are accepted as "
-    "a block; the paper accepts token by token."
+    "a block; the paper accepts token by token. Draft tokens after the end of a text are not counted: of greedy texts "
+    "these are 1 to 5 % with a threshold, and less than 1 % with K 2."
 )
 
 
