@@ -63,7 +63,7 @@ class LayerSkip(ChainMethod):
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method for each exit that the model was trained for; others are rarely accepted."""
+        """Returns the method for each exit that the model was trained for."""
         if cls is not LayerSkip:
             return ()
         return tuple(cls(exit_layer=layers) for layers in target.exits if layers < target.config.num_layers)
