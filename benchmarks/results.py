@@ -44,7 +44,7 @@ CAUSES = {
     "which rule 2 keeps. On the reporting prompts α = .985 alone leaves out 2.4 of 12 attentions of "
     "`large` on average (2.1 of `small`), and with rule 2 .8 (.7). Twelve layers have fewer to spare than "
     "forty. And the search may leave out any MLP, two thirds of the bytes, which ASD does only for every "
-    "m-th layer.",
+    "m-th layer. Both models were trained with layer dropout, which Llama-2 was not.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
 # The amount of a measurement for which its command has no option.
@@ -188,7 +188,7 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
         for claim in report["claims"]:
             kind = TIMES[rest[0]] if rest else FREE if claim["costs"] == FREE else "paper"
             found.setdefault(claim["says"], {}).setdefault(kind, []).append(Judged(model, claim))
-    yield "| claim | paper | measured here, float32; int8 | free rows | at the paper's costs | |"
+    yield "| claim | paper | measured here, float32; int8 | free rows | at the paper's costs | verdict |"
     yield "|---|---|---|---|---|---|"
     for says, by_kind in found.items():
         if "paper" not in by_kind:  # a claim of times only
@@ -290,9 +290,9 @@ _INTRODUCTION = """# Results
 
 <!-- Made by `python -m benchmarks.results` from docs/results/*.json; do not edit. -->
 
-The papers' tables, measured again; one row for each claim of a paper. Brackets have the 95 % interval by the bootstrap
-over prompts, within their kinds. Numbers of a method are chosen on tuning prompts and reported on others, for each
-column separately.
+The papers' tables, measured again; one row for each claim of a paper. Figures of claims are ratios of speeds, except
+those of cosines and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within their kinds.
+Numbers of a method are chosen on tuning prompts and reported on others, for each column separately.
 
 - **free rows**: exact counts of rounds and draft passes. A verification costs one step of plain decoding for any
   number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the
@@ -306,7 +306,7 @@ The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generate
 No interval covers other models, another training of a draft, or another choice of the numbers.
 
 A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
-and does not hold if its interval lies below. The last column has "holds" if it holds for all times measured here;
+and does not hold if its interval lies below. The verdict is "holds" if it holds for all times measured here;
 other times do not decide. "Holds at the paper's cost ratio", and "does not hold", are for all models of the row at all
 costs of the paper."""
 
