@@ -195,7 +195,7 @@ def test_asd_is_counted_on_prompt_files(lm, tmp_path):
     assert found.prompts == {"tuning": 2, "reporting": 2}
     # Without the tables of code and of a search on another kind of work.
     titles = [table.title[:7] for table in found.tables]
-    assert titles == ["Table 3", "Table 3", "Table 5", "Table 3", "Table 1"]
+    assert titles == ["Table 3", "Table 3", "Table 5", "Table 3", "Table 1", "Sublaye"]
     assert [row.name for row in found.tables[1].rows] == ["notes"]
 
 
@@ -209,7 +209,8 @@ def test_counts_need_no_clock(lm, draft, paper, tmp_path):
     assert found.amount == {"max_new_tokens": 12}
     costs = {"adaspeed": set(), "s2d": {s2d_counts.AVERAGE}, "asd": {""}}[paper]
     assert {claim.costs for claim in found.claims} == costs | {*found.tables[0].columns}
-    assert all(cell.ours > 0 for table in found.tables for row in table.rows for cell in row.cells.values())
+    speeds = [table for table in found.tables if "left out" not in table.title]
+    assert all(cell.ours > 0 for table in speeds for row in table.rows for cell in row.cells.values())
     # Stored counts are not counted again.
     again = papers.find(paper)(lm, options, lambda what: pytest.fail(what) if ": " in what else None)
     assert dataclasses.asdict(again) == dataclasses.asdict(found)
