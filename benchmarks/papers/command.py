@@ -123,7 +123,10 @@ class Papers:
                 kept = f"the measurements are in {options.directory}; the same command resumes them"
             print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
             return INTERRUPTED
-        found = dataclasses.asdict(report)
+        # Six digits of a figure are enough, and the stored reports are half as large.
+        found = json.loads(
+            json.dumps(dataclasses.asdict(report)), parse_float=lambda digits: float(f"{float(digits):.6g}")
+        )
         if options.directory is not None:
             from jaxspec.host.files import write_atomic
 

@@ -58,6 +58,11 @@ class Column:
     heading: str
     prices: Sequence[float]
 
+    def speed(self, work: Work) -> float:
+        """Returns the speed-up over plain decoding."""
+        cost = work.rounds.sum() + work.passes.sum(axis=0) @ np.asarray(self.prices, np.float64)
+        return float(work.tokens.sum() / cost)
+
     def drawn(self, work: Work, kinds: Sequence[str]) -> np.ndarray:
         """Returns the speed-up over plain decoding, and on each draw of the bootstrap, float64[1 + draws].
 
@@ -201,13 +206,7 @@ def choose(tuning: Mapping[Case, Work], columns: Sequence[Column]) -> dict[str, 
     for case in tuning:
         rows.setdefault(case.row, []).append(case)
 
-    def speed(case: Case, column: Column) -> float:
-        work = tuning[case]
-        return float(
-            work.tokens.sum() / (work.rounds.sum() + work.passes.sum(axis=0) @ np.asarray(column.prices))
-        )
-
     return {
-        row: {column.heading: max(cases, key=lambda case: speed(case, column)) for column in columns}
+        row: {column.heading: max(cases, key=lambda case: column.speed(tuning[case])) for column in columns}
         for row, cases in rows.items()
     }

@@ -17,7 +17,7 @@ from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
 from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
-from benchmarks.papers.tables import FREE, Cell, Claim, Table, more_than
+from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, more_than
 from benchmarks.papers.workbench import Workbench
 from jaxspec.bench.prompts import Split
 from jaxspec.bench.speed import spread
@@ -95,9 +95,7 @@ def counted(
     """
     exits = found.drafter.exits
     columns = _columns(bench, found)
-    settings = {
-        _case(exits, one, None): Setting(found, one) for one in s2d_grid(s2d_runs.THRESHOLDS, len(exits))
-    }
+    settings = _grid(found)
     alone = (1.0,) * (len(exits) - 1)
     settings |= {
         Case(row, _words(None)): Setting(draft, alone) for row, draft in _others(bench, found).items()
@@ -187,6 +185,7 @@ def tables(
         "The settings that are fastest on greedy tuning texts. One seed: every row writes another text, and the "
         "intervals contain that.",
     )
+    made.append(_figure_3(bench, found, one.columns))
     made.append(
         drawn.table(
             "Table 2, T = 1, from counts: × plain", paper_drawn, rows=[*roles, *others], notes=sampled
@@ -199,6 +198,31 @@ def tables(
         made.append(table)
         claims += told
     return tuple(made), tuple(claims)
+
+
+def _grid(found: SortedDraft) -> dict[Case, Setting]:
+    """Returns all thresholds with the schedule of the paper's harness."""
+    exits = found.drafter.exits
+    return {_case(exits, one, None): Setting(found, one) for one in s2d_grid(s2d_runs.THRESHOLDS, len(exits))}
+
+
+def _figure_3(bench: Workbench, found: SortedDraft, columns: Sequence[Column]) -> Table:
+    """Returns a table of all thresholds on tuning prompts, the fastest of which are measured on the others."""
+    settings = _grid(found)
+    works = _count_all(bench, "tuning", settings)
+    rows = tuple(
+        Row(
+            s2d_runs.shown(setting.thresholds),
+            {one.heading: Cell(ours=one.speed(works[case])) for one in columns},
+        )
+        for case, setting in settings.items()
+    )
+    return Table(
+        "Figure 3, thresholds of all exits but the last, on tuning prompts, from counts: × plain",
+        tuple(one.heading for one in columns),
+        rows,
+        ("Draft lengths by the schedule of the paper's harness. The largest of many figures is too high.",),
+    )
 
 
 def _printed(roles: Mapping[str, str], place: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
