@@ -76,7 +76,8 @@ UNTOLD = (
     (
         "adaspeed",
         "A probe trained on 2,000 texts is right for 75 % of the draft tokens.",
-        "our probes are trained on 6,000 draft tokens",
+        "other texts; ours are right for 84 % (exit 3) and 89 % (exit 6) of the draft tokens of `small`, and the base "
+        "rate for 72 and 89 % ([Measurements](measurements.md#the-embedded-models))",
     ),
     (
         "asd",
