@@ -73,6 +73,7 @@ from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.acceptors import LOSSY, build_acceptor
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
+from jaxspec.methods.resources import ModelLike
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
@@ -800,6 +801,17 @@ class LanguageModel:
                 self._made(method, method_options), distributions, directory, self.loaded
             )
         return drafter, weights.drafter
+
+    def load_draft(self, draft: ModelLike) -> LoadedModel:
+        """Returns a draft model as the methods load it: on this model's devices, with its dtype and its `weights`.
+
+        Args:
+          draft: a directory, a .gguf file, a hub id, the name of an embedded model, or a `LanguageModel`.
+
+        Raises:
+          FileNotFoundError, ValueError: there is no such model, it has another vocabulary, or it is on another device.
+        """
+        return self._drafts.load(draft)
 
     def _read(
         self, method: AnyMethod | None, options: GenerationOptions | None, given: Mapping[str, Any]

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
-from jaxspec.io.methods.method_files import fingerprint
 from jaxspec.methods.resources import ModelLike
-from jaxspec.model import llama
 from jaxspec.tuning.objectives import Speed
 from jaxspec.tuning.race import OnMeasured, Race, medians
 from jaxspec.tuning.tuning_options import S2DGrid, Sweep
@@ -47,9 +45,9 @@ def sorted_draft(lm: LanguageModel, draft: ModelLike | None = None) -> SortedDra
     """
     drafter, params = lm.drafter("s2d", beside=False, draft=draft)
     assert isinstance(drafter, S2D)
-    last = drafter.exits[-1]
-    read = llama.truncate(lm.params if params is None else params, last)
-    return SortedDraft(drafter, params, fingerprint(drafter.config.truncated(last), read))
+    # With quantised weights it is the fingerprint of the original, as the method reads it.
+    loaded = lm.loaded if draft is None else lm.load_draft(draft)
+    return SortedDraft(drafter, params, loaded.until(drafter.exits[-1]).fingerprint)
 
 
 def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:

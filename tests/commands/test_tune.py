@@ -18,7 +18,7 @@ from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import ASD_NAME, ASDNumbers, read_asd
 from jaxspec.tuning import asd_sweep, race, s2d_sweep
 from jaxspec.tuning.asd_sweep import tune_asd
-from jaxspec.tuning.s2d_sweep import s2d_grid, tune_s2d
+from jaxspec.tuning.s2d_sweep import s2d_grid, sorted_draft, tune_s2d
 from jaxspec.tuning.texts import prepare_texts
 from jaxspec.tuning.tuning_options import ASDGrid, S2DGrid, Sweep
 from tests import tiny
@@ -301,6 +301,15 @@ def test_the_fastest_thresholds_win(deep, monkeypatch):
 def test_wrong_thresholds():
     with pytest.raises(ValueError, match=re.escape("`thresholds` has (0.5, 1.5); give numbers from 0 to 1")):
         S2DGrid(thresholds=(0.5, 1.5))
+
+
+def test_thresholds_fit_a_draft_and_its_quantised_copy(model, tmp_path):
+    draft = tmp_path / "draft"
+    write_tokenizer(write_model(draft, dataclasses.replace(CONFIG, num_layers=3), seed=2))
+    content = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**content, "jaxspec": {"exits": [1, 2, 3]}}))
+    usual, small = (sorted_draft(load(model, weights=weights), str(draft)) for weights in (None, "int8"))
+    assert usual.fingerprint == small.fingerprint
 
 
 @pytest.mark.full
