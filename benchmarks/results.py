@@ -4,7 +4,7 @@
 
 reads docs/results/PAPER-MODEL.json (`report.json` of `python -m benchmarks.papers PAPER --model MODEL --counts`),
 PAPER-MODEL-times.json and PAPER-MODEL-int8.json (the same without `--counts`, in float32 and with `--weights int8`),
-and writes docs/results.md and a chart of each report in docs/results.
+and writes docs/results.md and a chart of each report of counts in docs/results.
 """
 
 from __future__ import annotations
@@ -175,7 +175,12 @@ def page(reports: Mapping[str, Report]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def chart(report: Report) -> str:
+def charts_of(reports: Mapping[str, Report]) -> dict[str, str]:
+    """Returns a chart of each report of counts, as SVG, by name."""
+    return {name: _chart(report) for name, report in reports.items() if name.count("-") == 1}
+
+
+def _chart(report: Report) -> str:
     """Returns a chart of the first table of a report, as SVG: its rows at the costs of its last column."""
     table = report["tables"][0]
     column = table["columns"][-1]
@@ -272,9 +277,10 @@ def _tables(name: str, report: Report) -> str:
         given += f" --sorted-target {report['sorted_target']}"
     lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]
     lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in given]
-    lines.append(
-        f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
-    )
+    if not rest:
+        lines.append(
+            f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
+        )
     for table in report["tables"]:
         lines += ["", f"**{table['title']}**", "", f"| | {' | '.join(table['columns'])} |"]
         lines.append("|---" * (1 + len(table["columns"])) + "|")
@@ -310,8 +316,8 @@ Numbers of a method are chosen on tuning prompts and reported on others, for eac
   number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the
   machine.
 - **at the paper's costs**: the same counts, at the relative cost of a draft pass in the paper's models.
-- **measured here**: times on a CPU with two cores, where each verified row costs time. A dash: not measured on a quiet
-  machine yet.
+- **measured here**: times on one core of a CPU, where each verified row costs time, with fewer prompts. Another
+  measurement ran on the other core. A dash: not measured.
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.
@@ -328,8 +334,8 @@ def main() -> int:
     directory = DOCS / "results"
     reports = load(directory)
     (DOCS / "results.md").write_text(page(reports), encoding="utf-8")
-    for name, report in reports.items():
-        (directory / f"{name}.svg").write_text(chart(report), encoding="utf-8")
+    for name, drawn in charts_of(reports).items():
+        (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
     print(f"wrote {DOCS / 'results.md'} from {len(reports)} reports", file=sys.stderr)
     return 0
 
