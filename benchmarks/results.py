@@ -49,8 +49,9 @@ CAUSES = {
 TIMES = {"times": "float32", "int8": "int8"}
 # The amount of a measurement for which its command has no option.
 _USUAL = dataclasses.asdict(Amount())
-HOLDS, AT_COSTS, DOES_NOT, UNKNOWN = (
+HOLDS, ONLY_HERE, AT_COSTS, DOES_NOT, UNKNOWN = (
     "**holds**",
+    "**holds here**, not at the paper's cost ratio",
     "**holds at the paper's cost ratio**",
     "**does not hold**",
     "cannot be told",
@@ -140,9 +141,11 @@ def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
       ("**holds at the paper's cost ratio**", 'cannot be told (holds in 1 of 2)')
       >>> verdict([], [True, False, None])
       'cannot be told (holds in 1 of 3, not in 1)'
+      >>> verdict([True], [True, False])
+      "**holds here**, not at the paper's cost ratio"
     """
     if here and all(here):
-        return HOLDS
+        return ONLY_HERE if False in costs else HOLDS
     if costs and all(costs):
         return AT_COSTS
     if costs and all(one is False for one in costs):
@@ -204,8 +207,9 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
         _, model, *rest = name.split("-")
         for claim in report["claims"]:
             kind = TIMES[rest[0]] if rest else FREE if claim["costs"] == FREE else "paper"
-            found.setdefault(claim["says"], {}).setdefault(kind, []).append(Judged(model, claim))
-    yield "| claim | paper | measured here, float32; int8 | free rows | at the paper's costs | verdict |"
+            judged = Judged(model, {**claim, "costs": kind} if rest else claim)
+            found.setdefault(claim["says"], {}).setdefault(kind, []).append(judged)
+    yield "| claim | paper | measured here | free rows | at the paper's costs | verdict |"
     yield "|---|---|---|---|---|---|"
     for says, by_kind in found.items():
         if "paper" not in by_kind:  # a claim of times only
@@ -324,9 +328,9 @@ The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generate
 No interval covers other models, another training of a draft, or another choice of the numbers.
 
 A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
-and does not hold if its interval lies below. The verdict is "holds" if it holds for all times measured here;
-other times do not decide. "Holds at the paper's cost ratio", and "does not hold", are for all models of the row at all
-costs of the paper."""
+and does not hold if its interval lies below. The verdict is "holds" if it holds for all times measured here, with "not
+at the paper's cost ratio" if it does not hold for some of the paper's costs; other times do not decide. "Holds at the
+paper's cost ratio", and "does not hold", are for all models of the row at all costs of the paper."""
 
 
 def main() -> int:

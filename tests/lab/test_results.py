@@ -80,7 +80,7 @@ def test_a_row_has_times_counts_and_a_verdict(here, expected):
     row = next(line for line in results.page(reports).splitlines() if line.startswith("| It is"))
     assert row.split(" | ")[1:] == [
         "Llama 1B: 1.16",
-        "`large`: 1.10 (1.05–1.15)",
+        "`large`, float32: 1.10 (1.05–1.15)",
         "`large`: 1.20 (1.15–1.25)",
         "`large`, Llama 1B: 1.15 (1.10–1.20)",
         f"{expected} |",
