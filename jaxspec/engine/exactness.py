@@ -19,8 +19,10 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.tree import Shape, Tree
 
-# The number of tokens of the text, of which the last ones are on this path through this tree, and the capacities.
-_TOKENS, _TREE, _PATH, _CAPACITIES = 20, Shape((-1, -1, 0, 0, 2, 1, 4)), (0, 2, 4, 6), (32, 256)
+# The numbers of tokens of the text before those that are compared, and of these, of which the last ones are on this
+# path through this tree. They are in the second block of attention; the first capacity has fewer slots than two blocks.
+_BEFORE, _TOKENS, _TREE, _PATH = 150, 20, Shape((-1, -1, 0, 0, 2, 1, 4)), (0, 2, 4, 6)
+_CAPACITIES = (192, 512)
 
 
 def refusal(
@@ -28,8 +30,9 @@ def refusal(
 ) -> str | None:
     """Returns why texts of a model cannot be exact; None if they can.
 
-    XLA chooses kernels by the processor and by the sizes of the model. Therefore one layer and the head run over a text
-    token by token, then in one pass beside other texts, and along a path of a tree; the logits must be the same bits.
+    XLA chooses kernels by the processor and by the sizes of the model. Therefore one layer and the head run over the
+    end of a text token by token, then in one pass beside other texts, and along a path of a tree; the logits must be
+    the same bits.
 
     Args:
       model: with an `exact` config.
@@ -64,7 +67,8 @@ def is_exact(model: LoadedModel, executables: Executables) -> bool:
     """
     config, params = model.config.truncated(1), llama.truncate(model.params, 1)
     small, large = _CAPACITIES
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (3, _TOKENS)).astype(np.int32)
+    shape = (3, _BEFORE + _TOKENS)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
 
     def fed(
         rows: np.ndarray, first: int, cache: KVCache, tree: Tree | None = None
@@ -73,23 +77,24 @@ def is_exact(model: LoadedModel, executables: Executables) -> bool:
         logits, cache = executables.call(_step, params, rows, start, cache, tree, config=config)
         return np.asarray(logits), cache
 
-    def empty(rows: int, capacity: int) -> KVCache:
-        return kv.create(config, rows, capacity, params["embed"].dtype)
+    def begun(rows: np.ndarray, capacity: int) -> KVCache:
+        cache = kv.create(config, len(rows), capacity, params["embed"].dtype)
+        return fed(rows[:, :_BEFORE], 0, cache)[1]
 
-    before = _TOKENS - len(_PATH) - 1
-    cache, each, at_tree = empty(1, small), [], None
-    for position in range(_TOKENS):
+    before = _BEFORE + _TOKENS - len(_PATH) - 1
+    cache, each, at_tree = begun(tokens[:1], small), [], None
+    for position in range(_BEFORE, _BEFORE + _TOKENS):
         at_tree = cache if position == before else at_tree
         logits, cache = fed(tokens[:1, position : position + 1], position, cache)
         each.append(logits[0, 0])
-    alone = np.stack(each)
-    together, _ = fed(np.roll(tokens, 1, axis=0), 0, empty(3, large))
+    alone, others = np.stack(each), np.roll(tokens, 1, axis=0)
+    together, _ = fed(others[:, _BEFORE:], _BEFORE, begun(others, large))
     drafts = np.zeros((1, 1 + _TREE.num_nodes), np.int32)
     path = [0, *(1 + node for node in _PATH)]
     drafts[0, path] = tokens[0, before:]
     assert at_tree is not None
     in_tree, _ = fed(drafts, before, at_tree, Tree.of(_TREE, _TREE.depth))
-    return bool((together[1] == alone).all() and (in_tree[0, path] == alone[before:]).all())
+    return bool((together[1] == alone).all() and (in_tree[0, path] == alone[before - _BEFORE :]).all())
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -103,4 +108,5 @@ def _step(
     config: LlamaConfig,
 ) -> tuple[jax.Array, KVCache]:
     hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
-    return llama.logits(config, params, hidden), cache
+    # Of a longer pass, only the cache is used.
+    return llama.logits(config, params, hidden[:, -_TOKENS:]), cache

@@ -67,10 +67,12 @@ class HeadMethod(ChainMethod):
         return drafter, params
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
+        """Returns the cost of as many layers as have the head's bytes; the target runs over a text once more."""
         from jaxspec.choosing.costs import DraftCost
 
-        layers = layers_of(params, target)
+        # A pass reads one row of an embedding for each token.
+        read = {name: leaf for name, leaf in params.items() if name != "embed"}
+        layers = layers_of(read, target)
         own = "vocabulary" in params or _has_rows(params)
         return DraftCost(layers=layers, head=not own, absorb_layers=target.config.num_layers + layers)
 

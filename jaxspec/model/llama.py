@@ -30,7 +30,7 @@ from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once, run_if
-from jaxspec.model.numerics import linear, rms_norm
+from jaxspec.model.numerics import kept_rounded, linear, rms_norm
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Tree
@@ -148,8 +148,11 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
         rows = jax.lax.platform_dependent(params["embed"], tokens, default=_rows, **alone)
     else:
         rows = _rows(params["embed"], tokens)
-    embedded: jax.Array = rows.whole() if isinstance(rows, Quantised) else rows
-    return embedded
+    if not isinstance(rows, Quantised):
+        embedded: jax.Array = rows
+        return embedded
+    # Else the product with the scale and the first sum of the residual stream would round once in some programs.
+    return kept_rounded(rows.whole(), rows.scale[..., None] < 0)
 
 
 def _rows(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:

@@ -58,7 +58,7 @@ def linear(
         scale = weight.scale.astype(y.dtype)
         scaled: jax.Array = (y * scale).astype(out_dtype)
         if exact:
-            scaled = _kept_rounded(scaled, scale < 0)
+            scaled = kept_rounded(scaled, scale < 0)
         return scaled if bias is None else scaled + bias
     rows = math.prod(x.shape[:-1])
     product = functools.partial(_product, out_dtype=out_dtype)
@@ -76,7 +76,7 @@ def linear(
     return biased
 
 
-def _kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:
+def kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:
     """Returns a product as its dtype rounds it; `never` is False everywhere, which the compiler cannot know.
 
     A product and a sum that follows it become one instruction, with one rounding, in programs where they are fused. The

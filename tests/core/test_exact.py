@@ -208,6 +208,15 @@ def test_adapters_do_not_change_the_other_rows(form):
     np.testing.assert_array_equal(added(x, stream, adapted)[:, 0], added(x, stream, weight)[:, 0])
 
 
+def test_an_int8_embedding_is_rounded_before_the_first_sum():
+    """The product with its scale and the sum would round once, in programs where they are fused."""
+    table = quantised(jnp.asarray(RNG.standard_normal((50, 160)), jnp.float32))
+    tokens, write = jnp.arange(24).reshape(2, 12), jnp.asarray(RNG.standard_normal((2, 12, 160)), jnp.float32)
+    found = jit(lambda table, write: llama.embed({"embed": table}, tokens) + write)(table, write)
+    rows = np.asarray(table.packed, np.float32) * np.asarray(table.scale)[:, None]
+    np.testing.assert_array_equal(found, rows[np.asarray(tokens)] + np.asarray(write))
+
+
 def test_log_probabilities_do_not_depend_on_the_pass():
     """In a loop, where XLA would fuse the sum of a softmax with the logits."""
     weight = jnp.asarray(RNG.standard_normal((1024, 320)) / 8, jnp.float32)

@@ -30,7 +30,7 @@ from jaxspec.cli.profile import Profile
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
-from jaxspec.methods import LoadedModel
+from jaxspec.methods import Eagle3, LoadedModel
 from jaxspec.methods.base import layers_of
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
@@ -311,6 +311,13 @@ def test_a_draft_costs_its_bytes():
     assert layers_of(small.params["layers"], usual_weights) < depth / 2
     packed = usual_weights.quantised(4)
     assert layers_of(packed.params["layers"], small) < depth
+
+
+def test_an_embedding_of_a_head_is_not_read_whole():
+    target, params = LoadedModel(tiny.TARGET, tiny.params(), "tiny"), tiny.params()
+    own = {"fc": params["layers"][0]["mlp"]["down"]}
+    with_embedding = own | {"embed": params["embed"]}
+    assert Eagle3().cost(target, None, own) == Eagle3().cost(target, None, with_embedding)
 
 
 def test_a_tpu_takes_the_cycles_of_its_compiler(monkeypatch, tmp_path):

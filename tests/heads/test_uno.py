@@ -212,16 +212,17 @@ def test_a_single_pass_drafts_what_the_next_block_would(tmp_path):
 
 
 def test_a_round_reads_the_adapter_once():
-    """In two passes with the model and its head, in a single pass alone."""
+    """In two passes with the model and its head; in a single pass with the head, which also runs in verification."""
     lm = tiny.language_model()
     drafter, params = tiny.drafter_of("uno")
-    adapter = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]))
-    layers = sum(leaf.size for leaf in jax.tree.leaves(lm.params["layers"]))
     two = passes(lm, methods.Uno(), drafter, params)
-    single = passes(lm, methods.Uno(single_pass=True), tiny.drafter_of("uno-single-pass")[0], params)
+    single = passes(lm, methods.Uno(single_pass=True), *tiny.drafter_of("uno-single-pass"))
     assert two.each_round == single.each_round == 1
-    assert two.share == pytest.approx(1 + single.share)
-    assert single.share == pytest.approx(adapter / (layers + lm.params["embed"].size), rel=0.1)
+    assert two.share == pytest.approx(1 + tiny.share_of_step(lm, params["layers"]))
+    assert single.share == pytest.approx(tiny.share_of_step(lm, params["layers"], head=True))
+    drafter, params = tiny.drafter_of("uno-vocab")
+    few = passes(lm, methods.Uno(), drafter, params)
+    assert few.share == pytest.approx(tiny.share_of_step(lm, (lm.params["layers"], params)))
 
 
 def test_a_single_pass_takes_all_rounds():

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.tree_method import TreeHeadMethod
-from jaxspec.methods.base import layers_of
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
@@ -54,12 +53,16 @@ class Uno(TreeHeadMethod):
         return made(target.config, head, *self.stopping(usual=8))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of one pass of the model and the adapters over a whole block."""
-        adapters = layers_of(params["layers"], target)
+        """Returns the cost of one pass of the model, the adapters and a head over a block.
+
+        In a single pass the model runs in the verification. The draft's logits still take a head of their own.
+        """
         once = dataclasses.replace(
-            super().cost(target, drafter, params), layers=adapters, once=True, absorb_layers=0.0
+            super().cost(target, drafter, params),
+            once=True,
+            rows=drafter.num_draft_tokens,
+            absorb_layers=0.0,
         )
-        if self.single_pass:  # the model and its head run in the verification
-            return dataclasses.replace(once, head=False, widths=(drafter.reach,))
-        layers = target.config.num_layers + adapters
-        return dataclasses.replace(once, layers=layers, rows=drafter.num_draft_tokens)
+        if self.single_pass:
+            return dataclasses.replace(once, widths=(drafter.reach,))
+        return dataclasses.replace(once, layers=target.config.num_layers + once.layers)
