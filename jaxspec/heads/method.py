@@ -67,7 +67,7 @@ class HeadMethod(ChainMethod):
         return drafter, params
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of as many layers as have the head's bytes; the target runs over a text once more."""
+        """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
         from jaxspec.choosing.costs import DraftCost
 
         # A pass reads one row of an embedding for each token.

@@ -56,13 +56,14 @@ class DraftModel(ChainMethod):
         return own_model_cost(target, params)
 
 
-def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0) -> DraftCost:
+def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: float = 1.0) -> DraftCost:
     """Returns the cost of a draft model with a separate cache.
 
     Args:
       target: the model that verifies.
       params: the draft's parameters.
       layers: the fraction of the draft's layers that a token runs through.
+      bits: the bits of the draft's weights, relative to those of the target's.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -74,5 +75,5 @@ def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0) -> Dra
 
     few = params.get("vocabulary")
     head = params.get("head", params["embed"]) if few is None else few.head
-    runs = layers_of(params["layers"], target)
-    return DraftCost(layers=layers * runs + layers_of(head, target), head=False, absorb_layers=runs)
+    runs = layers_of(params["layers"], target) * bits
+    return DraftCost(layers=layers * runs + layers_of(head, target) * bits, head=False, absorb_layers=runs)

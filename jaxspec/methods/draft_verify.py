@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import Method, bytes_of, layers_of, option
+from jaxspec.methods.base import Method, layers_of, option, size_of
 from jaxspec.methods.chain import StopName
 from jaxspec.methods.files import file_of, found
 from jaxspec.methods.masked import MaskedMethod
@@ -59,13 +59,13 @@ class DraftVerify(MaskedMethod):
         return (cls(),) if found(None, target, resources, method_files.PLAN_NAME) is not None else ()
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the number of layers that have as many bytes as the sublayers that run."""
+        """Returns the number of layers that have as many parameters as the sublayers that run."""
         import numpy as np
 
         from jaxspec.choosing.costs import DraftCost
 
         runs = np.asarray(cast("Drafting", drafter).plan)
         layers = target.params["layers"]
-        sizes = np.array([[bytes_of(layer["attention"]), bytes_of(layer["mlp"])] for layer in layers])
+        sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())
         return DraftCost(layers=share * len(layers) + layers_of(params, target), head=params is None)

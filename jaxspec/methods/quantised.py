@@ -61,7 +61,8 @@ class Quantised(ChainMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of the target's layers and head at the draft's bits, with a separate cache."""
-        return own_model_cost(target, params)
+        held = target.bits or 8 * target.params["norm"].dtype.itemsize
+        return own_model_cost(target, params, bits=self._bits(target) / held)
 
     def _bits(self, target: LoadedModel) -> int:
         return self.draft_bits or (8 if target.bits is None else 4)

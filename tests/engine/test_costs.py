@@ -31,7 +31,6 @@ from jaxspec.console.distributed import ProcessOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
 from jaxspec.methods import Eagle3, LoadedModel
-from jaxspec.methods.base import layers_of
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
 from tests import caching, tiny
@@ -301,16 +300,6 @@ def test_a_draft_model_costs_a_step_of_its_own():
     assert rounds == pytest.approx(3 * draft.step_ms())
     assert drafts["draft model"].absorb_ms(costs) == pytest.approx(draft.absorb_ms)
     assert "draft model" not in usual(device, "31m")[1]
-
-
-def test_a_draft_costs_its_bytes():
-    """A float32 draft of a model with int8 weights reads several of its layers for each of its own."""
-    usual_weights = LoadedModel(tiny.TARGET, tiny.params(), "tiny")
-    depth, small = usual_weights.config.num_layers, usual_weights.quantised(8)
-    assert layers_of(usual_weights.params["layers"], small) > 2 * depth
-    assert layers_of(small.params["layers"], usual_weights) < depth / 2
-    packed = usual_weights.quantised(4)
-    assert layers_of(packed.params["layers"], small) < depth
 
 
 def test_an_embedding_of_a_head_is_not_read_whole():
