@@ -43,9 +43,10 @@ def refusal(
     dtype, name = model.params["embed"].dtype, model.name or "the model"
     where = device.platform if mesh is None else "a mesh"
     if where != "cpu" or dtype not in (jnp.float32, jnp.bfloat16):
+        alone = "" if mesh is None else "without a mesh, "
         return (
             f"exact needs one CPU device and float32 or bfloat16; {name} is in {dtype} on {where}; leave exact out, or "
-            "load the model with device='cpu' and dtype='float32'"
+            f"load the model {alone}with device='cpu' and dtype='float32'"
         )
     with Progress("checking products"):
         if is_exact(model, executables):

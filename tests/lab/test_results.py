@@ -72,7 +72,7 @@ def report(*claims):
 
 @pytest.mark.parametrize(
     ("here", "expected"),
-    [(True, results.HOLDS), (False, results.AT_COSTS)],
+    [(True, results.HOLDS), (None, results.AT_COSTS), (False, results.NOT_HERE)],
 )
 def test_a_row_has_times_counts_and_a_verdict(here, expected):
     counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
