@@ -175,9 +175,10 @@ def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path
         lm, PaperOptions(runs={words: DraftModel(draft=str(twin))}, **given), lambda what: None
     )
     assert found.runs == (words,)
-    plain, _, _, ratios, drawn = found.tables
+    plain, _, _, ratios, thresholds, drawn = found.tables
     assert drawn.cell("SFT + SD", "Vicuna-7B").paper == 1.16
     assert plain.cell("SFT + SD", "Vicuna-7B").paper == 1.19
+    assert {row.name[:1] for row in thresholds.rows} == {"τ"}
     assert ratios.cell("S2D", "Vicuna-7B").paper == pytest.approx(1.34 / 1.19)
     assert any("without sorting" in claim.says for claim in found.claims)
     other = {"lookup": NGram()}
