@@ -410,7 +410,7 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     written.rename(shipped)
     with pytest.raises(ValueError, match=r"; give draft=DIR$"):  # training of such heads is not supported
         lm.drafter("dflash")
-    with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads`"):
+    with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads --kind eagle3`"):
         jaxspec.load(folder).generate("Once", method="eagle3")
     monkeypatch.setattr(embedded, "_ROOTS", (tmp_path,))
     assert jaxspec.load(folder).generate("Once", max_new_tokens=6, method="eagle3").tokens == wanted
