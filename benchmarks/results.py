@@ -48,7 +48,7 @@ CAUSES = {
     "(66 to 97 s on `small`) than the search (5 s), which judges masks by agreement instead of by time.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
-# The amount of a measurement for which its command has no option.
+# The default amount of a measurement; a printed command has options for other amounts only.
 _USUAL = dataclasses.asdict(Amount())
 HOLDS, ONLY_HERE, AT_COSTS, NOT_HERE, DOES_NOT, UNKNOWN = (
     "**holds**",
@@ -325,7 +325,7 @@ Numbers of a method are chosen on tuning prompts and reported on others, for eac
 - **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time, with
   fewer prompts. Another measurement ran on the other core. It probably disturbed `small`, whose weights nearly fit the
   cache: its first 10 of 12 layers seem 1.29 to 1.40 times as fast in float32, and 1.20 is possible. A dash: the times
-  have no such claim; those of AdaSPEED were not measured.
+  have no such claim, or were not measured: AdaSPEED, and S2D except for `small` in float32.
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.

@@ -123,7 +123,7 @@ class Papers:
                 kept = f"the measurements are in {options.directory}; the same command resumes them"
             print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
             return INTERRUPTED
-        # Six digits of a figure are enough, and the stored reports are half as large.
+        # The pages print at most three digits, and six keep the stored reports small.
         found = json.loads(
             json.dumps(dataclasses.asdict(report)), parse_float=lambda digits: float(f"{float(digits):.6g}")
         )

@@ -109,5 +109,5 @@ def _step(
     config: LlamaConfig,
 ) -> tuple[jax.Array, KVCache]:
     hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
-    # Of a longer pass, only the cache is used.
+    # The head runs over the rows that are compared; a longer pass only fills the cache.
     return llama.logits(config, params, hidden[:, -_TOKENS:]), cache

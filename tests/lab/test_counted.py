@@ -129,7 +129,6 @@ def test_exits_alone_count_like_a_draft_model(lm, draft):
             assert [bool(depth) for depth in depths] == [bool(one) for one in expected]
 
 
-@pytest.mark.full
 def test_task_types_are_those_of_the_limited_prompts(lm):
     with Workbench(lm, PaperOptions(limit=1, max_new_tokens=4)) as bench:
         for types in (["code"], ["stories"], None):
@@ -137,6 +136,7 @@ def test_task_types_are_those_of_the_limited_prompts(lm):
         assert bench.kinds("reporting", ["code"]) == ["code"]
 
 
+@pytest.mark.full
 def test_masks_count_like_asd_and_each_once(lm, monkeypatch):
     with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
         masks, prompt = asd_counts.Masks(bench), bench.encoded("tuning")[0]
